@@ -19,6 +19,7 @@ with ending_at_once():
         convert,
         doctor,
         env,
+        experts,
         info,
         make_checkpoint,
         plan,
@@ -61,6 +62,11 @@ COMMANDS = {
         "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits",
         plan.add_arguments,
         "planner.command:run_plan",
+    ),
+    "experts": Command(
+        "loads of experts from a file as a heat map, and how even replicas make them",
+        experts.add_arguments,
+        "experts:run_experts",
     ),
     "make-checkpoint": Command(
         "random weights in the released layout, for any configuration",

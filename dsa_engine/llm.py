@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from dsa_engine.async_calls import AsyncCalls, PreparedPrompt, outputs_of, requests_of
 from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.call import Call, Callers
 from dsa_engine.engine.disaggregation.loop_for import loop_for
@@ -30,20 +29,12 @@ from dsa_engine.system.sizes import format_bytes
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
-from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
+from dsa_engine.text.prompts import ParsedPrompt, Prompt, parse_prompts
 from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
 from dsa_engine.vllm_options import method_answer
 
 
-class _PreparedPrompt(NamedTuple):
-    """One checked prompt of a call, with a message for each of its outputs."""
-
-    prompt: ParsedPrompt
-    adds: list[Add]
-    tokenizer: Tokenizer | None  # makes the text of the outputs; None if they have none
-
-
-class LLM:
+class LLM(AsyncCalls):
     """A model, ready to generate.
 
     Under ``torchrun`` every rank makes the same ``LLM``, makes the same calls and gets the same outputs. Or rank 0
@@ -60,21 +51,21 @@ class LLM:
         ValueError: an option, the configuration or the world size is not possible; the text says what is possible.
     """
 
+    _callers: Callers
+
     @takes_options_of(EngineOptions)
     def __init__(self, *args: Any, **named: Any):
         report_failures()  # first, before anything can fail
         set_up_logging()
         options = EngineOptions(*args, **named)
-        self.folder = resolve_model(options.model, dummy=options.load_format == "dummy")
-        check_tokenizer(self.folder)  # before the weights, which may take minutes
-        self.default_sampling = default_sampling(self.folder, options.generation_config)
+        folder = resolve_model(options.model, dummy=options.load_format == "dummy")
+        check_tokenizer(folder)  # before the weights, which may take minutes
+        super().__init__(folder, options.trust_remote_code, default_sampling(folder, options.generation_config))
         self.engine = start(self.folder, options)
         log_start(self.engine, self.folder)
         self.loop = loop_for(self.engine)
         weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
         self._callers = Callers(self.loop)
-        self._tokenizer: Tokenizer | None = None
-        self._loading = threading.Lock()  # held while the tokenizer is loaded
 
     def generate(
         self,
@@ -102,31 +93,13 @@ class LLM:
         self._callers.check()
         prepared = self._prepare_all(prompts, sampling_params)
         with Call(self._callers) as call:
-            call.begin("generate", _requests(prepared))
+            call.begin("generate", requests_of(prepared))
             with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
                 tick = None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies)
                 call.wait(tick)
                 if tick is not None:
                     tick()  # shows the end
-            return _outputs(prepared, call.replies)
-
-    async def agenerate(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> list[RequestOutput]:
-        """Does what :meth:`generate` does, in an event loop.
-
-        Requests of all tasks and threads run together. If a task is cancelled, its requests end.
-
-        Raises:
-            RuntimeError: there are several ranks, and the others do not :meth:`follow`.
-            ValueError, CapacityError: see :meth:`generate`.
-        """
-        await asyncio.to_thread(self._callers.check, True)
-        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
-        with Call(self._callers, asynchronous=True) as call:
-            call.begin("generate", _requests(prepared))
-            await call.wait_async()
-            return _outputs(prepared, call.replies)
+            return outputs_of(prepared, call.replies)
 
     def chat(
         self,
@@ -181,7 +154,7 @@ class LLM:
     def _pieces(self, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
         prepared = self._prepare_stream(prompt, params)
         with Call(self._callers, streams=True) as call:
-            call.begin("stream", _requests([prepared]))
+            call.begin("stream", requests_of([prepared]))
             ended = False
             while not ended:
                 piece = call.piece()
@@ -203,34 +176,6 @@ class LLM:
         prepared = await asyncio.to_thread(self._prepare_stream, prompt, params)
         async with aclosing(self._pieces_of_all([prepared])) as pieces:
             async for piece in pieces:
-                yield piece
-
-    async def prepare_streams(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> tuple[list[list[int]], AsyncGenerator[StreamPiece, None]]:
-        """Checks prompts like :meth:`agenerate`, whose errors it raises, for outputs that are streamed together.
-
-        Returns:
-            the token ids of each prompt, and the pieces of all outputs as they come. ``piece.index`` says which output:
-            number ``i * n + j`` is the j-th of prompt i. The requests begin with the first piece that is awaited, and
-            end when the iterator is closed.
-
-        Raises:
-            ValueError: with ``prompt_logprobs``, which no piece has.
-        """
-        await asyncio.to_thread(self._callers.check, True)
-        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
-        if any(add.params.prompt_logprobs is not None for one in prepared for add in one.adds):
-            raise ValueError("prompt_logprobs are not streamed; use agenerate() for them, or leave them out")
-        return [one.adds[0].prompt_ids for one in prepared], self._pieces_of_all(prepared)
-
-    async def _pieces_of_all(self, prepared: Seq[_PreparedPrompt]) -> AsyncGenerator[StreamPiece, None]:
-        with Call(self._callers, streams=True, asynchronous=True) as call:
-            call.begin("stream", _requests(prepared))
-            running = len(call.replies)
-            while running:
-                piece = await call.piece_async()
-                running -= piece.finish_reason is not None
                 yield piece
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
@@ -292,31 +237,13 @@ class LLM:
         self.close()
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer, loaded at first use; raises ``ValueError`` if the folder has none."""
-        if self._tokenizer is None:
-            with self._loading:
-                self._tokenizer = self._tokenizer or Tokenizer(self.folder, self.engine.options.trust_remote_code)
-        return self._tokenizer
-
-    @property
     def conversation_format(self) -> ConversationFormat:
         """The form of the model's conversations; raises ``ValueError`` if the folder has no tokenizer."""
         return conversation_format(self.folder, self.engine.config, tokenizer=self.tokenizer)
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of calls without any: those of the folder's ``generation_config.json``, unless the option
-        ``generation_config`` says otherwise."""
-        return SamplingParams(**self.default_sampling)
-
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer as an object of ``transformers``."""
         return self.tokenizer.hf
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether prompts may be texts and outputs have texts."""
-        return Tokenizer.lies_in(self.folder)
 
     def __reduce__(self) -> NoReturn:
         """Called by ``pickle`` and ``copy``."""
@@ -341,74 +268,16 @@ class LLM:
             instead = method_answer(name)
             raise AttributeError(f"LLM has no {name!r}" + (f": {instead}" if instead else ""), name=name, obj=self)
 
-    def _encode(self, prompt: ParsedPrompt) -> list[int]:
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        if not prompt.text:
-            raise ValueError("the prompt is empty; give some text or token ids")
-        return self.tokenizer.encode(prompt.text)
+    def _new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> list[Add]:
+        return self.engine.new_requests(prompt, params, tokenizer)
 
-    def _prepare_all(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
-    ) -> list[_PreparedPrompt]:
-        many = parse_prompts(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or self.get_default_sampling_params()] * len(many)
-        elif not isinstance(sampling_params, (list, tuple)):
-            raise TypeError(f"sampling parameters must be a SamplingParams or a list of them, not {sampling_params!r}")
-        else:
-            params = list(sampling_params)
-            if len(params) != len(many):
-                raise ValueError(
-                    f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
-                )
-        prepared = []
-        for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
-            with of_many(number, len(many)):
-                prepared.append(self._prepare(prompt, p))
-        return prepared
-
-    def _prepare_stream(self, prompt: Prompt, params: SamplingParams) -> _PreparedPrompt:
+    def _prepare_stream(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         prepared = self._prepare(_only(prompt), params)
         if params.n > 1 or params.prompt_logprobs is not None:
             raise ValueError(
                 "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
             )
         return prepared
-
-    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> _PreparedPrompt:
-        """Does everything that takes time or may fail before a prompt is sent."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
-        # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
-        texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
-        tokenizer = self.tokenizer if texts else None
-        adds = self.engine.new_requests(self._encode(prompt), params, tokenizer)
-        for add in adds:
-            add.cache_salt = prompt.cache_salt
-        return _PreparedPrompt(prompt, adds, tokenizer)
-
-
-def _requests(prepared: Seq[_PreparedPrompt]) -> list[tuple[Add, Tokenizer | None]]:
-    return [(add, one.tokenizer) for one in prepared for add in one.adds]
-
-
-def _outputs(prepared: Seq[_PreparedPrompt], replies: Seq[Reply]) -> list[RequestOutput]:
-    """The outputs of all prompts, from the replies to the messages of :func:`_requests`; all have ended."""
-    remaining, outputs = iter(replies), []
-    for one in prepared:
-        own = list(islice(remaining, len(one.adds)))
-        prompt_logprobs = own[0].prompt_logprobs()
-        outputs.append(
-            RequestOutput(
-                request_id=str(own[0].add.id),
-                prompt=one.prompt.text,
-                prompt_token_ids=own[0].add.prompt_ids,
-                outputs=[reply.completion(index) for index, reply in enumerate(own)],
-                prompt_logprobs=prompt_logprobs,
-            )
-        )
-    return outputs
 
 
 def _show_progress(bar: Any, replies: Seq[Reply]) -> None:

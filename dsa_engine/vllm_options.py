@@ -13,6 +13,10 @@ _ONE_MODEL = "there is one way to run a model here; leave it out"
 _NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint"
 _NO_HUB = "nothing is downloaded here; get the folder with `hf download` and give its path or its hub id"
 _MESSAGE = "the form is that of the model folder, leave it out: the outputs of chat() have a message"
+_EPLB = (
+    "ParallelConfig(redundant_experts=N, expert_loads=FILE) places experts by their loads, and rebalance_every=STEPS "
+    "moves them while requests run"
+)
 _NO_IMAGES = "models here read text only; leave it out"
 
 # name: (what to use instead, the values that ask for what is done anyway and are accepted)
@@ -86,10 +90,11 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reasoning_config": (f"{_MESSAGE}, with the thought as reasoning_content", (None,)),
     "tool_call_parser": (f"{_MESSAGE}, with tool_calls for chat(tools=…)", (None,)),
     "enable_auto_tool_choice": (f"{_MESSAGE}, with tool_calls for chat(tools=…)", (True, False)),
-    "enable_eplb": ("ParallelConfig(redundant_experts=N, expert_loads=FILE) places experts by their loads", (False,)),
-    "eplb_config": ("ParallelConfig(redundant_experts=N, expert_loads=FILE) places experts by their loads", (None,)),
+    "enable_eplb": (_EPLB, (False,)),
+    "eplb_config": (_EPLB, (None,)),
     "all2all_backend": (
-        "all-to-alls are NCCL's; ParallelConfig(moe_dispatch=…, decode_dispatch=…) chooses all_to_all or all_gather",
+        "all-to-alls are NCCL's; ParallelConfig(moe_dispatch=…, decode_dispatch=…) chooses all_to_all, all_gather, "
+        "by_machine or auto",
         (None,),
     ),
     "data_parallel_backend": (_TORCHRUN, ("mp", None)),

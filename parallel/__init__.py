@@ -7,7 +7,7 @@
 * :mod:`~dsa_engine.parallel.links`: modelled times of collectives
 * :mod:`~dsa_engine.parallel.context_parallel`: context parallelism, the split of a sequence
 * :mod:`~dsa_engine.parallel.tensor_parallel`: local tensor parallelism of embedding, output projection and LM head
-* :mod:`~dsa_engine.parallel.experts`: expert parallelism: placement, and two dispatches
+* :mod:`~dsa_engine.parallel.experts`: expert parallelism: placement, and three dispatches
 * :mod:`~dsa_engine.parallel.side_stream`: work on a side stream
 * :mod:`~dsa_engine.parallel.message_channel`: bytes from rank 0 to all ranks
 * :mod:`~dsa_engine.parallel.agreement`: a comparison of texts that must be the same on all ranks

@@ -63,6 +63,10 @@ class Meeting:
         """Leaves this rank's text."""
         self._store.set(self._key(self._rank), text)
 
+    def leave(self) -> None:
+        """Makes the next meeting of these ranks another one, for this rank."""
+        _meetings_held[str(self._ranks)] += 1
+
     def texts(self, wait_s: float, check: Callable[[], None] = lambda: None) -> dict[int, str]:
         """The texts of all other ranks, by rank; waits for them as :meth:`hold` does."""
         return {rank: self._get(rank, rank, wait_s, check) for rank in self._ranks if rank != self._rank}
@@ -85,7 +89,7 @@ class Meeting:
             TimeoutError: a rank does not come.
             RuntimeError: the process of a rank has ended or is stopped.
         """
-        _meetings_held[str(self._ranks)] += 1
+        self.leave()
         self.say(text)
         first = self._ranks[0]
         if self._rank != first:

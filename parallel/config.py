@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dsa_engine.config.checks import integer, is_number, number
 from dsa_engine.config.fields import BOOL, POSITIVE_INT, Kind, Options, choice, documented, option
@@ -23,6 +23,40 @@ def _check_loads(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be the path of a file, or loads of each expert, not {value!r:.80}")
     if not all(is_number(load) and load >= 0 for load in value) or not any(value):
         raise ValueError(f"{name} must be numbers of at least 0, and one above it, not {value!r:.80}")
+
+
+class MeshOptions(Protocol):
+    """The options that a mesh and the model on it read; :class:`ParallelConfig` describes them."""
+
+    @property
+    def cp_size(self) -> int | None: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def moe_dispatch(self) -> MoeDispatch: ...
+    @property
+    def decode_dispatch(self) -> MoeDispatch: ...
+    @property
+    def moe_chunk_size(self) -> int | None: ...
+    @property
+    def redundant_experts(self) -> int: ...
+    @property
+    def route_shared_expert(self) -> bool: ...
+    @property
+    def expert_loads(self) -> str | Path | Sequence[float] | None: ...
+    @property
+    def rebalance_every(self) -> int | None: ...
+    @property
+    def record_expert_loads(self) -> str | Path | None: ...
+    @property
+    def cp_layout(self) -> CpLayout: ...
+    @property
+    def timeout(self) -> float: ...
+
+
+def _check_record(name: str, value: Any) -> None:
+    if not isinstance(value, (str, Path)) or str(value) in ("", ".", "-"):
+        raise ValueError(f"{name} must be the path of a file, not {value!r:.80}")
 
 
 @documented
@@ -52,13 +86,15 @@ class ParallelConfig(Options):
         choice(MoeDispatch),
         "all_to_all",
         'in prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every '
-        "rank all tokens and sums the results (static shapes).",
+        'rank all tokens and sums the results (static shapes); "by_machine" is as "all_to_all", but a token crosses to '
+        'a machine once, and is passed on inside; "auto" takes what modelled links say is fastest for a step\'s size.',
         help="dispatch of tokens to experts in prefill",
     )
     decode_dispatch: MoeDispatch = option(
         choice(MoeDispatch),
         "all_gather",
-        'the same in decode steps. CUDA graphs need the static shapes of "all_gather".',
+        'the same in decode steps. CUDA graphs need the static shapes of "all_gather", so this is what "auto" takes on '
+        "CUDA.",
         help="the same in decode",
     )
     moe_chunk_size: int | None = option(
@@ -90,6 +126,21 @@ class ParallelConfig(Options):
         "loads; or a load of each expert, the same in all layers. Default: equal loads.",
         help="JSON with the loads of experts, by which they are placed on ranks; default: equal loads",
     )
+    record_expert_loads: str | Path | None = option(
+        Kind(_check_record, metavar="FILE"),
+        None,
+        "counts how often tokens choose each expert and writes it to this file, every 500 steps and at the end: what "
+        "``expert_loads`` reads. Rank 0 writes, for all ranks. Default: nothing is counted.",
+        help="write the loads of experts here, for --expert-loads",
+    )
+    rebalance_every: int | None = option(
+        Kind(integer(minimum=1), int, metavar="STEPS"),
+        None,
+        "after so many steps experts move, while requests run, to where the loads since the last time want them, with "
+        "``redundant_experts`` replicas. A step moves few, and tokens stay the same. It needs several ranks. Default: "
+        "experts stay.",
+        help="move experts by their loads every so many steps; default: never",
+    )
     cp_layout: CpLayout = option(
         choice(CpLayout),
         "head_tail",
@@ -114,7 +165,7 @@ class ParallelConfig(Options):
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make another kind of mesh."""
         if self.prefill_ranks is not None:
-            from dsa_engine.parallel.roles import mesh_of_part
+            from dsa_engine.parallel.apart.roles import mesh_of_part
 
             return mesh_of_part(self, device, same)
         from dsa_engine.parallel.mesh import Mesh  # it imports torch

@@ -43,6 +43,11 @@ class Group:
     def alone(self) -> bool:
         return self.handle is None
 
+    @property
+    def parts(self) -> tuple[Group, ...]:
+        """The groups that carry collectives of this one; none, if it carries all of them itself."""
+        return ()
+
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts gathering ``rows [R, ...]``, R the same on every rank.
 
@@ -140,6 +145,17 @@ class Group:
         self._recv(into, source)
         self._done(event)
         return into
+
+    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Sends tensors to other ranks and fills tensors with what they send, all at once. All are contiguous, and a
+        rank names another one's tensors in the order in which that rank sends them.
+
+        Args:
+            sends, receives: tensors, each with the index of the other rank in this group.
+        """
+        self.bytes_sent += sum(rows.nbytes for rows, _ in sends)
+        if sends or receives:
+            self._exchange_pairs(sends, receives)
 
     def _check_peer(self, peer: int) -> None:
         if peer == self.index or not 0 <= peer < self.size:
@@ -245,6 +261,14 @@ class Group:
     def _recv(self, into: torch.Tensor, source: int) -> None:
         work = dist.irecv(into, group=self.handle, group_src=source)
         if work is not None:
+            work.wait()
+
+    def _exchange_pairs(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        operations = [dist.P2POp(dist.isend, rows, None, self.handle, group_peer=peer) for rows, peer in sends]
+        operations += [dist.P2POp(dist.irecv, rows, None, self.handle, group_peer=peer) for rows, peer in receives]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
 

@@ -11,7 +11,7 @@ A mesh may have only some of the run's ranks; within the mesh they are still num
 
 from __future__ import annotations
 
-import atexit
+import logging
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,47 +19,30 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import compare
-from dsa_engine.parallel.context_parallel import CpLayout
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import MoeDispatch
+from dsa_engine.parallel.experts.by_machine import MachineGroups
+from dsa_engine.parallel.experts.choose_dispatch import DispatchChoice
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
-from dsa_engine.parallel.failure.reporter import leave_run, report_failures
+from dsa_engine.parallel.experts.traffic import has_two_levels, rails_of
+from dsa_engine.parallel.failure.joining import join_run
+from dsa_engine.parallel.failure.reporter import report_failures
+from dsa_engine.parallel.gather_by_machine import gather_group
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.launch_environment import launched_rank, launched_store, store_address
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 
+if TYPE_CHECKING:
+    from dsa_engine.parallel.config import MeshOptions
 
-class MeshOptions(Protocol):
-    """The options that a mesh and the model on it read; ``ParallelConfig`` describes them."""
-
-    @property
-    def cp_size(self) -> int | None: ...
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def moe_dispatch(self) -> MoeDispatch: ...
-    @property
-    def decode_dispatch(self) -> MoeDispatch: ...
-    @property
-    def moe_chunk_size(self) -> int | None: ...
-    @property
-    def redundant_experts(self) -> int: ...
-    @property
-    def route_shared_expert(self) -> bool: ...
-    @property
-    def expert_loads(self) -> str | Path | Sequence[float] | None: ...
-    @property
-    def cp_layout(self) -> CpLayout: ...
-    @property
-    def timeout(self) -> float: ...
+logger = logging.getLogger(__name__)
 
 
 class Mesh:
@@ -68,11 +51,12 @@ class Mesh:
     Attributes:
         rank, world_size: this process's number in the mesh, and the size of the mesh.
         machines: the number of each rank's machine, counted from 0.
+        machine_groups: the groups of dispatches by machine; None: no option wants them, or machines have one level.
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
         host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
-        run_ranks: the ranks of the run that serve the same callers: all of this mesh, and of its counterpart if one part
-            of the run prefills and another decodes.
+        run_ranks: the ranks of the run that serve the same callers: all of this mesh, and of its counterpart if one
+            part of the run prefills and another decodes.
         communicates: whether collectives carry bytes between processes; False if the other ranks are emulated.
 
     Args:
@@ -99,11 +83,20 @@ class Mesh:
                 raise ValueError(
                     f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}"
                 )
+        if config.rebalance_every is not None and (world_size == 1 or not self.communicates):
+            raise ValueError(
+                f"rebalance_every {config.rebalance_every}: experts move between ranks, and "
+                + ("there is only one" if world_size == 1 else "an emulated rank has no others")
+                + "; start several, or leave it out"
+            )
+        if config.record_expert_loads is not None and not self.communicates:
+            raise ValueError("record_expert_loads: experts are assigned on an emulated rank, not chosen; leave it out")
         self._ranks = ranks
         self.run_ranks = self.global_ranks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
-        self._expert_parallel: dict[tuple[Held, Sequence[float] | None], ExpertParallel] = {}
+        self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
         self.machines = (0,) * world_size
+        self.machine_groups: MachineGroups | None = None
         self.world = self._group(world_size)
         self.ep = self._group(world_size)
         self.cp = self._group(self.cp_size)
@@ -153,7 +146,7 @@ class Mesh:
             if rank > 0 and not early:  # rank 0 is to hold the store itself
                 report_failures(connect_s=config.timeout)
             # If a device is bound here, every group is split off the whole run, and all of its ranks must take part.
-            _join(chosen, config.timeout, bound=chosen if chosen.type == "cuda" and ranks is None else None)
+            join_run(chosen, config.timeout, bound=chosen if chosen.type == "cuda" and ranks is None else None)
         if not early:
             compare_starts()
         mesh = cls(config, members.index(rank), len(members), chosen, ranks)
@@ -162,8 +155,9 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All but ``host``: world, ep, cp, tp."""
-        return self.world, self.ep, self.cp, self.tp
+        """All but ``host``: world, ep, cp, tp, and those inside and between machines of experts and cp."""
+        by_machine = (self.machine_groups.machine, self.machine_groups.rail) if self.machine_groups else ()
+        return self.world, self.ep, self.cp, self.tp, *by_machine, *self.cp.parts
 
     @property
     def processes(self) -> Group:
@@ -190,23 +184,33 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def expert_parallel(self, experts: int, layer: int, groups: int = 1, shared: float = 0.0) -> ExpertParallel:
+    def expert_parallel(
+        self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
+    ) -> ExpertParallel:
         """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
-        loads share one object.
+        loads share one object, unless placements change.
 
         Args:
             groups: number of groups of consecutive experts in the model's router.
             shared: load of one more expert, over the load of all others together; 0: there is none.
+            top_groups: number of groups from which a token takes experts.
 
         Raises:
             ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
         """
         held = self._placements.held(experts, layer, groups, shared)
         loads = self._placements.loads(experts, layer)
-        if (held, loads) not in self._expert_parallel:
-            made = self._make_expert_parallel(ExpertPlacement(held, self.device), loads)
-            self._expert_parallel[held, loads] = made
-        return self._expert_parallel[held, loads]
+        changes = self.config.rebalance_every is not None
+        key = held, loads, layer if changes else None
+        if key not in self._expert_parallel:
+            made = self._make_expert_parallel(ExpertPlacement(held, self.device, changes), loads)
+            made.groups, made.top_groups = groups, top_groups
+            self._expert_parallel[key] = made
+        return self._expert_parallel[key]
+
+    def better_placement(self, now: Held, loads: Sequence[float], groups: int) -> Held:
+        """See :meth:`.LayerPlacements.better`."""
+        return self._placements.better(now, loads, groups)
 
     @cached_property
     def _placements(self) -> LayerPlacements:
@@ -226,10 +230,21 @@ class Mesh:
                 one.even = even
 
     def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
-        return ExpertParallel(self.ep, placement)
+        return ExpertParallel(self.ep, placement, self.machine_groups, self._dispatch_choice)
+
+    @cached_property
+    def _dispatch_choice(self) -> DispatchChoice:
+        return DispatchChoice(self.machines, logs=self.is_leader)
+
+    def dispatch(self, decodes: bool) -> MoeDispatch:
+        """The dispatch of decode or prefill steps. CUDA graphs of decode steps need static shapes, so "auto" is
+        "all_gather" in these on CUDA."""
+        method = self.config.decode_dispatch if decodes else self.config.moe_dispatch
+        return "all_gather" if decodes and method == "auto" and self.device.type == "cuda" else method
 
     def set_machines(self, machines: Sequence[int]) -> None:
-        """Sets the machine of each rank; warns if the neighbours of a tensor-parallel group are on different ones."""
+        """Sets the machine of each rank; warns if the neighbours of a tensor-parallel group are on different ones.
+        Every rank of the mesh calls it, before any layer is made."""
         self.machines = tuple(machines)
         size = self.config.tp_size
         for first in range(0, self.world_size, size):
@@ -241,6 +256,20 @@ class Mesh:
                     stacklevel=3,
                 )
                 break
+        if self.communicates:
+            cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
+            self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
+        methods = {self.config.moe_dispatch, self.config.decode_dispatch}
+        if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
+            self.machine_groups = self._make_machine_groups()
+        elif "by_machine" in methods and self.world_size > 1 and self.is_leader:
+            which = "all ranks are on one machine" if len(set(self.machines)) == 1 else "every machine has one rank"
+            logger.info("the dispatch 'by_machine' is 'all_to_all' here, as %s", which)
+
+    def _make_machine_groups(self) -> MachineGroups:
+        numbers = range(1 + max(self.machines))
+        inside = [[rank for rank, machine in enumerate(self.machines) if machine == number] for number in numbers]
+        return MachineGroups(self._part(inside), self._part(rails_of(self.machines)), self.machines)
 
     def _exchange_machines(self) -> list[int]:
         """Gathers digests of host names; machines are numbered in the order of their first rank."""
@@ -269,7 +298,7 @@ class Mesh:
     @property
     def static_decode(self) -> bool:
         """Whether the shapes of a decode step are independent of the routing, so that the host need not wait for it."""
-        return self.world_size == 1 or self.config.decode_dispatch == "all_gather"
+        return self.world_size == 1 or self.dispatch(decodes=True) == "all_gather"
 
     def cp_ranks(self, cp_group: int) -> range:
         """The ranks of one context-parallel group."""
@@ -296,13 +325,17 @@ class Mesh:
 
     def _group(self, size: int) -> Group:
         """Neighbouring ranks in groups of ``size``; every rank of the mesh takes part in making every group."""
+        return self._part([range(first, first + size) for first in range(0, self.world_size, size)])
+
+    def _part(self, parts: Sequence[Sequence[int]]) -> Group:
+        """This rank's group, if all ranks are divided like this; every rank of the mesh calls it."""
         mine: Group | None = None
-        for first in range(0, self.world_size, size):
-            ranks = tuple(range(first, first + size))
-            if size > 1 and ranks not in self._handles:
+        for part in parts:
+            ranks = tuple(part)
+            if len(ranks) > 1 and ranks not in self._handles:
                 self._handles[ranks] = self._new_group(ranks)
             if self.rank in ranks:
-                mine = Group(ranks, self.rank - first, self._handles.get(ranks))
+                mine = Group(ranks, ranks.index(self.rank), self._handles.get(ranks))
         assert mine is not None
         return mine
 
@@ -312,23 +345,3 @@ def _check_ranks(ranks: Sequence[int], global_size: int, global_rank: int) -> No
         raise ValueError(f"ranks must be different ones of 0 … {global_size - 1}, ascending, not {list(ranks)!r}")
     if global_rank not in ranks:
         raise ValueError(f"this process is rank {global_rank} of the run, which is none of {list(ranks)!r}")
-
-
-def _join(device: torch.device, timeout_s: float, bound: torch.device | None) -> None:
-    """Makes the process group of the whole run."""
-    backend, (host, port) = "nccl" if device.type == "cuda" else "gloo", store_address()
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
-    except dist.DistStoreError as error:
-        raise TimeoutError(
-            f"the other ranks have not all come to {host}:{port} (MASTER_ADDR, MASTER_PORT) within {timeout_s:g} "
-            f"seconds: {error} Start all {launched_rank()[1]} of WORLD_SIZE, with the same address"
-        ) from error
-    report_failures(connect_s=timeout_s)
-    atexit.register(_leave)  # runs while failures are still watched for, as it may wait for a peer
-
-
-def _leave() -> None:
-    leave_run()
-    if dist.is_initialized():
-        dist.destroy_process_group()

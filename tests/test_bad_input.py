@@ -147,7 +147,10 @@ def test_options(demo_cache: Path, options: dict[str, Any], message: str) -> Non
         ({"tp_size": 2}, "tp_size 2 does not divide the world size 1; start a multiple of 2"),
         ({"tp_size": 0}, "tp_size must be a positive integer, not 0"),
         ({"cp_size": "2"}, "cp_size must be a positive integer, not '2'"),
-        ({"moe_dispatch": "magic"}, "moe_dispatch must be one of all_to_all, all_gather, not 'magic'"),
+        (
+            {"moe_dispatch": "magic"},
+            "moe_dispatch must be one of all_to_all, all_gather, by_machine, auto, not 'magic'",
+        ),
         ({"cp_layout": "zigzag"}, "cp_layout must be one of head_tail, contiguous, not 'zigzag'"),
         ({"timeout": 0}, r"timeout must be a finite number above 0 \(seconds\), not 0"),
     ],

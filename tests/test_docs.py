@@ -31,6 +31,7 @@ FOLDERS_OF_PAGES = {
     "RUNNING.md": "scripts",
     "TRAINING.md": "benchmarks/results",
     "disaggregation.md": "dsa_engine/engine/disaggregation",
+    "experts.md": "parallel/experts",
     "kernels.md": "kernels",
     "measure.md": "dsa_engine/measure/emulation",
     "model.md": "dsa_engine/model",

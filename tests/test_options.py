@@ -60,8 +60,9 @@ def test_an_argument_is_an_option(words: tuple[str, ...], name: str, value: Any)
 
 
 def test_parallel_arguments() -> None:
-    words = ("--cp-size", "2", "--decode-dispatch", "all_to_all", "--timeout", "5")
-    assert parallel_from(parsed(*words)) == ParallelConfig(cp_size=2, decode_dispatch="all_to_all", timeout=5.0)
+    words = ("--cp-size", "2", "--moe-dispatch", "by_machine", "--decode-dispatch", "auto", "--timeout", "5")
+    options = {"moe_dispatch": "by_machine", "decode_dispatch": "auto", "timeout": 5.0}
+    assert parallel_from(parsed(*words)) == ParallelConfig(cp_size=2, **options)  # type: ignore[arg-type]
 
 
 def test_help_says_every_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import signal
 import socket
 import sys
+import threading
 from contextlib import nullcontext
 
 from dsa_engine.arguments import llm_from
@@ -33,17 +36,25 @@ def run_serve(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socket | None) -> None:
     """Serves at a socket on rank 0, follows on another rank."""
     from dsa_engine.engine.stats_log import StatsLog
-    from dsa_engine.server.run import ignore_signals, serve
+    from dsa_engine.server.remote.process import HttpProcess
 
     llm = llm_from(args)
     if bound is None:
-        ignore_signals()
+        _ignore_signals()
         llm.follow()
         return
+    asyncio.run(llm.agenerate([]))  # all other ranks follow before the first request comes
     with llm, nullcontext() if options.disable_log_stats else StatsLog(llm.engine):
-        served = serve(llm, options, bound)
-    if not served:
+        status = HttpProcess(llm, options, bound).wait()
+    if status:
         sys.exit(1)
+
+
+def _ignore_signals() -> None:
+    """For ranks that follow: the launcher sends them the signal too, and rank 0 tells them when to end."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _checked(args: argparse.Namespace, options: ServerOptions) -> socket.socket:

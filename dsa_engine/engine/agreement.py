@@ -119,7 +119,9 @@ def agree_on_call(
 
 def declare_following(mesh: Mesh) -> None:
     """Tells rank 0, which learns it in its next call, that this rank makes no calls."""
-    Meeting(mesh.run_ranks, mesh.run_rank).say(_FOLLOWS)
+    meeting = Meeting(mesh.run_ranks, mesh.run_rank)
+    meeting.say(_FOLLOWS)
+    meeting.leave()  # rank 0 holds it once, in its next call; a later engine of this run has meetings of its own
 
 
 def others_follow(mesh: Mesh, check: Callable[[], None]) -> bool:
@@ -129,7 +131,10 @@ def others_follow(mesh: Mesh, check: Callable[[], None]) -> bool:
         TimeoutError: a rank leaves no text.
     """
     meeting = Meeting(mesh.run_ranks, mesh.run_rank)
-    return all(text == _FOLLOWS for text in meeting.texts(mesh.config.timeout, check).values())
+    follow = all(text == _FOLLOWS for text in meeting.texts(mesh.config.timeout, check).values())
+    if follow:
+        meeting.leave()
+    return follow
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,28 @@ from dsa_engine.outputs import StreamPiece
 from dsa_engine.text.tokenizer import Tokenizer
 
 _TICK_S = 0.2  # seconds between two updates of a progress bar
+
+
+class Entrance(Protocol):
+    """What a :class:`Call` needs.
+
+    Attributes:
+        ids: gives messages their numbers.
+        stream_interval: tokens of a piece of a stream, after the first.
+    """
+
+    @property
+    def ids(self) -> Iterator[int]: ...
+    @property
+    def stream_interval(self) -> int: ...
+
+    def send(self, kind: str, messages: Sequence[tuple[Add | Run, Reply | Mailbox]]) -> None:
+        """Sends the messages of a call, each with the receiver of its results."""
+        ...
+
+    def abort(self, ids: tuple[int, ...]) -> None:
+        """Ends requests and jobs; those that have ended are ignored."""
+        ...
 
 
 class Callers:
@@ -87,6 +109,18 @@ class Callers:
                 self.loop.engine.ids = count(ids[0])
             raise
 
+    def abort(self, ids: tuple[int, ...]) -> None:
+        """Ends requests and jobs."""
+        self.loop.send((Abort(ids), None))
+
+    @property
+    def ids(self) -> Iterator[int]:
+        return self.loop.engine.ids
+
+    @property
+    def stream_interval(self) -> int:
+        return self.loop.engine.options.stream_interval
+
     def follow(self) -> None:
         """Serves rank 0's calls until rank 0 closes.
 
@@ -113,7 +147,7 @@ class Call:
     _ids: Sequence[int] = ()  # the id of a running job
     replies: Sequence[Reply] = ()
 
-    def __init__(self, callers: Callers, streams: bool = False, asynchronous: bool = False):
+    def __init__(self, callers: Entrance, streams: bool = False, asynchronous: bool = False):
         self._callers = callers
         self._streams = streams
         self._mailbox: Any = EventLoopMailbox() if asynchronous else SimpleQueue()
@@ -121,8 +155,8 @@ class Call:
     def begin(self, kind: str, adds: Sequence[tuple[Add, Tokenizer | None]]) -> None:
         """Sends the requests, each with the tokenizer for its text; raises what :meth:`Callers.send` raises."""
         for add, _ in adds:
-            add.id = next(self._callers.loop.engine.ids)
-        interval = self._callers.loop.engine.options.stream_interval if self._streams else None
+            add.id = next(self._callers.ids)
+        interval = self._callers.stream_interval if self._streams else None
         self.replies = [
             Reply(add, tokenizer, self._mailbox, interval, index) for index, (add, tokenizer) in enumerate(adds)
         ]
@@ -152,7 +186,7 @@ class Call:
 
     def run(self, job: Job, prompt_ids: list[int]) -> torch.Tensor:
         """Runs a job and returns its result; raises what :meth:`wait` raises."""
-        run = Run(next(self._callers.loop.engine.ids), job, prompt_ids)
+        run = Run(next(self._callers.ids), job, prompt_ids)
         self._ids = (run.id,)
         self._callers.send(job, [(run, self._mailbox)])
         result = _raised(self._get(None))
@@ -171,7 +205,7 @@ class Call:
         """Aborts requests and jobs that have not ended."""
         ids = (*self._ids, *(reply.add.id for reply in self.replies if reply.ending is None))
         if ids:
-            self._callers.loop.send((Abort(ids), None))
+            self._callers.abort(ids)
         self._ids = self.replies = ()
 
     __del__ = close

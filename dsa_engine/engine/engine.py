@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
+from dsa_engine.engine.load_recorder import LoadRecorder
+from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.messages import Add, Run
 from dsa_engine.engine.requests.new_request import check_prompt, new_requests
 from dsa_engine.engine.requests.request import Request
@@ -55,6 +57,8 @@ class Engine:
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         launched_ahead: number of steps launched that way.
         num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
+        rebalancing: moves experts between steps; None: they stay.
+        recorder: writes the loads of experts to a file; None: there is none.
         side: this engine's part of a run that prefills and decodes apart; None: it does both.
         tiers: pages on other ranks, in host memory and on the disk.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
@@ -78,6 +82,8 @@ class Engine:
         self.launched_ahead = self.num_prefilled_tokens = self.num_generated_tokens = 0
         self.ids = count()
         self.tiers = PageTiers(self.cache, self.scheduler.ledger)
+        self.rebalancing: Rebalancing | None = None
+        self.recorder: LoadRecorder | None = None
         self.side: Side | None = None
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.draft(self._max_drafts)
@@ -171,6 +177,11 @@ class Engine:
         requests, moving = [chunk.request for chunk in chunks], self.tiers.moving(chunks, plan.bucket is None)
         with record_function("launch"), self._failing(requests), moving:
             launched = self.runner.launch(plan, before)
+        if self.rebalancing is not None:
+            with record_function("rebalance"), self._failing(requests):
+                self.rebalancing.turn()
+        if self.recorder is not None:
+            self.recorder.turn()
         self.tiers.launched(chunks)
         self.num_prefilled_tokens += sum(chunk.length for chunk in chunks if not chunk.request.prefilled)
         self.scheduler.computed(chunks)
@@ -313,6 +324,8 @@ class Engine:
                             self.runner.all_logits(chunk, logits, block)
                         elif (last := self.runner.last_logits([chunk])) is not None:
                             logits = last
+                    if self.rebalancing is not None:
+                        self.rebalancing.turn()
                     self.scheduler.computed([chunk])
                     bar.update(chunk.length)
                     yield

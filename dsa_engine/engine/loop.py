@@ -30,7 +30,7 @@ import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.mailbox import Mailbox, waking_together
-from dsa_engine.engine.reply import Reply
+from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.messages import Abort, Add, Message, Run, Shutdown
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
@@ -41,7 +41,7 @@ _CLOSE_S = 30.0  # longest wait for a running step when the loop is closed
 _OTHERS_CLOSE_S = 5.0  # how long a rank other than 0 waits for rank 0 to close
 _ANSWER_S = 0.5  # time for callers to handle a failure before it ends the process
 
-_Sent = tuple[Message, Reply | Mailbox | None]  # a message and the receiver of its results
+_Sent = tuple[Message, Receiver | Mailbox | None]  # a message and the receiver of its results
 
 
 class EngineLoop:
@@ -64,7 +64,7 @@ class EngineLoop:
         self._sends = self.channel is None or self.channel.sends
         # Callers and the loop share no lock of Python: an interrupted caller could leave it locked.
         self._inbox: SimpleQueue[tuple[_Sent, ...]] = SimpleQueue()
-        self._replies: dict[int, Reply] = {}  # by id: requests whose caller waits on this rank
+        self._replies: dict[int, Receiver] = {}  # by id: requests whose caller waits on this rank
         self._jobs: dict[int, Mailbox] = {}  # by id: jobs whose caller waits on this rank
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
         self._unread = False  # whether a step launched here has not been read
@@ -192,9 +192,9 @@ class EngineLoop:
                     messages.append(message)
         return messages if self._sends else []
 
-    def _note(self, message: Message, results: Reply | Mailbox | None) -> None:
+    def _note(self, message: Message, results: Receiver | Mailbox | None) -> None:
         """Registers the receiver of a message's results, or removes it."""
-        if isinstance(results, Reply):
+        if isinstance(results, Receiver):
             self._replies[results.add.id] = results
         elif isinstance(message, Run) and results is not None:
             self._jobs[message.id] = results
@@ -311,6 +311,10 @@ class EngineLoop:
                 self._job.close()
             for request in self._requests.values():
                 self.engine.finish(request, "abort")
+            # Ranks add their loads only if all end here together.
+            if self.engine.recorder is not None and (self._closing or self.channel is None):
+                self.engine.recorder.close()
+        with suppress(BaseException):
             self.engine.tiers.close()
         self._ended.set()
         atexit.unregister(self._leave)
@@ -327,7 +331,7 @@ class EngineLoop:
             while True:
                 for _, results in self._inbox.get_nowait():
                     if results is not None:
-                        (results.mailbox if isinstance(results, Reply) else results).put(self._refusal())
+                        (results.mailbox if isinstance(results, Receiver) else results).put(self._refusal())
 
     def _refusal(self) -> BaseException:
         if self.error is not None:

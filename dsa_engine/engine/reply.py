@@ -8,7 +8,9 @@ until it learns of it are dropped.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from dsa_engine.engine.mailbox import Mailbox
 from dsa_engine.engine.requests.messages import Add
@@ -18,7 +20,50 @@ from dsa_engine.text.stream import TextStream
 from dsa_engine.text.tokenizer import Tokenizer
 
 
-class Reply:
+class RequestRecord(NamedTuple):
+    """The fields of a request that its outputs show, see :class:`.request.Request`."""
+
+    preemptions: int = 0
+    draft_stats: Sequence[tuple[int, int]] = ()
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+
+    @classmethod
+    def of(cls, request: Request | None) -> RequestRecord:
+        """The record of a request so far; None: it has not begun."""
+        return cls() if request is None else cls(*(getattr(request, name) for name in cls._fields))
+
+
+class Receiver(ABC):
+    """Receives the tokens of one request from the loop.
+
+    Attributes:
+        add: the message that made the request.
+        mailbox: the caller's; gets an exception if one ends the request.
+        request: the engine's request; None until the loop has begun it.
+        ending: how the request ended; None while it runs.
+    """
+
+    def __init__(self, add: Add, mailbox: Mailbox):
+        self.add = add
+        self.mailbox = mailbox
+        self.request: Request | None = None
+        self.ending: Ending | None = None
+
+    @abstractmethod
+    def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
+        """Takes the next tokens.
+
+        Args:
+            ending: how the request ends with the last of ``tokens``; None if it goes on.
+        """
+
+    @abstractmethod
+    def hand_over(self) -> None:
+        """Puts new results into the mailbox, if the caller waits for any."""
+
+
+class Reply(Receiver):
     """One request as its caller sees it.
 
     Args:
@@ -26,11 +71,8 @@ class Reply:
 
     Attributes:
         index: number of the request in its call.
-        add: the message that made the request.
-        mailbox: the caller's.
-        request: the engine's request; None until the loop has begun it.
         output: the tokens so far.
-        ending: how the request ended; None while it runs.
+        record: what is known of a request that runs in another process; set with its last tokens.
     """
 
     def __init__(
@@ -41,13 +83,11 @@ class Reply:
         stream_interval: int | None = None,
         index: int = 0,
     ):
+        super().__init__(add, mailbox)
         self.index = index
-        self.add = add
-        self.mailbox = mailbox
         self._stream_interval = stream_interval
-        self.request: Request | None = None
         self.output: list[int] = []
-        self.ending: Ending | None = None
+        self.record: RequestRecord | None = None
         self._logprobs: list[Logprobs] = []
         self._given = 0  # number of tokens in earlier pieces
         self._first_token_time: float | None = None
@@ -62,9 +102,6 @@ class Reply:
         """Adds the next tokens to the output, up to a stop string.
 
         An error while decoding them to text ends the request.
-
-        Args:
-            ending: how the request ends with the last of ``tokens``; None if it goes on.
         """
         now = time.perf_counter()
         for number, sampled in enumerate(tokens):
@@ -96,7 +133,6 @@ class Reply:
         return Ending("stop", stop_reason=text.stop_string) if text.stopped else ending
 
     def hand_over(self) -> None:
-        """Puts new results into the mailbox, if the caller waits for any."""
         if self._stream_interval is not None:
             waiting = len(self.output) - self._given
             if self.ending is not None or not self._given or waiting >= self._stream_interval:
@@ -121,15 +157,15 @@ class Reply:
 
     def metrics(self) -> RequestMetrics:
         """The times and counts so far."""
-        request = self.request
+        record = self._record
         return RequestMetrics.of(
             self.add.arrival,
             self._first_token_time,
             self._last_token_time,
             len(self.output),
-            request.preemptions if request else 0,
-            SpeculationMetrics.of(request.draft_stats) if request and request.draft_stats else None,
-            (request.num_cached_tokens or 0) if request else 0,
+            record.preemptions,
+            SpeculationMetrics.of(record.draft_stats) if record.draft_stats else None,
+            record.num_cached_tokens or 0,
         )
 
     def completion(self, index: int) -> CompletionOutput:
@@ -156,7 +192,7 @@ class Reply:
 
         An error while decoding them ends the request with an error, so this comes before :meth:`completion`.
         """
-        logprobs = self.request.prompt_logprobs if self.request else None
+        logprobs = self._record.prompt_logprobs
         if logprobs is None or self._text is None:
             return logprobs
         try:
@@ -164,6 +200,10 @@ class Reply:
         except Exception as error:
             self.ending = _not_decoded("prompt's tokens", error)
             return None
+
+    @property
+    def _record(self) -> RequestRecord:
+        return self.record or RequestRecord.of(self.request)
 
 
 def _not_decoded(what: str, error: BaseException) -> Ending:

@@ -21,6 +21,7 @@ from dsa_engine.model.layers import Weighted
 from dsa_engine.model.mtp import MTPModule
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
+from dsa_engine.parallel.experts.load_counter import LoadCounter
 from dsa_engine.parallel.tensor_parallel import (
     own_vocab_parallel_logits,
     shard,
@@ -34,11 +35,15 @@ class Model(Weighted):
 
     Args:
         mtp_modules: the number of MTP modules to build.
+
+    Attributes:
+        loads: counts the choices of experts in all MoE layers; None: they are not counted.
     """
 
     def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):
         super().__init__(runtime)
         self.config = config
+        self.loads: LoadCounter | None = None
         # Sharded by vocabulary over the tensor-parallel group.
         rows = shard(config.vocab_size, runtime.mesh.tp, "vocab_size")
         table = (config.vocab_size, config.hidden_size)

@@ -23,6 +23,7 @@ from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.dispatch import Dispatch
+from dsa_engine.parallel.experts.load_counter import count_choices
 
 
 class MoE(Weighted):
@@ -30,6 +31,10 @@ class MoE(Weighted):
 
     With ``ParallelConfig.route_shared_expert`` the shared expert is the last of the routed ones, which every token
     chooses with weight 1.
+
+    Attributes:
+        counts: to which the choices of experts are added, see :class:`.LoadCounter`; None: they are not counted.
+        shared_load: load of the shared expert, over that of all others together, if it is routed; else 0.
     """
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
@@ -47,7 +52,9 @@ class MoE(Weighted):
                 "route_shared_expert needs a shared expert of the size of a routed one, n_shared_experts 1; this model "
                 f"has {config.n_shared_experts}"
             )
-        self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, 1 / top_k if routed else 0.0)
+        self.counts: torch.Tensor | None = None
+        self.shared_load = 1 / top_k if routed else 0.0
+        self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, self.shared_load, config.topk_group)
         held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size
@@ -71,14 +78,19 @@ class MoE(Weighted):
                 factor=config.routed_scaling_factor,
                 live=batch.live,
             )
+            if self.counts is not None:
+                count_choices(experts, self.counts)
             if self.shared is None:
                 experts, weights = _with_shared(experts, weights, config.n_routed_experts)
         with stage("MoE dispatch"):
-            parallel = self.runtime.mesh.config
-            method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
+            method = self.runtime.mesh.dispatch(batch.decodes)
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.live is None else sys.maxsize
-            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, max_pairs)
+            tokens = x if self.expert_parallel.group.size == 1 else self.experts.to_send(x)
+            sum_bytes = x.shape[1] * x.element_size()
+            dispatch = self.expert_parallel.dispatch(
+                tokens, experts, weights, method, batch.ep_rows, max_pairs, sum_bytes
+            )
         shared = None
         if (mlp := self.shared) is not None:
             with stage("MoE shared"):

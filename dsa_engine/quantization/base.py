@@ -147,21 +147,36 @@ class GroupedExperts(Weights):
             matrix = Matrix(f"{prefix}.down_proj.weight", hidden, intermediate)
             self.sources += sources_of(matrix, *(tensor[number] for tensor in down))
 
+    @property
+    def moved(self) -> tuple[torch.Tensor, ...]:
+        """What an expert takes to another slot, here or on another rank: ``[count, …]`` each, as the products read
+        them."""
+        return self.tensors
+
+    def separate(self) -> None:
+        """Undoes what :meth:`loaded` can do only for some experts, so that all others fit into their slots too."""
+
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
 
         Args:
-            received: tokens ``[R, hidden]`` and their choices, counted within these experts.
+            received: tokens, as they are or as :meth:`to_send` has made them, and their choices, counted within these
+                experts.
             uncounted_bytes: if the rows between the products may take more bytes than this, the host first asks the
                 device how many choices are served.
 
         Returns:
-            ``[R, hidden]`` in the tokens' dtype.
+            ``[R, hidden]`` in the run's dtype.
         """
         tokens, experts, weights, fraction, served = received
         return self._mlp(
             tokens, experts, weights, served_fraction=fraction, served=served, uncounted_bytes=uncounted_bytes
         )
+
+    def to_send(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[T, hidden]`` as they travel to the rank of these experts, ``[T, width]``: as the products take
+        them."""
+        return tokens
 
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
         """The format's kernel, with its weights."""

@@ -18,7 +18,7 @@ from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.kernels.linear.block_scaled_libraries import are_powers_of_two, library_product, packs_scales
 from dsa_engine.kernels.linear.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
-from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
+from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts, quantize_tokens, quantized_words
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
 
@@ -88,9 +88,15 @@ class BlockFP8Experts(GroupedExperts):
     of both, with one element for each block of 128 rows or columns."""
 
     def __init__(
-        self, prefixes: Sequence[str], hidden: int, intermediate: int, power_of_two: bool, device: torch.device
+        self,
+        prefixes: Sequence[str],
+        hidden: int,
+        intermediate: int,
+        power_of_two: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
-        self._power_of_two = power_of_two
+        self._power_of_two, self._dtype = power_of_two, dtype
         count, blocks = len(prefixes), (blocks_of(intermediate), blocks_of(hidden))
         gate_up = torch.empty(count, 2, intermediate, hidden, dtype=FP8, device=device)
         gate_up_scale = torch.empty(count, 2, *blocks, device=device)
@@ -100,8 +106,15 @@ class BlockFP8Experts(GroupedExperts):
         super().__init__(prefixes, hidden, intermediate, stacked, (down, down_scale), _sources)
         self.tensors = (gate_up, gate_up_scale, down, down_scale)
 
+    def to_send(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Codes and scales: half the bytes, and the same bits as if the experts' rank quantised them."""
+        if quantized_words(tokens.shape[1]) is None:
+            return tokens
+        return quantize_tokens(tokens, self._power_of_two)
+
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
-        return block_scaled_experts(tokens, experts, weights, *self.tensors, power_of_two=self._power_of_two, **counts)
+        counts |= {"power_of_two": self._power_of_two, "dtype": self._dtype}
+        return block_scaled_experts(tokens, experts, weights, *self.tensors, **counts)
 
 
 class BlockFP8(StoredFormat):
@@ -131,7 +144,7 @@ class BlockFP8(StoredFormat):
         return SideBySide([self.linear(part) for part in parts])
 
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> BlockFP8Experts:
-        return BlockFP8Experts(prefixes, hidden, intermediate, self._scheme.power_of_two, self._device)
+        return BlockFP8Experts(prefixes, hidden, intermediate, self._scheme.power_of_two, self._dtype, self._device)
 
     @staticmethod
     def is_default_on(device: torch.device) -> bool:

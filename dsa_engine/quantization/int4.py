@@ -162,6 +162,14 @@ class Int4Experts(GroupedExperts):
         if not gate_up.is_meta and torch.equal(gate_up[:, 0], gate_up[:, 1]):
             self._orders = gate_up[:, 0].contiguous(), down  # half the products
 
+    @property
+    def moved(self) -> tuple[torch.Tensor, ...]:
+        return (*self.gate_up, *self.down, *(order for order in self._orders if order is not None))
+
+    def separate(self) -> None:
+        if self._packing.ordered:
+            self._orders = self.tensors[2], self.tensors[5]
+
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
         int8 = self._packing.int8_activations
         return expert_mlp_int4(

@@ -13,7 +13,6 @@ from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from dsa_engine.config.checks import shown
-from dsa_engine.llm import LLM
 from dsa_engine.server.admission import Admission
 from dsa_engine.server.body import BodyReader
 from dsa_engine.server.errors import ApiError, add_handlers, bad_request
@@ -24,6 +23,7 @@ from dsa_engine.server.generation import Form, Generation
 from dsa_engine.server.key import KeyCheck
 from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.options import ServerOptions, read_template
+from dsa_engine.server.remote.client import EngineClient
 from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.text.conversations import conversation_format
 from dsa_engine.version import __version__
@@ -43,24 +43,24 @@ class Server:
         ValueError: a parser or the chat template is not possible.
     """
 
-    def __init__(self, llm: LLM, options: ServerOptions):
-        engine = llm.engine
+    def __init__(self, llm: EngineClient, options: ServerOptions):
+        facts = llm.facts
         self.llm, self.options = llm, options
-        self.names = options.served_model_name or [str(engine.options.model)]
+        self.names = options.served_model_name or [facts.model]
         self.created = int(time.time())
-        self.admission = Admission(engine.options.max_num_seqs + options.max_waiting_requests, options.request_timeout)
+        self.admission = Admission(facts.max_num_seqs + options.max_waiting_requests, options.request_timeout)
         self.bodies = BodyReader(parse_bytes(options.max_body_size, "max_body_size"), options.body_timeout)
-        self.metrics = Metrics(engine, self.names[0])
+        self.metrics = Metrics(facts.pid, self.names[0])
         parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}
         self.conversation = None
         if llm.has_tokenizer:
-            self.conversation = conversation_format(llm.folder, engine.config, **parsers, tokenizer=llm.tokenizer)
+            self.conversation = conversation_format(llm.folder, facts.config, **parsers, tokenizer=llm.tokenizer)
         self.chat_template = read_template(options.chat_template)
 
     def alive(self) -> ApiError | None:
         """None while the engine runs; otherwise the error that ended it."""
         try:
-            self.llm.loop.check()
+            self.llm.check()
         except BaseException as error:
             return ApiError(503, f"the engine has ended: {type(error).__name__}: {error}")
         return None
@@ -150,7 +150,8 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        state = await server.llm.state() if server.alive() is None else None
+        return Response(server.metrics.text(state), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     _add_page(app)
     if server.options.api_key is not None:
@@ -164,9 +165,9 @@ def _model_card(server: Server, name: str) -> dict[str, Any]:
         "object": "model",
         "created": server.created,
         "owned_by": "dsa_engine",
-        "root": str(server.llm.engine.options.model),
+        "root": server.llm.facts.model,
         "parent": None,
-        "max_model_len": server.llm.engine.max_model_len,
+        "max_model_len": server.llm.facts.max_model_len,
     }
 
 

@@ -77,7 +77,9 @@ def add_handlers(app: FastAPI) -> None:
 
 def failed(error: BaseException) -> ApiError:
     """The answer to an error that is the server's own."""
-    if is_transport_error(error):
+    if is_transport_error(error) or isinstance(
+        error, ConnectionError
+    ):  # a collective broke, or the engine's process ended
         return ApiError(
             503, "a rank of this server has ended or does not answer, and so the server ends; try again later"
         )

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dsa_engine.llm import LLM
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.server.admission import Admission, ClientLeft
@@ -20,6 +19,7 @@ from dsa_engine.server.errors import ApiError, bad_request, failed
 from dsa_engine.server.events import EventStream, to_json
 from dsa_engine.server.forms.usage import StreamUsage, failure_of, usage_of
 from dsa_engine.server.metrics import Metrics
+from dsa_engine.server.remote.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Generation(Response):
         form: the endpoint's.
     """
 
-    def __init__(self, llm: LLM, form: Form, admission: Admission, metrics: Metrics):
+    def __init__(self, llm: EngineClient, form: Form, admission: Admission, metrics: Metrics):
         self._llm, self._form, self._admission, self._metrics = llm, form, admission, metrics
         self._unfinished = len(form.prompts) * form.params.n  # outputs
         self.background = None

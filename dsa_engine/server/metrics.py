@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dsa_engine.engine.engine import Engine
 from dsa_engine.outputs import RequestMetrics
+from dsa_engine.server.remote.messages import EngineState
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
@@ -21,13 +21,13 @@ class Metrics:
     """What has been served, and what the engine is doing.
 
     Args:
-        engine: is asked when the metrics are read.
+        pid: the process of the engine, whose memory and times are metrics too.
         model_name: a label of every metric.
     """
 
-    def __init__(self, engine: Engine, model_name: str):
+    def __init__(self, pid: int, model_name: str):
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+        ProcessCollector(pid=lambda: pid, registry=self.registry)
         self._model = {"model_name": model_name}
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
@@ -57,7 +57,8 @@ class Metrics:
             self._ended.labels(model_name, reason)
         for plain in (self._prompt_tokens, self._output_tokens, self._drafts, self._draft_tokens, self._accepted):
             plain.labels(model_name)
-        self.registry.register(_EngineState(engine, model_name))
+        self._state = _StateCollector(model_name)
+        self.registry.register(self._state)
 
     def finished(self, metrics: RequestMetrics, reason: str, prompt_tokens: int, output_tokens: int) -> None:
         """Counts an output that has ended; ``prompt_tokens`` is 0 for all outputs of a prompt but one."""
@@ -83,40 +84,40 @@ class Metrics:
         """Counts outputs that have ended before their time: "abort" if the client left, or a limit was reached."""
         self._ended.labels(finished_reason=reason, **self._model).inc(outputs)
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def text(self, state: EngineState | None) -> bytes:
+        """All metrics in Prometheus' text format; those of the engine's state as it is now, if it is known."""
+        self._state.state = state
         return generate_latest(self.registry)
 
 
-class _EngineState:
-    """A collector, which reads the scheduler's counts when it is asked."""
+class _StateCollector:
+    """Gives metrics of an engine's state."""
 
-    def __init__(self, engine: Engine, model_name: str):
-        self._engine, self._model_name = engine, model_name
+    state: EngineState | None = None
+
+    def __init__(self, model_name: str):
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        scheduler, cache = self._engine.scheduler, self._engine.cache
-        free = scheduler.free_pages
-        for name, about, value in (
-            ("vllm:num_requests_running", "Requests that have pages", len(scheduler.running)),
-            ("vllm:num_requests_waiting", "Requests that wait for pages", len(scheduler.waiting)),
+        state = self.state
+        if state is None:
+            return
+        for kind, name, about, value in (
+            (GaugeMetricFamily, "num_requests_running", "Requests that have pages", state.running),
+            (GaugeMetricFamily, "num_requests_waiting", "Requests that wait for pages", state.waiting),
             (
-                "vllm:kv_cache_usage_perc",
+                GaugeMetricFamily,
+                "kv_cache_usage_perc",
                 "Fraction of cache pages that requests hold, on all ranks",
-                1 - sum(free) / (len(free) * cache.pages),
+                state.cache_usage,
             ),
+            (CounterMetricFamily, "prefix_cache_queries", "Tokens of admitted requests", state.prefix_queries),
+            (CounterMetricFamily, "prefix_cache_hits", "Those of them whose pages were found", state.prefix_hits),
+            (CounterMetricFamily, "num_preemptions", "Times that a request has lost its pages", state.preemptions),
         ):
-            gauge = GaugeMetricFamily(name, about, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        for name, about, value in (
-            ("vllm:prefix_cache_queries", "Tokens of admitted requests", scheduler.prefix_cache.queries),
-            ("vllm:prefix_cache_hits", "Those of them whose pages were found", scheduler.prefix_cache.hits),
-            ("vllm:num_preemptions", "Times that a request has lost its pages", scheduler.preemptions),
-        ):
-            counter = CounterMetricFamily(name, about, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
+            family = kind(f"vllm:{name}", about, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
 
     def describe(self) -> list[Metric]:
         return []

@@ -53,9 +53,10 @@ def sum_experts_reference(
     """The weighted sums by the reference of any weight format.
 
     Args:
-        x, experts, weights: as in :func:`sum_experts`.
+        x: ``[T, …]``, what ``mlp`` takes of each token.
+        experts, weights: as in :func:`sum_experts`.
         count: number of experts of this rank.
-        mlp: ``(rows [R, hidden], counts [count]) -> [R, hidden]``, the experts' results for rows sorted by expert.
+        mlp: ``(rows [R, …], counts [count]) -> [R, hidden]``, the experts' results for rows sorted by expert.
     """
     chosen = experts.flatten()
     local = chosen.shape[0] if chosen.numel() == 0 else int((chosen >= 0).sum())
@@ -63,9 +64,9 @@ def sum_experts_reference(
     order = chosen.argsort(stable=True)[chosen.shape[0] - local :]
     tokens = order // experts.shape[1]
     y = mlp(x.index_select(0, tokens), torch.bincount(chosen[order], minlength=count))
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    out = torch.zeros(len(x), y.shape[1], dtype=torch.float32, device=x.device)
     out.index_add_(0, tokens, y.float().mul_(weights.flatten()[order, None]))
-    return out.to(x.dtype)
+    return out.to(y.dtype)
 
 
 def served_order(

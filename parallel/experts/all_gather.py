@@ -73,8 +73,9 @@ def _filled(counts: list[int], maximum: int) -> list[list[int]]:
 class AllGatherDispatch(Dispatch):
     """Tokens that are being gathered, in rounds.
 
-    Several rounds take no memory for the sums of all tokens: these replace the rows of received tokens, whose experts
-    are done. Sums lie closer than packed rows, so they end before the rows of the next round begin.
+    Several rounds take no memory for the sums of all tokens if these are as long as the tokens: they replace the rows
+    of received tokens, whose experts are done. Sums lie closer than packed rows, so they end before the rows of the
+    next round begin.
 
     Args:
         gathered: waits for the tokens of all ranks, which are the beginnings of packed rows that nothing else reads.
@@ -93,6 +94,7 @@ class AllGatherDispatch(Dispatch):
         self._gathered, self._cut = gathered, parts
         self._received: Received | None = None
         self._parts: list[Part] = []
+        self._room: torch.Tensor | None = None  # the received tokens, until the first sums of several rounds come
         self._sums: torch.Tensor | None = None
 
     @property
@@ -101,9 +103,7 @@ class AllGatherDispatch(Dispatch):
         if not self._parts:
             self._received = received = self._gathered()
             self._parts = self._cut(received)
-            if len(self._parts) > 1:
-                tokens = received.tokens
-                self._sums = tokens.as_strided(tokens.shape, (tokens.shape[1], 1))
+            self._room = received.tokens if len(self._parts) > 1 else None
         return len(self._parts)
 
     def receive(self, number: int) -> Received:
@@ -116,6 +116,8 @@ class AllGatherDispatch(Dispatch):
         return Received(tokens, experts, weights, received.served_fraction, served)
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
+        if self._room is not None:
+            self._sums, self._room = _sums_in(self._room, sums), None
         if self._sums is not None:
             self._sums[self._parts[number].first : self._parts[number].last] = sums
             sums = self._sums
@@ -125,3 +127,11 @@ class AllGatherDispatch(Dispatch):
 
     def combine(self) -> torch.Tensor:
         return self._returning()[: self._count]
+
+
+def _sums_in(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Memory for the sums of all tokens, ``like`` some of them: that of the tokens if a sum is as long as a token."""
+    count, hidden = len(tokens), like.shape[1]
+    if tokens.dtype == like.dtype and tokens.shape[1] == hidden:
+        return tokens.as_strided((count, hidden), (hidden, 1))
+    return like.new_empty(count, hidden)

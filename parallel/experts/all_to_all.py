@@ -96,6 +96,7 @@ class AllToAllDispatch(Dispatch):
     Args:
         source, choice_rows: see :class:`Rounds`.
         plans: the sizes of each round.
+        rank: this rank's number in the placement, if it is not that in the group.
     """
 
     def __init__(
@@ -108,11 +109,13 @@ class AllToAllDispatch(Dispatch):
         source: torch.Tensor,
         choice_rows: torch.Tensor,
         plans: list[RecvPlan],
+        rank: int | None = None,
     ):
         self._group, self._placement = group, placement
         self._tokens, self._experts, self._weights = tokens, experts, weights
         self._source, self._choice_rows = source, choice_rows
         self._plans = plans
+        self._rank = group.index if rank is None else rank
         self._returned: torch.Tensor | None = None  # [rows, hidden]: at most k rows a token, under any routing
         self._first = [0, *accumulate(sum(plan.send) for plan in plans)]  # first row of each round
         self._returning: Callable[[], None] = lambda: None
@@ -126,7 +129,7 @@ class AllToAllDispatch(Dispatch):
         self._returning()  # it began before this round's tokens; its sums are freed
         packed = self._coming()
         del self._coming
-        rank, k = self._group.index, self._experts.shape[1]
+        rank, k = self._rank, self._experts.shape[1]
         return Received(
             *unpacked(packed, self._tokens, k, self._placement, rank),
             max(1 / k, self._placement.fraction(rank)),  # a token comes for one choice at least

@@ -1,6 +1,6 @@
 """The interface of a dispatch: tokens travel to the ranks that hold their experts, and weighted sums travel back.
 
-`all_to_all.py` and `all_gather.py` are the two ways.
+`all_to_all.py`, `all_gather.py` and `by_machine.py` are the ways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Received(NamedTuple):
     it.
     """
 
-    tokens: torch.Tensor  # [R, hidden]
+    tokens: torch.Tensor  # [R, width], as they were sent: numbers, or words with codes and scales
     experts: torch.Tensor  # [R, k] int32
     weights: torch.Tensor  # [R, k] float32
     served_fraction: float

@@ -1,14 +1,16 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
 A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
-row (`kernels/moe/pack_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, even if it
-has chosen several of that rank's experts.
+row (`kernels/moe/pack_tokens.py`), and the sums back. A dispatch sends a token to a rank at most once, even if it has
+chosen several of that rank's experts.
 
 * "all_to_all": only what is needed travels, in rounds if much comes to one rank (`all_to_all.py`). The counts depend on
   the routing, and the host waits for them. Sums add in float32, in the order of a token's choices: the same bits each
   time.
 * "all_gather": every rank gets every token (`all_gather.py`). The bytes that travel depend on the batch only. Sums add
   in the tokens' dtype, on their way back.
+* "by_machine": as "all_to_all", in two levels: a token crosses to a machine once (`by_machine.py`).
+* "auto": the one of them with the shortest modelled exchange for a step of this size (`choose_dispatch.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +23,21 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
-from dsa_engine.parallel.experts import MoeDispatch
+from dsa_engine.parallel.experts import DispatchMethod, MoeDispatch
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.by_machine import (
+    ByMachineDispatch,
+    MachineGroups,
+    MachineTables,
+    Way,
+    counts_in_rounds,
+    way_numbers,
+)
+from dsa_engine.parallel.experts.choose_dispatch import DispatchChoice
 from dsa_engine.parallel.experts.dispatch import Dispatch, NoDispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.traffic import Routing, RowBytes
 from dsa_engine.parallel.group import Group
 
 
@@ -35,13 +47,26 @@ class ExpertParallel:
     Attributes:
         group: the ranks that hold the experts.
         placement: the experts of each rank.
+        machines: the groups inside and between machines; None: "by_machine" is "all_to_all".
+        choice: chooses for "auto".
+        groups, top_groups: those of the model's router.
         even: spread choices evenly over the ranks instead of routing them (:meth:`.mesh.Mesh.even_routing`).
     """
 
-    def __init__(self, group: Group, placement: ExpertPlacement):
+    def __init__(
+        self,
+        group: Group,
+        placement: ExpertPlacement,
+        machines: MachineGroups | None = None,
+        choice: DispatchChoice | None = None,
+    ):
         self.group = group
+        self.machines = machines
         self.placement = placement
+        self.choice = choice
+        self.groups, self.top_groups = 1, 1
         self.even = False
+        self._tables = MachineTables(machines, placement) if machines else None
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -56,26 +81,31 @@ class ExpertParallel:
         method: MoeDispatch,
         max_tokens: int,
         max_pairs: int = sys.maxsize,
+        sum_bytes: int | None = None,
     ) -> Dispatch:
-        """Brings each of ``tokens [T, hidden]`` to its ``experts [T, k]``; every rank of the group takes part.
+        """Brings each of ``tokens [T, width]`` to its ``experts [T, k]``; every rank of the group takes part.
 
         Args:
+            tokens: numbers or words, as the experts take them.
             experts: logical experts, int32; −1 is no expert.
             weights: ``[T, k]`` float32.
-            method: "all_to_all" or "all_gather".
+            method: "all_to_all", "all_gather", "by_machine" or "auto".
             max_tokens: the largest token count of a rank of the group.
             max_pairs: bound on the token-expert pairs that a rank serves in a round
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
                 if there may be more, the host waits for their number.
+            sum_bytes: of a token's sum on its way back; default: those of the token.
         """
         experts = self.to_physical(experts)
         if self.group.size == 1:
             return NoDispatch(Received(tokens, experts, weights, 1.0))
+        if method == "auto":
+            method = self._chosen(tokens, experts.shape[1], max_tokens, max_pairs, sum_bytes)
         if method == "all_gather":
             return self._all_gather(tokens, experts, weights, max_tokens, max_pairs)
-        if method == "all_to_all":
-            return self._all_to_all(tokens, experts, weights, max_pairs)
-        raise ValueError(f"there is no dispatch {method!r}")
+        if method == "by_machine" and self.machines is not None:
+            return self._by_machine(tokens, experts, weights, max_pairs, self.machines)
+        return self._all_to_all(tokens, experts, weights, max_pairs)
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         """The physical experts ``[T, k]`` that serve this rank's choices of logical ones."""
@@ -102,9 +132,21 @@ class ExpertParallel:
         Args:
             sent: int32 ``[rounds, size, 2]``.
         """
-        received = self.group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
-        both = download(torch.stack((sent, received), dim=1))()
-        return [_recv_plan(*one) for one in both]
+        return _exchanged(self.group, sent)
+
+    def exchange_ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
+        """Tells every rank what comes to it along its rail and inside its machine, in every round along the rail.
+
+        Args:
+            sent: int32 ``[rounds, size, 4]`` (:func:`.by_machine.counts_in_rounds`).
+        """
+        by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
+        rows = download(way_numbers(by_pair, self.group.index, takers))()
+        return [Way.of(row, groups) for row in rows]
+
+    def exchange_inside(self, sent: torch.Tensor, machine: Group) -> list[RecvPlan]:
+        """As :meth:`exchange_rounds`, among the ranks of a machine."""
+        return _exchanged(machine, sent)
 
     def gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
@@ -143,6 +185,61 @@ class ExpertParallel:
             plans = self.exchange_rounds(counts)
         return AllToAllDispatch(group, self.placement, tokens, experts, weights, source, choice_rows, plans)
 
+    def _by_machine(
+        self,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        max_pairs: int,
+        groups: MachineGroups,
+    ) -> Dispatch:
+        placement, tables, (size, k) = self.placement, self._tables, (self.group.size, experts.shape[1])
+        assert tables is not None
+        along, final = SendPlan.of(experts, tables.peers, size), SendPlan.of(experts, placement.rank_of, size)
+        ways = self.exchange_ways(torch.cat((final.counts, along.counts), dim=1)[None], groups, tables.takers)
+        rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
+        source, choice_rows = along.order.tokens[:rows], along.order.pair_rows
+        if rounds > 1:
+            cut = in_rounds(along, rows, rounds)
+            source, choice_rows, _ = cut
+            ways = self.exchange_ways(counts_in_rounds(final, along, cut), groups, tables.takers)
+        inner_rounds = [rounds_needed(way.busiest, max_pairs, tables.largest_machine, k) for way in ways]
+
+        def pass_on(number: int, brought: Received) -> Dispatch:
+            return self._inside(groups.machine, tables.inner, brought, ways[number].inside, inner_rounds[number])
+
+        rail = AllToAllDispatch(
+            groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, [way.along for way in ways], 0
+        )
+        return ByMachineDispatch(rail, pass_on, inner_rounds)
+
+    def _inside(
+        self, machine: Group, rank_of: torch.Tensor, brought: Received, whole: RecvPlan, rounds: int
+    ) -> Dispatch:
+        """Passes tokens on inside the machine.
+
+        Args:
+            rank_of: the index in the machine of each physical expert's rank.
+        """
+        plan, rows = SendPlan.of(brought.experts, rank_of, machine.size), sum(whole.send)
+        if rounds == 1:
+            source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
+        else:
+            source, choice_rows, counts = in_rounds(plan, rows, rounds)
+            plans = self.exchange_inside(counts, machine)
+        rank, (tokens, experts, weights) = self.group.index, brought[:3]
+        return AllToAllDispatch(machine, self.placement, tokens, experts, weights, source, choice_rows, plans, rank)
+
+    def _chosen(
+        self, tokens: torch.Tensor, choices: int, max_tokens: int, max_pairs: int, sum_bytes: int | None
+    ) -> DispatchMethod:
+        """What "auto" is for a step, the same on every rank."""
+        assert self.choice is not None
+        sent = tokens.shape[1] * tokens.dtype.itemsize
+        row = RowBytes.of(sent, choices, sent if sum_bytes is None else sum_bytes)
+        routing = Routing(choices, self.groups, self.top_groups)
+        return self.choice.method(max_tokens, max_pairs, row, routing, self.placement.held)
+
     def _all_gather(
         self,
         tokens: torch.Tensor,
@@ -162,6 +259,12 @@ class ExpertParallel:
             return parts_of(self.count_served(received.experts, together), together, rows, max_pairs)
 
         return AllGatherDispatch(group, self.gather(tokens, experts, weights, max_tokens), parts, count)
+
+
+def _exchanged(group: Group, sent: torch.Tensor) -> list[RecvPlan]:
+    received = group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
+    both = download(torch.stack((sent, received), dim=1))()
+    return [_recv_plan(*one) for one in both]
 
 
 def _recv_plan(sent: list[list[int]], received: list[list[int]]) -> RecvPlan:

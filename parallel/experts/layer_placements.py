@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsa_engine.parallel.experts.balance import balance_layer
+from dsa_engine.parallel.experts.balance import balance_layer, imbalance
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import Held, contiguous
 
 if TYPE_CHECKING:
-    from dsa_engine.parallel.mesh import MeshOptions
+    from dsa_engine.parallel.config import MeshOptions
+
+_GAIN = 0.02  # experts move if the largest load of a rank falls by at least this part of the mean
 
 
 class LayerPlacements:
@@ -22,14 +25,19 @@ class LayerPlacements:
         ranks: number of ranks that hold experts.
         nodes: number of machines that groups of experts are to be divided over; 1: experts of a group may lie anywhere.
         redundant: number of physical experts more than logical ones.
-        loads: the path of a file (`loads_file.py`), or loads of each expert, the same in all layers; None: equal loads.
+        loads: of each layer, or the path of their file (`loads_file.py`), or loads of each expert, the same in all
+            layers; None: equal loads.
 
     Raises:
         ValueError: the file is missing or damaged.
     """
 
     def __init__(
-        self, ranks: int, nodes: int = 1, redundant: int = 0, loads: str | Path | Sequence[float] | None = None
+        self,
+        ranks: int,
+        nodes: int = 1,
+        redundant: int = 0,
+        loads: str | Path | ExpertLoads | Sequence[float] | None = None,
     ):
         self._ranks, self._nodes, self._redundant = ranks, nodes, redundant
         self._loads = ExpertLoads.read(loads) if isinstance(loads, (str, Path)) else loads
@@ -39,8 +47,8 @@ class LayerPlacements:
     def of(cls, config: MeshOptions, machines: Sequence[int]) -> LayerPlacements:
         """The placements that the options describe, on ranks of these machines."""
         ranks, nodes = len(machines), 1 + max(machines)
-        methods: tuple[str, ...] = (config.moe_dispatch, config.decode_dispatch)
-        if "by_machine" not in methods or list(machines) != [rank * nodes // ranks for rank in range(ranks)]:
+        methods = {config.moe_dispatch, config.decode_dispatch}
+        if not methods & {"by_machine", "auto"} or list(machines) != [rank * nodes // ranks for rank in range(ranks)]:
             nodes = 1
         return cls(ranks, nodes, config.redundant_experts, config.expert_loads)
 
@@ -71,12 +79,10 @@ class LayerPlacements:
         Raises:
             ValueError: the numbers of experts, replicas and ranks do not fit.
         """
-        loads = self.loads(experts, layer) or (1.0,) * experts
-        if shared:
-            experts += 1
-            loads = (*loads, shared * math.fsum(loads))
-        elif self._loads is None and not self._redundant:
+        if not shared and self._loads is None and not self._redundant:
             return contiguous(experts, self._ranks)
+        loads = with_shared(self.loads(experts, layer) or (1.0,) * experts, shared)
+        experts = len(loads)
         replicas = experts + self._redundant
         if not self._ranks <= replicas <= experts * self._ranks:
             raise ValueError(
@@ -88,3 +94,20 @@ class LayerPlacements:
             plan = balance_layer(loads, replicas, groups, self._nodes, self._ranks)
             self._planned[loads, groups] = tuple(map(tuple, plan))
         return self._planned[loads, groups]
+
+    def better(self, now: Held, loads: Sequence[float], groups: int) -> Held:
+        """The plan for other loads, on ranks where few experts need to move; ``now`` if that is hardly worse.
+
+        Args:
+            now: the placement so far.
+            loads: of all logical experts, the shared one too if it is routed.
+        """
+        plan = balance_layer(loads, sum(map(len, now)), groups, self._nodes, self._ranks)
+        if imbalance(loads, now) - imbalance(loads, plan) < _GAIN:
+            return now
+        return with_fewest_moves(now, plan, self._nodes)
+
+
+def with_shared(loads: Sequence[float], shared: float) -> tuple[float, ...]:
+    """``loads``, and that of one more expert, which is ``shared`` times all others together; 0: there is none."""
+    return (*loads, shared * math.fsum(loads)) if shared else tuple(loads)

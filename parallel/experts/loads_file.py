@@ -77,12 +77,16 @@ class ExpertLoads:
             raise ValueError(f"expert_loads: {path}: {fault}")
         return cls(value["model"], tuple(value["layers"]), tuple(tuple(map(float, layer)) for layer in value["loads"]))
 
+    def text(self) -> str:
+        """The content of a file."""
+        value = {"version": VERSION, "model": self.model, "layers": self.layers, "loads": self.loads}
+        return json.dumps(value) + "\n"
+
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes a file, whole or not at all."""
-        value = {"version": VERSION, "model": self.model, "layers": self.layers, "loads": self.loads}
         temporary = Path(f"{os.fspath(path)}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(value) + "\n", encoding="utf-8")
+            temporary.write_text(self.text(), encoding="utf-8")
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

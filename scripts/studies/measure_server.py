@@ -4,9 +4,9 @@ scripts/studies/measure_server.py [--batch-size 32] [--requests 128] [--output-l
 
 Each round answers the same requests by ``LLM.generate``, by ``LLM.astream``, through the server with whole answers and
 through the server with streams. All requests are sent at once; the engine runs ``--batch-size`` of them at a time, and
-when one ends, the next begins. The server's clients are another process. The ratio is the median over rounds of
-``generate``'s time by the time of the other way: 1 if that costs nothing. The processor time is that of this process,
-all threads together.
+when one ends, the next begins. HTTP is a process of its own, as in ``dsa-engine serve``, and so are its clients. The
+ratio is the median over rounds of ``generate``'s time by the time of the other way: 1 if that costs nothing. The
+processor time is that of the engine's process, all threads together.
 Read the load first: on a busy machine only the processor time says something.
 """
 
@@ -15,23 +15,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import stream_clients
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.measure.report import format_table, run_report, write_json
-from dsa_engine.server.app import Server
-from dsa_engine.server.listen import bind
+from dsa_engine.server.listen import bind, url_of
 from dsa_engine.server.options import ServerOptions
-from dsa_engine.server.run import HttpServer
+from dsa_engine.server.remote.process import HttpProcess
 from dsa_engine.system.output_files import check_outputs
 from stream_clients import prompt
 
@@ -68,17 +67,24 @@ def main() -> None:
         "enable_prefix_caching": False,
     }
     with LLM(args.model, device=args.device, progress=False, **options) as llm:
-        http = HttpServer(Server(llm, ServerOptions()), bind("127.0.0.1", 0))
-        thread = threading.Thread(target=http.run)
-        thread.start()
+        bound = bind("127.0.0.1", 0)
+        url = url_of(bound)
+        http = HttpProcess(llm, ServerOptions(), bound)
         try:
-            while not http.started:
-                time.sleep(0.05)
-            rounds = _rounds(llm, http.url.rpartition(":")[2], args)
+            _await(url)
+            rounds = _rounds(llm, url.rpartition(":")[2], args)
         finally:
-            http.handle_exit(signal.SIGTERM, None)
-            thread.join()
+            http.stop()
+            http.wait()
         _report(llm, args, rounds)
+
+
+def _await(url: str) -> None:
+    """Waits until a server answers."""
+    while True:
+        with suppress(OSError), urlopen(f"{url}/ready"):
+            return
+        time.sleep(0.05)
 
 
 def _rounds(llm: LLM, port: str, args: argparse.Namespace) -> list[dict[str, tuple[float, float]]]:

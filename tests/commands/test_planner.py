@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import pytest
 import torch
 
 from dsa_engine.cli import main
-from dsa_engine.commands.planner import deployment
+from dsa_engine.commands.planner import exchange
 from dsa_engine.commands.planner.choices import DISPATCHES
 from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.commands.planner.efficiency import Efficiencies, Efficiency, Entry, read_measured, stage_seconds
+from dsa_engine.commands.planner.handover import predict_handover
 from dsa_engine.commands.planner.plan import NEAR, CannotCut, Demand, NothingFits
 from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
 from dsa_engine.commands.planner.published import POINTS
@@ -30,6 +33,7 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.measure.weight_memory import rank_weight_bytes
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions
 
 H200 = DEVICES["H200"]
@@ -78,8 +82,8 @@ def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
 def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kind and order of collectives in a decode step of an emulated rank of 4; for counts also bytes, which do not
     depend on the dtype."""
-    for dispatch in DISPATCHES:
-        how = EmulatedConfig(emulate_world=4, decode_dispatch=dispatch)
+    for dispatch in ("all_gather", "all_to_all"):
+        how = EmulatedConfig(emulate_world=4, decode_dispatch=dispatch)  # type: ignore[arg-type]
         llm = LLM("demo-random", load_format="dummy", device="cpu", max_model_len=128, progress=False, parallel=how)
         follow_steps(llm.engine)
         run = generate_batch(llm.engine, [[5] * 20] * 8, 2, watch=True, fill_cache=True)
@@ -92,9 +96,9 @@ def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, mo
             into.append((kind, part))
             return 0.0
 
-        monkeypatch.setattr(deployment, "_collective_seconds", note)
+        monkeypatch.setattr(exchange, "even_seconds", note)
         placed = Placed(llm.engine.config, H200, Deployment(4, dispatch=dispatch, weights="bfloat16"))
-        list(placed.collectives(2, 0, 2))
+        placed.exchange.seconds(dispatch, 2)
         layers = llm.engine.config.mlp_layer_types.count("sparse")
         kinds = [kind for kind, _ in sorted(modelled)]
         assert sorted(kind for kind, _ in made) == sorted(kinds * layers)
@@ -112,17 +116,53 @@ def test_prefill_takes_the_dispatch_that_is_faster(config: ModelConfig) -> None:
         plan = Planner(config, H200, Efficiencies.assumed(), fixed).best(Demand(16, 32_768, ttft=0.3))
         plans[dispatch] = (plan.ttft, plan.prefill.how.dispatch)
     assert plans["all_gather"][1] == "all_gather" and plans["all_to_all"][1] == "all_to_all"
-    assert plans[None] == min(plans["all_gather"], plans["all_to_all"])
+    assert plans[None] == min(plans[dispatch] for dispatch in DISPATCHES)
     combines = [
         predict_prefill(Placed(config, H200, Deployment(16, 16, dispatch=dispatch)), Efficiencies.assumed(), 32_768)
-        for dispatch in DISPATCHES
+        for dispatch in ("all_gather", "all_to_all")
     ]
     gathered, direct = (one.stages["MoE combine"].computed for one in combines)
     assert gathered > 4 * direct, "a sum is written for every token of all ranks"
     stages = {"MoE experts": Work(), "MoE combine": Work()}
     for weights, quantised in (("fp8", 3 * 7168 * 58), ("bfloat16", 0)):
         placed = Placed(config, H200, Deployment(16, dispatch="all_gather", weights=weights))
-        assert placed.dispatched(stages, 1, 16)["MoE experts"].activations == 16 * quantised
+        assert placed.dispatched(stages, 1, 16, "all_gather")["MoE experts"].activations == 16 * quantised
+
+
+def test_each_change_of_the_exchange_shortens_it(config: ModelConfig) -> None:
+    """Bytes and hops by hand: 64 ranks of 8 machines, 2,048 rows each, 8 experts from 4 of 8 groups of experts."""
+    ranks = exchange.ExpertExchange(config, Placed(config, H200, Deployment(64)).links, 64)
+    codes = exchange.ExpertExchange(config, ranks.links, 64, narrow=True)
+    assert ranks.reached(8) == pytest.approx(0.5 * (1 - comb(96, 8) / comb(128, 8))), "a machine holds a group"
+    assert ranks.reached(64) == pytest.approx(0.5 * (1 - comb(124, 8) / comb(128, 8))) and ranks.reached(1) == 1
+    wide, narrow = (one.seconds("all_to_all", 2048) for one in (ranks, codes))
+    assert narrow.combine == wide.combine and wide.dispatch / narrow.dispatch == pytest.approx(14_400 / 7_456, rel=0.05)
+    crossing, direct = codes.seconds("by_machine", 2048), codes.seconds("all_to_all", 2048)
+    across = 7 * 2048 * codes.reached(8) * 7_456 / 45e9
+    assert across < crossing.dispatch < 1.6 * across and crossing.dispatch < 0.7 * direct.dispatch
+    assert codes.method("auto", 2048) == "by_machine" and codes.method("auto", 1, static=True) == "all_gather"
+
+
+def test_what_each_step_brings(config: ModelConfig) -> None:
+    """Two batches hide most of the exchange in prefill and cost launches in decode; replicas take memory."""
+    reached, base = Efficiencies.assumed(), Deployment(64, 64, dispatch="by_machine", cache="fp8", beside_shared=True)
+    halved = replace(base, two_batches=True)
+    one, two = (predict_prefill(Placed(config, H200, how), reached, 131_072) for how in (base, halved))
+    assert two.ttft < 0.85 * one.ttft
+    waited, hidden = (sum(getattr(t, n) for t in two.stages.values()) for n in ("communicated", "hidden"))
+    assert hidden > waited and two.stages["beside collectives"].computed > 0
+    assert two.stages["MoE experts"].computed == pytest.approx(one.stages["MoE experts"].computed, rel=0.05)
+    gathered = replace(base, dispatch="all_gather")
+    steps = [
+        predict_decode(Placed(config, H200, how), reached, 256, 131_072, 1.0, 132_096)
+        for how in (gathered, replace(gathered, two_batches=True))
+    ]
+    assert steps[1].tpot > 1.2 * steps[0].tpot
+    uneven = Placed(config, H200, replace(base, imbalance=2.0))
+    mended = Placed(config, H200, replace(base, imbalance=1.1, redundant=64))
+    slow, fast = (predict_prefill(placed, reached, 131_072).stages["MoE experts"] for placed in (uneven, mended))
+    assert slow.computed / fast.computed == pytest.approx(2 / 1.1, rel=0.02)
+    assert mended.weight_bytes - uneven.weight_bytes == pytest.approx(mended.expert_bytes)
 
 
 def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
@@ -136,13 +176,43 @@ def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
         if split:
             fed = plan.prefill_instances * plan.prefill.prompts_per_s * demand.output_len
             made = plan.decode_instances * plan.decode.tokens_per_s
-            assert plan.tokens_per_s == pytest.approx(min(fed, made))
+            assert plan.handover is not None
+            landed = plan.decode_instances * plan.decode.how.ranks * demand.output_len / plan.handover.seconds
+            assert plan.tokens_per_s == pytest.approx(min(fed, made, landed))
+            one, other = plan.prefill.how, plan.decode.how
+            assert (one.weights, one.cache) == (other.weights, other.cache), "rows travel as they are stored"
+            assert plan.latency == pytest.approx(plan.ttft + plan.handover.exposed + demand.output_len * plan.tpot)
         else:
             assert plan.tokens_per_s == pytest.approx(plan.requests / plan.tpot)
     asked = planner.best(Demand(32, 32_768, requests=40))
     assert asked.requests >= 40
     impossible = Demand(32, 131_072, ttft=0.01)
     assert planner.best(impossible).misses(impossible) > 10, "the one that misses least"
+
+
+@pytest.mark.parametrize(("cache", "drafts"), [("bfloat16", 0), ("fp8", 1)])
+def test_a_handover_has_the_bytes_of_the_engines_pages(cache: str, drafts: int) -> None:
+    few = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 4})
+    placed = Placed(few, H200, Deployment(32, cache=cache, drafts=drafts))
+    pools = KVCache(few.with_mtp(1) if drafts else few, placed.cache, 2, 16, torch.device("cpu"))
+    prefill = predict_prefill(placed, Efficiencies.assumed(), 130)
+    way = predict_handover(placed, prefill, 130, page_size=16)
+    assert (way.pages, way.nbytes) == (9, 9 * pools.page_bytes)
+
+
+def test_a_slow_link_shows_after_the_prefill(config: ModelConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the prefill all but the last layer's rows of the last chunk travel, if the link keeps up."""
+    how = Deployment(8, 8, cache="fp8", chunk=1024)
+    device = H200
+    for rate, hidden in ((device.between, True), (device.between / 1000, False)):
+        placed = Placed(config, replace(device, between=rate), how)
+        prefill = predict_prefill(placed, Efficiencies.assumed(), 32_768)
+        way = predict_handover(placed, prefill, 32_768)
+        last_layer = way.seconds * 8 * 1024 / 32_768 / 61
+        assert way.exposed == pytest.approx(last_layer if hidden else way.seconds - prefill.ttft)
+    plan = Planner(config, H200, Efficiencies.assumed(), FIXED).best(Demand(32, 32_768), split=True)
+    print_plan("Split", plan, Demand(32, 32_768))
+    assert "handover               " in (shown := capsys.readouterr().out) and "a request in 512 pages: " in shown
 
 
 def test_near_ties_go_to_the_lower_latency(config: ModelConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
-"""Skewed routing with experts in order, then with replicas by the loads that were counted: balance_worker.py FOLDER.
+"""Skewed routing with experts in order, then with replicas by the loads that were counted, then so by machine; then in
+order and by machine with FP8 weights: balance_worker.py FOLDER.
 
-Every rank stores, of both runs: the tokens of all requests, and in each layer the logical experts that its own tokens
+Every rank stores, of all runs: the tokens of all requests, and in each layer the logical experts that its own tokens
 chose and how many of these choices each rank must serve, the number of pairs that it served, and the experts of all
-ranks.
+ranks; the number of ranks on the other machine and of other machines that its tokens must reach, and the bytes that it
+sent there.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.model.moe import MoE
+from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
 
+MACHINES = [0, 0, 1, 1]
 PROMPTS = [[5 + (7 * i * n + i * i) % 300 for i in range(n)] for n in (250, 333, 40, 9)]
 
 
@@ -27,9 +32,11 @@ class Counted:
 
     def __init__(self, layer: MoE):
         self.parallel, self.experts = layer.expert_parallel, layer.experts
+        self.group, self.to_send = self.parallel.group, self.experts.to_send
         self.chosen = torch.zeros(len(layer.bias), dtype=torch.int64)
         self.served = 0
         self.sent = [0] * self.parallel.placement.ranks
+        self.crossing = [0, 0]
         layer.expert_parallel, layer.experts = self, self  # type: ignore[assignment]
 
     def dispatch(self, tokens: torch.Tensor, experts: torch.Tensor, *more: Any) -> Dispatch:
@@ -41,20 +48,29 @@ class Counted:
         """The rank of each choice by the formula of choose_replicas, in floating point."""
         replicas, rank_of = self.parallel.placement.replicas(), self.parallel.placement.rank_of.tolist()
         for number, row in enumerate(rows, self.parallel.group.index):
-            for own in (replicas[expert] for expert in row if expert >= 0):
-                self.sent[rank_of[own[int(number * 2**0.5 % 1 * len(own))]]] += 1
+            owns = [replicas[expert] for expert in row if expert >= 0]
+            ranks = [rank_of[own[int(number * 2**0.5 % 1 * len(own))]] for own in owns]
+            for rank in ranks:
+                self.sent[rank] += 1
+            away = [rank for rank in set(ranks) if MACHINES[rank] != MACHINES[self.parallel.group.index]]
+            self.crossing[0] += len(away)
+            self.crossing[1] += bool(away)
 
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         self.served += int((received.experts >= 0).sum())
         return self.experts(received, uncounted_bytes)
 
 
-def run(**options: Any) -> tuple[LLM, dict[str, Any]]:
-    parallel = ParallelConfig(decode_dispatch="all_to_all", **options)
-    common = {"device": "cpu", "cache_memory": "32MiB", "max_model_len": 1024, "progress": False}
+def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str, Any]]:
+    parallel = ParallelConfig(**{"decode_dispatch": "all_to_all"} | options)
+    common: dict[str, Any] = {"device": "cpu", "cache_memory": "32MiB", "max_model_len": 1024, "progress": False}
     fewer = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
-    llm = LLM("demo-random", load_format="dummy", hf_overrides=fewer, parallel=parallel, **common)
-    counted = []
+    with patch.object(Mesh, "_exchange_machines", lambda _: MACHINES):
+        common |= {"load_format": "dummy", "hf_overrides": fewer, "quantization": quantization}
+        llm = LLM("demo-random", parallel=parallel, **common)
+    mesh, counted = llm.engine.mesh, []
+    for group in (mesh.ep, *([mesh.machine_groups.rail] if mesh.machine_groups else [])):
+        group.log = CollectiveLog()
     for layer in llm.engine.model.layers:
         if layer.moe is not None:
             bias = layer.moe.bias  # it chooses experts and does not weigh them
@@ -62,24 +78,36 @@ def run(**options: Any) -> tuple[LLM, dict[str, Any]]:
                 bias += (torch.arange(len(bias)) * 5 % len(bias) / len(bias)) ** 3
             counted.append(Counted(layer.moe))
     outs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    log = (mesh.machine_groups.rail if mesh.machine_groups else mesh.ep).log
+    assert log is not None
+    tokens_and_sums = [one for one in log.collectives if one.kind == "all_to_all" and one.asynchronous]
     return llm, {
         "tokens": [out.token_ids for out in outs],
         "chosen": torch.stack([one.chosen for one in counted]),
         "served": [one.served for one in counted],
         "sent": [one.sent for one in counted],
+        "crossing": torch.tensor([one.crossing for one in counted]).sum(dim=0).tolist(),
+        "crossed_bytes": sum(
+            n
+            for one in tokens_and_sums
+            for to, n in zip(one.ranks, one.sent, strict=True)
+            if MACHINES[to] != MACHINES[mesh.rank]
+        ),
         "held": [one.parallel.placement.held for one in counted],
     }
 
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    llm, first = run()
-    loads = llm.engine.mesh.world.all_gather(first["chosen"]).view(-1, *first["chosen"].shape).sum(dim=0)
-    layers = [number for number, layer in enumerate(llm.engine.model.layers) if layer.moe is not None]
-    path = folder / f"loads{rank}.json"
-    ExpertLoads("demo-random", tuple(layers), tuple(map(tuple, loads.tolist()))).write(path)
+    path = folder / "loads.json"
+    llm, first = run(record_expert_loads=path)
+    llm.close()
+    torch.distributed.barrier()  # rank 0 has written the file
     _, second = run(expert_loads=path, redundant_experts=8)
-    torch.save([first, second], folder / f"rank{rank}.pt")
+    by_machine = {"moe_dispatch": "by_machine", "decode_dispatch": "by_machine"}
+    _, third = run(expert_loads=path, redundant_experts=8, **by_machine)
+    fp8 = [run("fp8", **chosen)[1] for chosen in ({}, by_machine)]
+    torch.save([first, second, third, *fp8], folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from dsa_engine import LLM, CapacityError, ParallelConfig, SamplingParams
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.group import Group
 
 HOW, FOLDER = sys.argv[1:]
 RANK = int(os.environ["RANK"])
@@ -84,6 +86,17 @@ def killed_while_rows_travel() -> None:
     if RANK == 1:
         exchange.arrive = killed
     llm.generate(prompt, GREEDY)
+
+
+def killed_while_experts_move() -> None:
+    """In the first round of moves."""
+    llm = LLM(FOLDER, **OPTIONS, parallel=ParallelConfig(rebalance_every=1))
+    rebalancing = llm.engine.rebalancing
+    skewed = tuple(1.0 / (1 + expert) for expert in range(llm.engine.config.n_routed_experts))
+    rebalancing._loads = lambda: ExpertLoads("", (1, 2), (skewed, skewed))
+    if RANK == 1:
+        Group._exchange_pairs = lambda *_: one_rank_is_killed()
+    llm.generate([[2, 3, 4], [5, 6]], GREEDY)
 
 
 def all_alike() -> None:

@@ -8,7 +8,21 @@ from typing import Any
 
 import torch
 
+from dsa_engine.demo import demo_config
 from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
+
+
+def _bytes_between_machines(*runs: list[dict[str, Any]]) -> None:
+    """Bytes that cross are those of the choices: of tokens for each rank of the other machine, and for that machine.
+    To FP8 weights tokens travel as codes and scales."""
+    config = demo_config()
+    hidden, k = config["hidden_size"], config["num_experts_per_tok"]
+    numbers, fp8 = RowBytes.of(4 * hidden, k), RowBytes.of(quantized_bytes(hidden), k, 4 * hidden)
+    rows = zip(runs, (0, 0, 1, 0, 1), (numbers, numbers, numbers, fp8, fp8), strict=True)
+    for run, number, row in rows:
+        assert sum(rank["crossed_bytes"] for rank in run) == sum(rank["crossing"][number] for rank in run) * sum(row)
 
 
 def test_the_busiest_rank_serves_what_the_plan_says(
@@ -17,9 +31,13 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     done = fork_ranks(4, "balance_worker.py", tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
-    before, after = ([rank[run] for rank in ranks] for run in (0, 1))
-    assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after), "the same tokens"
+    before, after, by_machine, *fp8 = ([rank[run] for rank in ranks] for run in range(5))
+    assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after + by_machine), "the same tokens"
+    assert all(rank["tokens"] == fp8[0][0]["tokens"] for run in fp8 for rank in run)
+    _bytes_between_machines(before, after, by_machine, *fp8)
     assert len(before[0]["held"]) == 2
+    recorded = ExpertLoads.read(tmp_path / "loads.json")
+    assert torch.equal(sum(rank["chosen"] for rank in before), torch.tensor(recorded.loads).long()), "ranks added"
     for layer, (in_order, planned) in enumerate(zip(before[0]["held"], after[0]["held"], strict=True)):
         loads, later = (sum(rank["chosen"][layer] for rank in run).tolist() for run in (before, after))
         assert loads == later, "the same routing"

@@ -91,10 +91,12 @@ def stored(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
     return case(name, "fp8 weights", parallel=config, options=options, lengths=[65, 150], ragged=RAGGED)
 
 
+DBO = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+
+
 def two_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
     """Every step that can be cut is."""
-    options = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
-    options |= {"max_num_batched_tokens": 48}
+    options = DBO | {"max_num_batched_tokens": 48}
     name = f"two batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
     more = {"options": options, "lengths": [2, 5, 301], "ragged": RAGGED}
     return case(name, model, parallel=parallel(cp, 1, dispatch), **more, **keys)
@@ -120,6 +122,33 @@ def replicas(model: str, cp: int, dispatch: str, number: int = 4, shared: bool =
     return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **more)
 
 
+def by_machine(machines: list[int]) -> list[dict[str, Any]]:
+    """The dispatch by machines, in prefill and decode, with each feature that concerns the experts."""
+    cp, at = len(machines), {"machines": machines}
+    once = parallel(cp, 1, "by_machine")
+    in_rounds = once | {"moe_chunk_size": 16, "redundant_experts": 3, "route_shared_expert": True}
+    cases = [
+        case("plain", "v32", parallel=once, lengths=[1, 333], ragged=RAGGED),
+        case("replicas, in rounds", "v32", parallel=in_rounds, lengths=[2, 301], ragged=RAGGED),
+        case("chosen by size", "glm", parallel=parallel(cp, 1, "auto"), lengths=[17, 333], ragged=RAGGED),
+        two_batches("v32", cp, "by_machine", preempts=True),
+        stored(cp, 1, "by_machine"),
+        rebalanced("v32", cp, "by_machine"),
+    ]
+    return [one | at | {"name": f"by machine {machines}, {one['name']}"} for one in cases]
+
+
+def rebalanced(
+    model: str, cp: int, dispatch: str, number: int = 4, shared: bool = False, **keys: Any
+) -> dict[str, Any]:
+    """Experts move in every second step, by what a few tokens have chosen."""
+    config = {"redundant_experts": number, "route_shared_expert": shared, "rebalance_every": 2}
+    name = (
+        f"rebalanced {model}, {number} replicas{', shared expert routed' * shared} cp{cp} {dispatch} {' '.join(keys)}"
+    )
+    return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **{"ragged": RAGGED} | keys)
+
+
 DISPATCHES = ("all_to_all", "all_gather")
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
@@ -136,8 +165,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
         replicas("v32", 2, "all_to_all"),
         replicas("v32", 2, "all_gather", shared=True, padded=True),
         replicas("fp8 weights", 2, "all_to_all", shared=True, options={"quantization": "fp8"}),
+        rebalanced("v32", 2, "all_to_all", preempts=True),
+        rebalanced("v32", 2, "all_to_all", lengths=[301], ragged=[], options={"max_num_batched_tokens": 48}),
+        rebalanced("v32", 2, "all_gather", shared=True, padded=True),
+        rebalanced("v32", 2, "all_gather", number=0, options=DBO),
+        rebalanced("fp8 weights", 2, "all_to_all", options={"quantization": "fp8"}),
     ],
     3: [
+        *(rebalanced("v32", 3, dispatch, number=2) for dispatch in DISPATCHES),
         *(whole("v32", 3, 1, dispatch, dispatch == "all_to_all") for dispatch in DISPATCHES),
         whole("glm", 3, 1, "all_to_all"),
         *others(3, cp=3, tp=3),
@@ -145,6 +180,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *(
             replicas("v32", 3, dispatch, shared=dispatch == "all_to_all") for dispatch in DISPATCHES
         ),  # they do not divide
+        *by_machine([0, 0, 1]),
     ],
     4: [
         whole("v32", 4, 1, "all_to_all", every_length=True),
@@ -160,6 +196,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         replicas("v32", 4, "all_gather"),
         replicas("v32", 2, "all_to_all", number=36),  # every rank has all
         replicas("v32", 4, "all_to_all", number=3, shared=True),  # 16 physical experts
+        *by_machine([0, 0, 1, 1]),
+        rebalanced("v32", 2, "all_to_all", shared=True),
     ],
     5: [
         case(
@@ -170,11 +208,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
             ragged=RAGGED,
         )
         for dispatch in DISPATCHES
-    ],
+    ]
+    + by_machine([0, 0, 1, 0, 1])[:2]
+    + [rebalanced("v32", 5, dispatch, number=4) for dispatch in DISPATCHES],  # 4, 3, 3, 3, 3
     6: [
         *(whole("v32", 3, 2, dispatch) for dispatch in DISPATCHES),
         whole("glm", 2, 3, "all_to_all"),  # neither kind of group contains the other
     ],
+    8: by_machine([0, 0, 0, 0, 1, 1, 1, 1]) + by_machine([0, 0, 1, 1, 2, 2, 3, 3])[:2],
 }
 
 
@@ -206,7 +247,7 @@ class Runs:
             "folder": str(folder),
             "parallel": described.get("parallel", {}),
             "options": OPTIONS | described["options"],
-            **{key: described[key] for key in ("padded", "preempts") if key in described},
+            **{key: described[key] for key in ("padded", "preempts", "machines") if key in described},
             "prompts": [self._ids(n, 204) for n in described["lengths"]],
             "generate": [{"prompts": prompts, "params": params}] if prompts else [],
         }
@@ -227,7 +268,8 @@ class Runs:
         same, options = ("load_format", "seed", "kv_cache_dtype", "quantization"), described["options"]
         used = {key: options[key] for key in same if key in options}
         result: dict[str, Any] = {"last": [], "all": [], "tokens": [], "prompt_logprobs": []}
-        wanted = self.case(described | {"options": used, "parallel": {}})
+        alone = {key: value for key, value in described.items() if key != "machines"}
+        wanted = self.case(alone | {"options": used, "parallel": {}})
         for prompt in wanted["prompts"]:
             one = self._once(wanted | {"prompts": [prompt], "generate": []})
             result["last"] += one["last"]
@@ -273,8 +315,8 @@ def assert_same_prompt_logprobs(actual: list[Any], single: list[Any]) -> None:
 def cases_of(*models: str) -> pytest.MarkDecorator:
     """Parametrizes a test with the cases of some models, in every world."""
     chosen = [(world, c) for world, cases in CASES.items() for c in cases if c["model"] in models]
-    # A world starts once, for all of its cases. Three and six ranks take long; five have uneven cuts too.
-    long = {3: [pytest.mark.slow], 6: [pytest.mark.slow]}
+    # A world starts once, for all of its cases. Three, six and eight ranks take long; five have uneven cuts too.
+    long = {world: [pytest.mark.slow] for world in (3, 6, 8)}
     params = [pytest.param(w, c, id=f"{w}-ranks, {c['name']}", marks=long.get(w, [])) for w, c in chosen]
     return pytest.mark.parametrize(("world", "described"), params)
 
@@ -310,6 +352,8 @@ def test_equal_to_single_process(
         assert other["tokens"] == ranks[0]["tokens"]
         assert other["prompt_logprobs"] == ranks[0]["prompt_logprobs"]
         assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0
+        assert other["moved_bytes"] == ranks[0]["moved_bytes"]
+    assert (ranks[0]["moved_bytes"] > 0) == ("rebalance_every" in described["parallel"])
 
 
 @cases_of("fp8 weights")
@@ -323,6 +367,7 @@ def test_quantised_products_too(
     ]
     single = runs.single(described)
     assert all(rank["tokens"] == single["tokens"] for rank in ranks)
+    assert (ranks[0]["moved_bytes"] > 0) == ("rebalance_every" in described["parallel"])
     for ours, theirs in zip(ranks[0]["all"], single["all"], strict=True):
         error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
         print(f"logits: median {float(error.median()):.1e}, over 1e-4 {float((error > 1e-4).float().mean()):.1%}")

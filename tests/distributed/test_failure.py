@@ -67,6 +67,7 @@ def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
     [
         ("one_rank_is_killed", "its process has ended without an error of its own .killed"),
         pytest.param("killed_while_rows_travel", "its process .* .killed", marks=pytest.mark.slow),
+        pytest.param("killed_while_experts_move", "its process .* .killed", marks=pytest.mark.slow),
         ("one_rank_leaves", "its program has come to its end .by sys.exit"),
     ],
 )

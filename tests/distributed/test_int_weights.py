@@ -64,7 +64,7 @@ def test_tokens_do_not_depend_on_ranks(
 ) -> None:
     parallels = [
         {"moe_dispatch": "all_to_all", "decode_dispatch": "all_to_all"},
-        {"tp_size": 2, "moe_dispatch": "all_gather", "redundant_experts": 4},
+        {"tp_size": 2, "moe_dispatch": "all_gather", "redundant_experts": 4, "rebalance_every": 2},
     ]
     described = cases(stored, random_ids, parallels)
     (tmp_path / "cases.json").write_text(json.dumps(described))
@@ -77,6 +77,7 @@ def test_tokens_do_not_depend_on_ranks(
             results = [rank[f"{name} {number}"] for rank in ranks]
             for result in results:
                 assert result["tokens"] == single["tokens"], (name, number)
+                assert (result["moved_bytes"] > 0) == (number == 1)
                 off = torch.cat(result["all"]) - torch.cat(single["all"])
                 assert float(off.norm() / torch.cat(single["all"]).norm()) < 1e-3, (name, number)
             if number == 0:  # only experts are divided, and every expert is read once

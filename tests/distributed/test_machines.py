@@ -82,6 +82,17 @@ def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: Path) -> None:
+    """Counted by the kernel, with the headers of TCP: 3 parts in a ring of 2 × 2 ranks, 2 along rails."""
+    done = emulate("--ranks", 2, "--", "tests/distributed/gather_bytes.py", tmp_path / "bytes.json")
+    assert done.returncode == 0, done.stdout
+    counted = json.loads((tmp_path / "bytes.json").read_text())
+    assert counted["form"] == "GatherByMachine" and counted["equal"] == [True, True]
+    ring, rails = counted["parts"]
+    assert 3 <= ring < 3.2 and 2 <= rails < 2.2, counted
+
+
+@pytest.mark.slow
 def test_serve(emulate: Emulate, tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
     done = emulate("--ranks", 2, "--", "tests/distributed/machine_server.py", answer, 8123)

@@ -57,6 +57,7 @@ def divided(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
 CHUNKED = {"max_num_batched_tokens": 7, "max_prefill_share": 1.0}
 SHARED = {"max_num_batched_tokens": 16}
 TWO_BATCHES = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+MOVING = divided(2, 1, "all_gather") | {"redundant_experts": 2, "rebalance_every": 2}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         case(model, drafts, name, **options)
@@ -80,11 +81,11 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("deepseek_v32", 1, "chunked", divided(2, 1, "all_gather"), **CHUNKED),
         case("deepseek_v32", 2, "preempted", divided(2, 1, "all_to_all"), **SHARED),
         case("deepseek_v32", 2, "chunked, two batches", divided(2, 1, "all_to_all"), **CHUNKED, **TWO_BATCHES),
-        case("deepseek_v32", 1, "padded, two batches", divided(2, 1, "all_gather"), **TWO_BATCHES),
+        case("deepseek_v32", 1, "padded, two batches, experts move", MOVING, **TWO_BATCHES),
         case("deepseek_v32", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
         case("deepseek_v32", 2, "padded, preempted", divided(2, 2, "all_gather"), **SHARED),
         # The module's own drafts, which are seldom right: the host learns of them too late to script them.
-        case("deepseek_v32", 3, "padded, ahead, preempted", divided(2, 1, "all_gather"), **SHARED),
+        case("deepseek_v32", 3, "padded, ahead, preempted, experts move", MOVING, **SHARED),
         case("glm_moe_dsa", 3, "chunked", divided(2, 2, "all_to_all"), **CHUNKED),
         case("deepseek_v3", 3, "groups", divided(1, 1, "all_to_all")),
         case("deepseek_v32 x3", 3, "tp2", divided(2, 2, "all_to_all")),
@@ -94,6 +95,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
     4: [
         case("deepseek_v32", 3, "tp2", divided(4, 2, "all_gather")),
         case("deepseek_v32", 2, "tp4, chunked", divided(2, 4, "all_to_all"), **CHUNKED),
+        case("deepseek_v32", 3, "by machine, preempted", divided(4, 1, "by_machine"), **SHARED)
+        | {"machines": [0, 0, 1, 1]},
         case("deepseek_v32", 7, "groups, preempted", divided(2, 1, "all_gather"), **SHARED),
         case("glm_moe_dsa", 1, "groups", divided(1, 2, "all_to_all")),
         case("deepseek_v3", 3, "chunked", divided(4, 1, "all_gather"), **CHUNKED),
@@ -172,6 +175,7 @@ def test_the_same_tokens(
         count = described["options"]["speculative_config"]["num_speculative_tokens"]
         actual = ranks[0][name]
         assert actual["tokens"][0] == expected.tokens, name
+        assert (actual["moved_bytes"] > 0) == ("experts move" in name)
         if described["ahead"]:
             assert actual["launched_ahead"] > 3 and actual["preemptions"] == 3, name
             continue

@@ -11,6 +11,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
 * ``preempts``: requests lose their pages now and then.
 * ``max_fetched``: maximum number of pages that a rank sends, or receives, in a step.
+* ``machines``: the machine of each rank; default: all are on this one.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -34,13 +37,15 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.outputs import CompletionOutput, RequestOutput
+from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.collective_log import CollectiveLog
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
     """``last`` and ``all`` logits of each prompt, ``tokens`` of each generation, and counters of the engine."""
     parallel = parallel or ParallelConfig(**case.get("parallel", {}))
-    llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
+    with patch.object(Mesh, "_exchange_machines", lambda _: case["machines"]) if "machines" in case else nullcontext():
+        llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
     engine.async_scheduling = case.get("ahead", False)
     ledger = engine.scheduler.ledger
@@ -84,6 +89,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["hits"] = engine.scheduler.prefix_cache.hits
     result["fetched"], result["in_host"] = ledger.fetched_pages, sum(pool.host.held for pool in ledger.pools)
     result["read"] = engine.tiers.disk.loads.pages_read if engine.tiers.disk else 0
+    result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
     result["page_bytes"] = engine.cache.page_bytes
     result["fetched_bytes"] = sum(one.bytes_sent for one in log.collectives if one.kind == "all_to_all")
     result["launched_ahead"] = engine.launched_ahead

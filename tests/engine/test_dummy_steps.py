@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsa_engine.engine.startup.dummy_steps import prefill_steps
-from dsa_engine.engine.startup.step_memory import unfilled_bytes
+from dsa_engine.engine.startup.step_memory import returned_bytes, unfilled_bytes
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,33 @@ def test_prefill_steps_are_full(tokens: int, max_model_len: int, max_num_seqs: i
         assert all(chunk.end <= max_model_len for chunk in chunks)
 
 
+MOE: Any = SimpleNamespace(
+    num_experts_per_tok=8, moe_intermediate_size=10, hidden_size=100, mlp_layer_types=("sparse",)
+)
+
+
+def four_ranks(machines: tuple[int, ...] | None = None, **options: Any) -> Any:
+    groups = machines and SimpleNamespace(machines=machines)
+    return SimpleNamespace(
+        world_size=4, config=SimpleNamespace(**options), choices=lambda top_k: top_k, machine_groups=groups
+    )
+
+
 @pytest.mark.parametrize(("chunk", "pairs"), [(None, 0), (800, 0), (1000, 200), (10_000, 2400), (700, 300)])
 def test_a_chunk_that_even_routing_does_not_fill(chunk: int | None, pairs: int) -> None:
     """100 tokens with 8 choices on each of 4 ranks: 800 pairs a rank under even routing, 3,200 if all choose one rank,
     and 400 in each of two rounds."""
-    config: Any = SimpleNamespace(
-        num_experts_per_tok=8, moe_intermediate_size=10, hidden_size=100, mlp_layer_types=("sparse",)
-    )
-    parallel = SimpleNamespace(moe_dispatch="all_to_all", moe_chunk_size=chunk)
-    mesh: Any = SimpleNamespace(world_size=4, config=parallel, choices=lambda top_k: top_k)
-    assert unfilled_bytes(config, mesh, 100, torch.bfloat16) == pairs * (2 * 10 + 4 * 100) * 2
+    mesh = four_ranks(moe_dispatch="all_to_all", moe_chunk_size=chunk)
+    assert unfilled_bytes(MOE, mesh, 100, torch.bfloat16) == pairs * (2 * 10 + 4 * 100) * 2
+
+
+def test_rows_along_the_rail_are_counted() -> None:
+    """On two machines of two ranks a token crosses once at the most, and a rail brings the tokens of two ranks."""
+    there, back, by_machine = 200 + 8 * 8 + 8, 200, {"moe_dispatch": "by_machine", "moe_chunk_size": None}
+    for machines, method in ((None, "by_machine"), ((0, 0, 1, 1), "all_to_all")):
+        mesh = four_ranks(machines, moe_dispatch=method, moe_chunk_size=None)
+        assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == 100 * 4 * back
+    mesh = four_ranks((0, 0, 1, 1), **by_machine)
+    assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 200) * there + (200 + 800) * back
+    mesh = four_ranks((0, 0, 1, 1), **by_machine | {"moe_chunk_size": 50})
+    assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 100) * there + (200 + 50) * back

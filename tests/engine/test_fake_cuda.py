@@ -17,6 +17,7 @@ import torch
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.filled_requests import add_filled
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
 
@@ -118,6 +119,41 @@ def test_two_batches(fake_engine: Callable[..., Any]) -> None:
             wholes[enabled] = added, len(captured.launches)
     print(wholes)
     assert wholes[True][0] < 1.1 * wholes[False][0]
+
+
+def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for nothing more, and graphs captured before are replayed: weights and tables are where they were.
+    A turn moves one expert, and takes no memory but that of the start."""
+    with FakeDevice() as device:
+        engine = fake_engine(device, "deepseek_v32", 8, {"rebalance_every": 2}, quantization="dequantize")
+        rebalancing = engine.rebalancing
+        layers = [layer.moe for layer in engine.model.layers if layer.moe is not None]
+        placements = [moe.expert_parallel.placement for moe in layers]
+        swapped = [(one.held[1], one.held[0], *one.held[2:]) for one in placements]
+        loads = ExpertLoads("", (1, 2), ((1.0,) * 256,) * 2)
+        monkeypatch.setattr(rebalancing, "_loads", lambda: loads)
+        monkeypatch.setattr(rebalancing, "_plans", lambda *_: swapped)
+
+        def stored() -> list[int]:
+            tensors = [tensor for moe in layers for tensor in moe.experts.moved]
+            return [id(tensor) for tensor in (*tensors, *(one._replicas for one in placements))]
+
+        begun_with = stored()
+        for _ in range(16):
+            add_filled(engine, 100_000, GREEDY)
+        engine.step()
+        before = device.live
+        for turn in range(5):
+            held = placements[0].held
+            with device.watched():
+                engine.step()
+            assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
+            assert device.count("collective", "exchange") == (turn > 0), "planned after the second step of all"
+            assert (placements[0].held != held) == (turn > 0)
+            assert device.peak - before < 4 << 20
+        assert len(device.captures) == 1 and stored() == begun_with and engine.launched_ahead == 5
+        expert = 3 * 7168 * 2048 * 2  # more than the bytes of a turn
+        assert len(rebalancing.staging) == expert and rebalancing.moved_bytes == 4 * 2 * expert
 
 
 def test_skewed_routing_costs_time_and_not_memory(fake_engine: Callable[..., Any]) -> None:

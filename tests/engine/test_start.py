@@ -39,13 +39,17 @@ SMALL = {"max_model_len": 9000, "max_num_seqs": 6, "hf_overrides": {"num_hidden_
 
 
 def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) -> None:
-    """One of 64 ranks, with balanced routing and with 8 times as many tokens, and in two batches."""
+    """One of 64 ranks, with balanced routing and with 8 times as many tokens, and in two batches with experts that
+    move."""
     for skew, dbo in ((1.0, False), (8.0, False), (1.0, True)):
         with FakeDevice(memory=MEMORY) as device:
             options = SIZES | {"enable_dbo": dbo, "dbo_decode_token_threshold": 2, "cudagraph_capture_sizes": [2]}
-            engine = fake_engine(device, "deepseek_v32", 64, {"skew": skew}, **options)
+            parallel = {"skew": skew, "rebalance_every": 1000 if dbo else None}
+            engine = fake_engine(device, "deepseek_v32", 64, parallel, **options)
             assert len(device.captures) == 4, "contexts from 4,096 to 32,768"
             assert {name for name, _ in device.connected} == {"all_gather", "all_to_all", "reduce_scatter"}
+            staged = len(engine.rebalancing.staging) if engine.rebalancing else 0
+            assert staged == 3 * (7168 * 2048 + 56 * 16 * 4) * dbo, "an expert in FP8, within the bytes of a turn"
             connected, fixed = len(device.connected), device.live + device.outside
             # Weights, caches, memory outside of PyTorch and steps together use all that may be used, up to a page.
             assert abs(fixed + engine.step_bytes - UTILIZATION * MEMORY) < 1 << 20
@@ -85,6 +89,21 @@ def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[...,
             for request in requests:
                 engine.finish(request, "abort")
         assert device.live - before >= 2 * 4 * 8 * 129_280, "counts and biases"
+
+
+def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> None:
+    """One of 16 ranks on 4 machines, in two batches: a rail brings it all tokens of its ranks, and rounds are full."""
+    parallel = {"skew": 16.0, "moe_dispatch": "by_machine", "machine_size": 4}
+    sizes = SIZES | {"max_num_batched_tokens": 512, "max_num_seqs": 16, "enable_dbo": True, "enforce_eager": True}
+    with FakeDevice(memory=40 * 10**9) as device:
+        engine = fake_engine(device, "deepseek_v32", 16, parallel, **sizes)
+        request, before = engine.add([5] * 512 * 16, SamplingParams(max_tokens=1)), device.live
+        with device.watched():
+            engine.step()
+        assert request.num_computed_tokens == 512 * 16
+        print(f"{engine.step_bytes:,} set aside, {device.peak - before:,} used")
+        assert device.peak - before <= engine.step_bytes
+        assert set(device.waits) >= {"event in expert_parallel.py:exchange_ways"}
 
 
 def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> None:

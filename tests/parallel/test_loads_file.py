@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,9 @@ def test_machines_matter_to_the_dispatch_by_machines_only() -> None:
     options = ParallelConfig(redundant_experts=4, expert_loads=tuple(loads))
     other = LayerPlacements.of(options, [0, 0, 1, 1]).held(16, 0, groups=4)
     assert other == LayerPlacements(4, 1, 4, loads).held(16, 0, groups=4) != by_machine
+    for one in (replace(options, moe_dispatch="by_machine"), replace(options, decode_dispatch="auto")):
+        assert LayerPlacements.of(one, [0, 0, 1, 1]).held(16, 0, groups=4) == by_machine
+        assert LayerPlacements.of(one, [0, 1, 0, 1]).held(16, 0, groups=4) == other, "machines of consecutive ranks"
 
 
 def test_replicas_let_more_ranks_than_experts_run() -> None:

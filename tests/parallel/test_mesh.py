@@ -11,6 +11,7 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
@@ -30,8 +31,9 @@ CPU = torch.device("cpu")
         ({"cp_size": True}, "cp_size must be a positive integer, not True"),
         ({"tp_size": -1}, "tp_size must be a positive integer, not -1"),
         ({"tp_size": "2"}, "tp_size must be a positive integer, not '2'"),
-        ({"moe_dispatch": "deepep"}, "moe_dispatch must be one of all_to_all, all_gather, not 'deepep'"),
+        ({"moe_dispatch": "x"}, "moe_dispatch must be one of all_to_all, all_gather, by_machine, auto, not 'x'"),
         ({"cp_layout": "zigzag"}, "cp_layout must be one of head_tail, contiguous, not 'zigzag'"),
+        ({"rebalance_every": 0}, "rebalance_every must be a positive integer, not 0"),
         ({"timeout": 0}, "timeout must be a finite number above 0 (seconds), not 0"),
         ({"timeout": float("nan")}, "timeout must be a finite number above 0 (seconds), not nan"),
         ({"timeout": float("inf")}, "timeout must be a finite number above 0 (seconds), not inf"),
@@ -81,6 +83,13 @@ def test_sizes_that_do_not_divide_the_world(keys: dict[str, int], name: str) -> 
 def test_one_process_refuses_sizes_above_one(oracle: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="cp_size 2 does not divide the world size 1"):
         LLM(oracle("deepseek_v32").folder, parallel=ParallelConfig(cp_size=2))
+
+
+def test_experts_of_one_process_cannot_move() -> None:
+    with pytest.raises(ValueError, match="rebalance_every 9: .* there is only one; start several, or leave it out"):
+        Mesh.create(ParallelConfig(rebalance_every=9), "cpu")
+    with pytest.raises(ValueError, match="rebalance_every 9: .* an emulated rank has no others"):
+        EmulatedConfig(emulate_world=8, rebalance_every=9).create_mesh("cpu")
 
 
 @pytest.fixture
@@ -159,6 +168,41 @@ def test_neighbours_on_several_machines_are_warned_of(made: list[tuple[int, ...]
     with pytest.warns(UserWarning, match="tp_size 2: ranks 2 to 3 share embedding, .* but not a machine"):
         mesh.set_machines([0, 0, 0, 1, 1, 1])
     assert mesh.machines == (0, 0, 0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("option", [{"moe_dispatch": "by_machine"}, {"decode_dispatch": "auto"}], ids=str)
+def test_every_rank_makes_the_groups_of_machines_and_rails(made: list[tuple[int, ...]], option: dict[str, Any]) -> None:
+    made_by_rank = []
+    for rank in range(5):
+        made.clear()
+        mesh = Mesh(ParallelConfig(cp_size=5, **option), rank, 5, CPU)
+        mesh.set_machines([0, 0, 1, 1, 1])
+        groups = mesh.machine_groups
+        assert groups is not None and mesh.groups[-2:] == (groups.machine, groups.rail)
+        assert rank == groups.machine.ranks[groups.machine.index] == groups.rail.ranks[groups.rail.index]
+        made_by_rank.append([*made])
+        assert mesh.expert_parallel(8, 0).machines is groups
+        assert mesh.static_decode == ("decode_dispatch" not in option)
+    assert all(one == made_by_rank[0] for one in made_by_rank)
+    assert made_by_rank[0][2:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]
+    mesh.device = torch.device("cuda")
+    assert mesh.static_decode and mesh.dispatch(decodes=True) == "all_gather", "a graph needs static shapes"
+
+
+@pytest.mark.parametrize(
+    ("machines", "line"),
+    [([0, 0, 0], "all ranks are on one machine"), ([0, 1, 2], "every machine has one rank"), ([0, 0, 1], None)],
+)
+def test_one_level_of_machines_is_logged(
+    made: list[tuple[int, ...]], machines: list[int], line: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for rank in range(3):
+        mesh = Mesh(ParallelConfig(moe_dispatch="by_machine"), rank, 3, CPU)
+        mesh.set_machines(machines)
+        assert (mesh.machine_groups is None) == (line is not None)
+    assert caplog.messages == ([f"the dispatch 'by_machine' is 'all_to_all' here, as {line}"] if line else [])
+    assert Mesh(ParallelConfig(), 0, 3, CPU).machine_groups is None
 
 
 @pytest.mark.parametrize("peer", [1, 3, -1])

@@ -1,4 +1,5 @@
-"""Servers for the tests: in a thread of this process, at a free port of the loopback interface."""
+"""Servers for the tests, at a free port of the loopback interface; HTTP and engine are both in this process, connected
+as two processes are."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing import Pipe
 from typing import Any
 
 import httpx
@@ -16,6 +18,8 @@ from dsa_engine import LLM
 from dsa_engine.server.app import Server
 from dsa_engine.server.listen import bind
 from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.remote.client import EngineClient
+from dsa_engine.server.remote.relay import Relay
 from dsa_engine.server.run import HttpServer
 
 
@@ -54,18 +58,23 @@ class Running(httpx.Client):
 
 @contextmanager
 def running(llm: LLM, **options: Any) -> Iterator[Running]:
-    http = HttpServer(Server(llm, ServerOptions(port=0, **options)), bind("127.0.0.1", 0))
+    own, other = Pipe()
+    relay = Relay(llm, own)
+    client = EngineClient(other)
+    http = HttpServer(Server(client, ServerOptions(port=0, **options)), bind("127.0.0.1", 0))
     thread = threading.Thread(target=http.run)
     thread.start()
     try:
         while not http.started and thread.is_alive():
             time.sleep(0.01)
-        with Running(http) as client:
-            yield client
+        with Running(http) as running_client:
+            yield running_client
     finally:
         http.handle_exit(signal.SIGTERM, None)
         http.handle_exit(signal.SIGTERM, None)  # ends requests that a failed test has left
         thread.join(20)
+        client.close()
+        relay.close()
         assert not thread.is_alive(), "the server does not end"
 
 

@@ -13,11 +13,20 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel import pair_groups as pairs
+from dsa_engine.parallel.apart import pair_groups as pairs
 from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.group import Group
 
 Result = TypeVar("Result")
+
+
+def gloo_group(store: dist.Store, ranks: Sequence[int], rank: int) -> Group:
+    """The group of ``ranks``, as ``rank`` sees it; its collectives are logged. Groups of one store have different
+    ranks."""
+    index, name = list(ranks).index(rank), "-".join(map(str, ranks))
+    if len(ranks) == 1:
+        return Group(tuple(ranks), 0, None)
+    return Group(tuple(ranks), index, _gloo(dist.PrefixStore(name, store), index, len(ranks)), log=CollectiveLog())
 
 
 def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
@@ -25,10 +34,21 @@ def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
     store = dist.HashStore()
 
     def run(rank: int) -> Result:
-        return work(Group(tuple(range(size)), rank, _gloo(store, rank, size), log=CollectiveLog()))
+        return work(gloo_group(store, range(size), rank))
 
     with ThreadPoolExecutor(size) as ranks:
         return list(ranks.map(run, range(size)))
+
+
+def exchange_unregistered(
+    group: Group, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+) -> None:
+    """The same messages on a group of threads, which torch.distributed does not know."""
+    assert group.handle is not None
+    works = [group.handle.send([rows], peer, 0) for rows, peer in sends]
+    works += [group.handle.recv([rows], peer, 0) for rows, peer in receives]
+    for work in works:
+        work.wait()
 
 
 def on_linked_ranks(

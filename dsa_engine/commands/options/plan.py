@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dsa_engine.commands.planner.choices import AXES, CACHES, DISPATCHES, DRAFTS, WEIGHTS
+from dsa_engine.commands.planner.choices import AXES, CACHES, DISPATCH_DTYPES, DISPATCHES, DRAFTS, WEIGHTS
 from dsa_engine.commands.planner.devices import DEVICES
 from dsa_engine.config.released import RELEASED_CONFIGS
 
@@ -30,8 +30,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, dest=name, type=kind, help=f"fix it: {about}")
     parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
     parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
-    parser.add_argument("--moe-dispatch", choices=DISPATCHES, help="fix how prefill brings tokens to experts")
-    parser.add_argument("--decode-dispatch", choices=DISPATCHES, help="fix how decode brings tokens to experts")
+    dispatches = (*DISPATCHES, "auto")
+    parser.add_argument("--moe-dispatch", choices=dispatches, help="fix how prefill brings tokens to experts")
+    parser.add_argument("--decode-dispatch", choices=dispatches, help="fix how decode brings tokens to experts")
+    parser.add_argument(
+        "--dispatch-dtype",
+        choices=DISPATCH_DTYPES,
+        help="numbers of a token on its way to FP8 experts; default: fp8",
+    )
+    parser.add_argument(
+        "--enable-dbo",
+        dest="two_batches",
+        action=argparse.BooleanOptionalAction,
+        help="fix whether a step is cut into two batches, one of which computes while the other's tokens travel",
+    )
+    parser.add_argument(
+        "--redundant-experts", type=int, metavar="N", help="replicas of experts, on all ranks together; default: 0"
+    )
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="FACTOR",
+        help="token-expert pairs of the busiest rank over the mean, with these replicas; default: 1",
+    )
     parser.add_argument(
         "--measured",
         metavar="FILES",

@@ -2,7 +2,8 @@
 
 * `devices.py`: figures of devices, each with its source
 * `efficiency.py`: the part of a device's peak that each stage reaches: assumed, or from measured runs
-* `deployment.py`: one way to use some ranks, its memory on each rank, its collectives
+* `deployment.py`: one way to use some ranks, its memory on each rank, its other collectives
+* `exchange.py`: seconds in which tokens travel to their experts and back, by dispatch
 * `predict.py`: TTFT, TPOT and rates of a deployment
 * `plan.py`: the demand, and a plan
 * `search.py`: the best plan for a demand

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("bfloat16", "fp8", "int8", "int4-experts")
 CACHES = ("bfloat16", "fp8")
-DISPATCHES = ("all_gather", "all_to_all")
+DISPATCHES = ("all_gather", "all_to_all", "by_machine")
+DISPATCH_DTYPES = ("bfloat16", "fp8")
 DRAFTS = (0, 1, 2, 3)  # numbers of drafts that a plan may use
 
 AXES: dict[str, Callable[[Demand], list[float]]] = {

@@ -51,7 +51,10 @@ def run_plan(args: argparse.Namespace) -> None:
     demand = Demand(*figures, **_acceptance(args.acceptance))
     config = _config(args)
     device, reached = _device(args)
-    names = ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache", "moe_dispatch", "decode_dispatch")
+    names: tuple[str, ...] = (
+        "cp_size", "tp_size", "chunk", "drafts", "weights", "cache", "moe_dispatch", "decode_dispatch"
+    )  # fmt: skip
+    names += ("dispatch_dtype", "two_batches", "redundant_experts", "imbalance")
     fixed = {name: getattr(args, name) for name in names}
     planner = Planner(config, device, reached, {name: value for name, value in fixed.items() if value is not None})
     about: dict[str, Any] = {"model": args.model, "device": device.to_json(), "efficiencies": reached.source}

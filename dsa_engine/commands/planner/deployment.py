@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from dsa_engine.commands.planner.devices import Device
+from dsa_engine.commands.planner.exchange import ExpertExchange, even_seconds
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8
 from dsa_engine.convert.schemes import stored_as
 from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.engine.startup.memory import activation_bytes
+from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of
 from dsa_engine.measure.costs.weights import WeightBytes
@@ -23,7 +25,7 @@ from dsa_engine.measure.costs.work import Stages, Work
 from dsa_engine.measure.weight_memory import rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel.collective_log import Collective, Kind
+from dsa_engine.parallel.collective_log import Kind
 from dsa_engine.parallel.links import Links
 
 WORKSPACE = 1 << 30
@@ -39,12 +41,17 @@ class Deployment:
         ranks: number of ranks over which the experts are divided.
         cp_size: number of ranks that prefill a prompt together.
         tp_size: number of neighbouring ranks over which embedding, o_proj and LM head are cut.
-        dispatch: how tokens reach experts: one of ``DISPATCHES``.
+        dispatch: how tokens reach experts: one of ``DISPATCHES``, or "auto": the one with the shortest exchange.
         chunk: maximum number of tokens of a rank in a prefill step.
         weights: one of ``WEIGHTS``.
         cache: one of ``CACHES``.
         drafts: number of drafts in a decode step.
         balanced: experts have equal loads in every step, as with perfect replicas; else tokens choose independently.
+        dispatch_dtype: "fp8": tokens travel as codes where the experts' format quantises them so; or "bfloat16".
+        beside_shared: the shared expert runs beside the dispatch.
+        two_batches: a step is cut into two halves, and tokens of one travel while the other computes.
+        redundant: replicas of experts on all ranks together.
+        imbalance: token-expert pairs of the busiest rank over the mean, with these replicas.
     """
 
     ranks: int
@@ -56,6 +63,11 @@ class Deployment:
     cache: str = "bfloat16"
     drafts: int = 0
     balanced: bool = False
+    dispatch_dtype: str = "bfloat16"
+    beside_shared: bool = False
+    two_batches: bool = False
+    redundant: int = 0
+    imbalance: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,14 +83,17 @@ class Placed:
     def __init__(self, config: ModelConfig, device: Device, how: Deployment, links: Links | None = None):
         self.config, self.device, self.how = config, device, how
         self.links = links or links_of(device)
-        weights = rank_weights(config, how.weights, how.ranks, how.tp_size, bool(how.drafts))
-        self.cache = cache_format(config, torch.float8_e4m3fn if how.cache == "fp8" else torch.bfloat16)
-        formats = formats_of(config, self.cache, 2, stored(how.weights, _one_of_each(config)))
+        self.cache = _cache_format(config, how.cache)
         narrow = how.weights in device.narrow
-        formats = formats._replace(
-            narrow_linear=formats.narrow_linear and narrow, narrow_experts=formats.narrow_experts and narrow
+        sizes = (how.ranks, how.tp_size, bool(how.drafts), how.balanced, how.redundant, how.imbalance)
+        self.costs = _costs(config, how.weights, how.cache, narrow, *sizes)
+        self.exchange = ExpertExchange(
+            config,
+            self.links,
+            how.ranks,
+            narrow=how.dispatch_dtype == "fp8" and how.weights == "fp8" and narrow,
+            imbalance=how.imbalance,
         )
-        self.costs = ModelCosts(config, weights, formats, how.balanced)
 
     @cached_property
     def weight_bytes(self) -> float:
@@ -110,19 +125,22 @@ class Placed:
         used = self.weight_bytes + WORKSPACE + activation_bytes(self.config, rows, meeting, torch.bfloat16)
         return UTILIZATION * self.device.memory - used
 
-    def dispatched(self, stages: Stages, own: float, all_rows: float) -> Stages:
+    def dispatched(self, stages: Stages, own: float, all_rows: float, dispatch: str) -> Stages:
         """The stages of passes over ``own`` of ``all_rows`` rows, with the work that the dispatch adds: if all tokens
-        are gathered, the rank quantises each of them for 8-bit experts, and writes a sum for each."""
-        if "MoE combine" not in stages or self.how.ranks == 1 or self.how.dispatch != "all_gather":
+        are gathered, the rank quantises those that do not come as codes for 8-bit experts, and writes a sum for each.
+        """
+        if "MoE combine" not in stages or self.how.ranks == 1 or dispatch != "all_gather":
             return stages
         layers, width = self.config.mlp_layer_types.count("sparse"), self.config.hidden_size
         sums = Work(activations=(all_rows - own) * layers * width * 2)
-        codes = Work(activations=all_rows * layers * width * 3 * self.costs.formats.narrow_experts)
+        quantises = self.costs.formats.narrow_experts and not self.exchange.narrow
+        codes = Work(activations=all_rows * layers * width * 3 * quantises)
         added = {"MoE experts": codes, "MoE combine": sums}
         return stages | {name: stages[name] + work for name, work in added.items()}
 
     def collectives(self, rows: int, gathered_rows: int, logits: int) -> Iterator[tuple[str, float, bool]]:
-        """The collectives of a forward pass: (stage, seconds, whether it overlaps the queries' prolog).
+        """The collectives of a forward pass but those of the experts: (stage, seconds, whether it overlaps the
+        queries' prolog).
 
         Args:
             rows: rows of a rank.
@@ -130,23 +148,10 @@ class Placed:
             logits: rows of a rank whose logits are computed.
         """
         c, how, a = self.config, self.how, 2
-        layers, moes = c.num_hidden_layers, c.mlp_layer_types.count("sparse")
+        layers = c.num_hidden_layers
         if gathered_rows and how.cp_size > 1:
             part = gathered_rows * self.cache.packed_width() * self.cache.latent.pool_dtype.itemsize
             yield "communication", layers * self._even("all_gather", how.cp_size, part), True
-        if how.ranks > 1:
-            row = c.hidden_size * a
-            words = c.num_experts_per_tok * 8
-            if how.dispatch == "all_gather":
-                yield "MoE dispatch", moes * self._even("all_gather", how.ranks, rows * (row + words)), False
-                yield "MoE combine", moes * self._even("reduce_scatter", how.ranks, rows * row), False
-            else:
-                # A token goes once to each rank that holds one of its experts.
-                reached = rows * (1 - (1 - 1 / how.ranks) ** c.num_experts_per_tok)
-                there = self._even("all_to_all", how.ranks, reached * (row + words))
-                counts = self._even("all_gather", how.ranks, 8 * how.ranks)  # tokens and choices for each rank
-                yield "MoE dispatch", moes * (there + counts), False
-                yield "MoE combine", moes * self._even("all_to_all", how.ranks, reached * row), False
         if how.tp_size > 1:
             heads = rows * c.num_attention_heads * c.v_head_dim * a / how.tp_size
             back = self._even("reduce_scatter", how.tp_size, rows * c.hidden_size * a)
@@ -157,15 +162,26 @@ class Placed:
                 yield "LM head", self._even("all_to_all", how.tp_size, shard), False
 
     def _even(self, kind: Kind, size: int, part: float) -> float:
-        """Seconds of a collective over the first ``size`` ranks, ``part`` bytes from each, to each in an all-to-all."""
-        return _collective_seconds(kind, size, round(part), self.links)
+        return even_seconds(kind, size, round(part), self.links)
 
 
-@lru_cache(maxsize=65536)
-def _collective_seconds(kind: Kind, size: int, part: int, links: Links) -> float:
-    counts = (0, *(part,) * (size - 1))
-    machines = [rank // links.machine_size for rank in range(size)]
-    return links.seconds(Collective(kind, tuple(range(size)), 0, counts, counts), machines)
+@lru_cache(maxsize=4096)
+def _costs(
+    config: ModelConfig, weights: str, cache: str, narrow: bool, ranks: int, tp_size: int, module: bool,
+    balanced: bool, redundant: int, imbalance: float,
+) -> ModelCosts:  # fmt: skip
+    """Costs of a rank; deployments that differ in their exchange only have the same object."""
+    held = rank_weights(config, weights, ranks, tp_size, module, redundant)
+    formats = formats_of(config, _cache_format(config, cache), 2, stored(weights, _one_of_each(config)))
+    formats = formats._replace(
+        narrow_linear=formats.narrow_linear and narrow, narrow_experts=formats.narrow_experts and narrow
+    )
+    return ModelCosts(config, held, formats, balanced, redundant, imbalance)
+
+
+@lru_cache(maxsize=64)
+def _cache_format(config: ModelConfig, cache: str) -> CacheFormat:
+    return cache_format(config, torch.float8_e4m3fn if cache == "fp8" else torch.bfloat16)
 
 
 @lru_cache(maxsize=64)
@@ -186,9 +202,12 @@ def links_of(device: Device) -> Links:
     return Links(device.machine_size, known.start_us, inside, between)
 
 
-def rank_weights(config: ModelConfig, weights: str, ranks: int, tp_size: int, module: bool) -> WeightBytes:
+def rank_weights(
+    config: ModelConfig, weights: str, ranks: int, tp_size: int, module: bool, redundant: int
+) -> WeightBytes:
     """Bytes of the weights of the rank with the most experts, by kind of layer and stage."""
-    return replace(_weights_of_one(config, weights, tp_size, module), held=cdiv(config.n_routed_experts, ranks))
+    held = cdiv(config.n_routed_experts + redundant, ranks)
+    return replace(_weights_of_one(config, weights, tp_size, module), held=held)
 
 
 @lru_cache(maxsize=64)

@@ -26,30 +26,33 @@ class Efficiency(NamedTuple):
     fixed: float  # seconds of a layer's pass through it, independent of its size
 
 
-# Kernels of a layer's stage: a layer of a decode step takes about 44 in bfloat16 and 61 in FP8
-# (tests/engine/test_fake_cuda.py).
+# Kernels of a layer's stage in a decode step, with 16-bit and with 8-bit products: these also quantise their inputs and
+# add the parts of a sum. Counted on a fake device (tests/engine/test_fake_cuda.py).
 TOP_K = "top-k"  # a part of the measured "lightning indexer", predicted apart
 _KERNELS = {
-    "embedding": 4,
-    "MLA prolog": 10,
-    "indexer prolog": 7,
-    "lightning indexer": 2,
-    TOP_K: 3,
-    "sparse flash attention": 3,
-    "MLA epilog": 5,
-    "dense MLP": 3,
-    "MoE gate": 4,
-    "MoE experts": 6,
-    "MoE shared": 3,
-    "MoE combine": 2,
-    "LM head": 3,
-    "other": 12,
+    "embedding": (1, 1),
+    "MLA prolog": (8, 14),
+    "indexer prolog": (5, 9),
+    "lightning indexer": (1, 1),
+    TOP_K: (3, 3),
+    "sparse flash attention": (2, 2),
+    "MLA epilog": (3, 5),
+    "dense MLP": (3, 6),
+    "MoE gate": (4, 4),  # with those that pack and unpack tokens
+    "MoE experts": (4, 5),
+    "MoE shared": (3, 7),
+    "MoE combine": (1, 1),
+    "LM head": (2, 2),
+    "other": (27, 27),
 }
 
 # Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200.
 _PRODUCT, _COPY = 0.80, 0.90
 # Rows of the caches are read in pieces of 132 to 1,152 bytes; top-k reads a long row of scores more than once.
 _MEMORY = {"sparse flash attention": 0.6, "lightning indexer": 0.8, TOP_K: 0.5}
+
+# Part of the multiprocessors that a running collective holds: 20 of 132, as DeepSeek-V3's report gives them.
+COLLECTIVE = 20 / 132
 
 OWN = "stages reach parts of the peak that were estimated by reading this project's kernels: nothing was measured"
 TUNED = "stages reach parts of the peak as kernels that others have published"
@@ -60,11 +63,13 @@ class _Kernels(NamedTuple):
 
     Attributes:
         launch: seconds from one kernel's end to the next one's begin in a CUDA graph, and a small kernel's least time.
+        eager: the same without a graph, in which the host launches each kernel.
     """
 
     prefill: dict[str, float]
     decode: dict[str, float]
     launch: float
+    eager: float
     source: str
 
 
@@ -74,6 +79,7 @@ _OWN = _Kernels(
     {"lightning indexer": 0.40, "sparse flash attention": 0.40, "MoE experts": 0.27},
     {"lightning indexer": 0.40, "sparse flash attention": 0.30, "MoE experts": 0.5},
     3.3e-6,
+    6e-6,
     OWN,
 )
 # Sparse attention: the published 640 (prefill) and 410 TFLOP/s (decode, FP8 cache) of FlashMLA, on an H800. The others
@@ -81,6 +87,7 @@ _OWN = _Kernels(
 _TUNED = _Kernels(
     {"lightning indexer": 0.5, "sparse flash attention": 0.65, "MoE experts": 0.6},
     {"lightning indexer": 0.5, "sparse flash attention": 0.41, "MoE experts": 0.5},
+    2e-6,
     2e-6,
     TUNED,
 )
@@ -90,13 +97,26 @@ class Efficiencies:
     """Efficiencies of all stages in prefill and in decode."""
 
     def __init__(
-        self, stages: dict[tuple[str, str], Efficiency], source: str, measured: Set[tuple[str, str]] = frozenset()
+        self,
+        stages: dict[tuple[str, str], Efficiency],
+        source: str,
+        kernels: _Kernels,
+        measured: Set[tuple[str, str]] = frozenset(),
     ):
-        self._stages, self.source, self._measured = stages, source, measured
+        self._stages, self.source, self._kernels, self._measured = stages, source, kernels, measured
 
-    def of(self, phase: str, stage: str) -> Efficiency:
-        """The efficiency of a stage in "prefill" or "decode"."""
-        return self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
+    def of(self, phase: str, stage: str, narrow: bool = False, eager: bool = False) -> Efficiency:
+        """The efficiency of a stage in "prefill" or "decode".
+
+        Args:
+            narrow: its products have 8-bit inputs.
+            eager: a decode step without a CUDA graph.
+        """
+        known = self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
+        if stage not in _KERNELS or self.has_measured(phase, stage):
+            return known
+        launch = self._kernels.eager if eager else self._kernels.launch
+        return known._replace(fixed=_KERNELS[stage][narrow] * launch)
 
     def has_measured(self, phase: str, stage: str) -> bool:
         return (phase, stage) in self._measured
@@ -106,10 +126,10 @@ class Efficiencies:
         """Estimates for this project's kernels."""
         stages = {}
         for phase, compute in (("prefill", of.prefill), ("decode", of.decode)):
-            for name, kernels in _KERNELS.items():
+            for name, (kernels, _) in _KERNELS.items():
                 of_memory = _MEMORY.get(name, _COPY)
                 stages[(phase, name)] = Efficiency(compute.get(name, _PRODUCT), of_memory, kernels * of.launch)
-        return cls(stages, of.source)
+        return cls(stages, of.source, of)
 
     @classmethod
     def of_tuned_kernels(cls) -> Efficiencies:
@@ -128,7 +148,7 @@ class Efficiencies:
                 if points:
                     stages[(phase, name)] = _fit(points, device)
                     measured.add((phase, name))
-        return cls(stages, source, measured)
+        return cls(stages, source, _OWN, measured)
 
 
 class Entry(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 from dsa_engine.commands.planner.choices import DRAFTS
 from dsa_engine.commands.planner.deployment import Deployment
+from dsa_engine.commands.planner.handover import Handover
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 
@@ -64,9 +65,10 @@ class DeploymentPlan:
         prefill_instances, decode_instances: number of each; equal without ``split``.
         tpot: seconds per token, including prefills of other requests between decode steps.
         tokens_per_s: output tokens of all devices together.
-        limit: the bound of the rate: "prefill" or "decode".
+        limit: the bound of the rate: "prefill", "decode" or "handover".
         latency: seconds of one request, from its prompt to its last token, without queueing.
         highest_rate: the plan with the highest rate, if this one was chosen for its lower latency; else None.
+        handover: the way of a prompt's cache rows to the devices that decode; None without ``split``.
     """
 
     split: bool
@@ -79,6 +81,7 @@ class DeploymentPlan:
     limit: str
     latency: float
     highest_rate: DeploymentPlan | None = None
+    handover: Handover | None = None
 
     @property
     def ttft(self) -> float:
@@ -130,6 +133,7 @@ class DeploymentPlan:
             "request_latency_ms": self.latency * 1e3,
             "highest_rate": None if (highest := self.highest_rate) is None else highest.summary(),
             "redundant_experts_per_rank": self.replicas,
+            "handover": None if self.handover is None else self.handover.to_json(),
             "prefill": self.prefill.to_json(),
             "decode": self.decode.to_json(),
         }

@@ -8,14 +8,27 @@ from functools import lru_cache
 from typing import Any
 
 from dsa_engine.commands.planner.deployment import Deployment, Placed
-from dsa_engine.commands.planner.efficiency import TOP_K, Efficiencies, stage_seconds
+from dsa_engine.commands.planner.efficiency import COLLECTIVE, TOP_K, Efficiencies, stage_seconds
+from dsa_engine.commands.planner.exchange import Exchange
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.measure.costs.model_costs import Decode, prefill_plans
+from dsa_engine.measure.costs.batch_schedule import LayerTimes, schedule
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, halved_prefill_plans, prefill_plans
 from dsa_engine.measure.costs.work import SCORE_BYTES, Stages, Work
 
 LINKS = "links"
+DISPATCH, COMBINE = "MoE dispatch", "MoE combine"
+SLOWED = "beside collectives"  # time that other stages lose to collectives on the same device
+_ATTENTION = (
+    "MLA prolog",
+    "indexer prolog",
+    "lightning indexer",
+    TOP_K,
+    "sparse flash attention",
+    "MLA epilog",
+    "communication",
+)
 
 
 @dataclass(frozen=True)
@@ -25,10 +38,16 @@ class StageTime:
     computed: float
     communicated: float
     limit: str
+    hidden: float = 0.0  # seconds of communication under other work
 
     @property
     def seconds(self) -> float:
         return self.computed + self.communicated
+
+    def __add__(self, other: StageTime) -> StageTime:
+        limit = max(self, other, key=lambda one: one.seconds).limit
+        sums = (self.computed + other.computed, self.communicated + other.communicated)
+        return StageTime(*sums, limit, self.hidden + other.hidden)
 
 
 @dataclass(frozen=True)
@@ -96,7 +115,12 @@ class DecodeStep:
 
 def stages_json(stages: dict[str, StageTime]) -> dict[str, Any]:
     return {
-        name: {"computed_ms": t.computed * 1e3, "communication_ms": t.communicated * 1e3, "limit": t.limit}
+        name: {
+            "computed_ms": t.computed * 1e3,
+            "communication_ms": t.communicated * 1e3,
+            "hidden_communication_ms": t.hidden * 1e3,
+            "limit": t.limit,
+        }
         for name, t in stages.items()
     }
 
@@ -104,13 +128,23 @@ def stages_json(stages: dict[str, StageTime]) -> dict[str, Any]:
 def predict_prefill(placed: Placed, reached: Efficiencies, tokens: int, prompts: int = 1) -> Prefill:
     """A prefill of ``prompts`` prompts of ``tokens`` tokens by every context-parallel group, one after the other."""
     how, groups = placed.how, placed.how.ranks // placed.how.cp_size
-    steps = _plans(placed.config, tokens, how.cp_size, how.chunk)
-    own = sum(step.ranks[0].rows for step in steps)
-    work = placed.dispatched(placed.costs.prefill(steps, 0, how.drafts, groups), own, groups * tokens)
-    stages = _timed("prefill", placed, reached, work)
-    sizes = Counter((step.ranks[0].rows, max(plan.rows for plan in step.ranks), step is steps[-1]) for step in steps)
-    for (rows, gathered, last), count in sizes.items():
-        _communicate(stages, placed, rows, gathered, int(last), len(steps), count)
+    cut = (placed.config, tokens, how.cp_size, how.chunk, how.two_batches)
+    plans = _plans(*cut)
+    batches = []
+    for number, steps in enumerate(plans):
+        own, everyone = sum(step.ranks[0].rows for step in steps), sum(sum(p.rows for p in s.ranks) for s in steps)
+        dispatch = placed.exchange.method(how.dispatch, own / len(steps))
+        work = _prefill_work(placed.costs, cut, number, how.drafts, groups)
+        stages = _timed("prefill", placed, reached, placed.dispatched(work, own, groups * everyone, dispatch))
+        last = steps[-1] if number == len(plans) - 1 else None
+        sizes = Counter((s.ranks[0].rows, max(plan.rows for plan in s.ranks), s is last) for s in steps)
+        there = back = 0.0
+        for (rows, gathered, has_logits), count in sizes.items():
+            _communicate(stages, placed, rows, gathered, int(has_logits), len(steps), count)
+            one = placed.exchange.seconds(dispatch, rows)
+            there, back = there + one.dispatch * count, back + one.combine * count
+        batches.append(_Batch(stages, Exchange(there, back), len(steps)))
+    stages = _passed(placed, batches)
     ttft = sum(stage.seconds for stage in stages.values()) * prompts
     room = placed.cache_room(min(how.chunk, cdiv(tokens, how.cp_size))) - tokens * placed.token_bytes
     return Prefill(how, ttft, prompts * groups / ttft, room, stages)
@@ -119,7 +153,7 @@ def predict_prefill(placed: Placed, reached: Efficiencies, tokens: int, prompts:
 def predict_decode(
     placed: Placed, reached: Efficiencies, requests: int, context: int, tokens_per_step: float, longest: int
 ) -> DecodeStep:
-    """A decode step.
+    """A decode step. It is cut into two batches if every rank has two requests.
 
     Args:
         requests: requests of all ranks, divided evenly.
@@ -129,27 +163,104 @@ def predict_decode(
     """
     how, own = placed.how, cdiv(requests, placed.how.ranks)
     step = Decode(own, requests, context + how.drafts, how.drafts)
-    rows = own * (1 + how.drafts)
-    work = placed.dispatched(placed.costs.decode(step), rows, requests * (1 + how.drafts))
-    stages = _timed("decode", placed, reached, work)
-    _communicate(stages, placed, rows, 0, rows)
-    for number in range(how.drafts):  # each pass is one more MoE layer and head
-        few = rows if number == 0 else own
-        part = 1 / max(1, placed.config.mlp_layer_types.count("sparse"))
-        for name, seconds, _ in placed.collectives(few, 0, own):
-            fraction = 1.0 if name in ("LM head", "embedding") else part
-            _add(stages, name, seconds * fraction)
+    parts = [step]
+    if how.two_batches and own > 1:
+        half = cdiv(own, 2)
+        of_all = requests * half // own
+        parts = [
+            step._replace(requests=r, world_requests=w) for r, w in ((half, of_all), (own - half, requests - of_all))
+        ]
+    batches = []
+    for part in parts:
+        rows, all_rows = (count * (1 + how.drafts) for count in (part.requests, part.world_requests))
+        dispatch = placed.exchange.method(how.dispatch, rows, static=True)
+        work = placed.dispatched(placed.costs.verification(part), rows, all_rows, dispatch)
+        exchange = placed.exchange.seconds(dispatch, rows)
+        stages = _timed("decode", placed, reached, work, eager=dispatch != "all_gather")
+        _communicate(stages, placed, rows, 0, rows)
+        batches.append(_Batch(stages, exchange, 1))
+    stages = _passed(placed, batches)
+    for name, time in _drafting(placed, reached, step).items():
+        stages[name] = stages[name] + time if name in stages else time
     seconds = sum(stage.seconds for stage in stages.values())
+    rows = own * (1 + how.drafts)
     room = placed.cache_room(rows) - own * longest * placed.token_bytes
     return DecodeStep(how, requests, seconds / tokens_per_step, tokens_per_step, room, stages, placed.expert_bytes)
 
 
-def _timed(phase: str, placed: Placed, reached: Efficiencies, work: Stages) -> dict[str, StageTime]:
+def _drafting(placed: Placed, reached: Efficiencies, step: Decode) -> dict[str, StageTime]:
+    """The passes that draft, each one MoE layer and a head, in one batch."""
+    stages = _timed("decode", placed, reached, placed.costs.drafting(step))
+    layers = placed.config.num_hidden_layers
+    for number in range(step.drafts):
+        rows = step.requests * (1 + step.drafts if number == 0 else 1)
+        for name, seconds, _ in placed.collectives(rows, 0, step.requests):
+            _add(stages, name, seconds if name in ("LM head", "embedding") else seconds / layers)
+        dispatch = placed.exchange.method(placed.how.dispatch, rows, static=True)
+        there, back = placed.exchange.seconds(dispatch, rows)
+        _add(stages, DISPATCH, there)
+        _add(stages, COMBINE, back)
+    return stages
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One batch in all steps: its stages without the experts' exchange, and that of one layer, summed over steps."""
+
+    stages: dict[str, StageTime]
+    exchange: Exchange
+    steps: int
+
+    def layers(self, config: ModelConfig, beside_shared: bool, sparse_layers: int) -> list[LayerTimes]:
+        """Seconds of the dense layers and of some sparse ones in the mean step."""
+        moes, steps = config.mlp_layer_types.count("sparse"), self.steps
+        every = sum(self._seconds(name) for name in _ATTENTION) / config.num_hidden_layers / steps
+        mlp = self._seconds("dense MLP") / max(1, config.num_hidden_layers - moes) / steps
+        gate = (self._seconds("MoE gate") + self._seconds(COMBINE)) / max(1, moes) / steps
+        shared, experts = (self._seconds(name) / max(1, moes) / steps for name in ("MoE shared", "MoE experts"))
+        there, back = (seconds / steps for seconds in self.exchange)
+        before = every + gate + (0.0 if beside_shared else shared)
+        sparse = LayerTimes(before, there, shared * beside_shared, experts, back)
+        dense = LayerTimes(every + mlp, 0.0, 0.0, 0.0, 0.0)
+        return [dense] * (config.num_hidden_layers - moes) + [sparse] * sparse_layers
+
+    def _seconds(self, name: str) -> float:
+        return self.stages[name].seconds if name in self.stages else 0.0
+
+
+def _passed(placed: Placed, batches: list[_Batch]) -> dict[str, StageTime]:
+    """The stages of all batches, with what they wait for the experts' exchange."""
+    stages: dict[str, StageTime] = {}
+    for batch in batches:
+        for name, time in batch.stages.items():
+            stages[name] = stages[name] + time if name in stages else time
+    if placed.how.ranks == 1 or not placed.config.mlp_layer_types.count("sparse"):
+        return stages
+    beside = placed.how.beside_shared or len(batches) > 1
+    moes = placed.config.mlp_layer_types.count("sparse")
+    few = min(moes, 4)
+    # From the third layer on each takes as long as the one before.
+    waits = schedule([batch.layers(placed.config, beside, few) for batch in batches], COLLECTIVE)
+    if moes > few:
+        one_less = schedule([batch.layers(placed.config, beside, few - 1) for batch in batches], COLLECTIVE)
+        waits = waits.extended(one_less, moes - few)
+    steps = batches[0].steps
+    _add(stages, DISPATCH, waits.dispatch * steps, (waits.dispatched - waits.dispatch) * steps)
+    _add(stages, COMBINE, waits.combine * steps, (waits.combined - waits.combine) * steps)
+    if waits.slowed:
+        stages[SLOWED] = StageTime(waits.slowed * steps, 0.0, LINKS)
+    return stages
+
+
+def _timed(
+    phase: str, placed: Placed, reached: Efficiencies, work: Stages, eager: bool = False
+) -> dict[str, StageTime]:
     stages = {}
     if not reached.has_measured(phase, "lightning indexer"):
         work = _top_k_apart(placed.config, work)
+    narrow = placed.costs.formats.narrow_linear
     for name, one in work.items():
-        seconds, limit = stage_seconds(one, placed.device, reached.of(phase, name))
+        seconds, limit = stage_seconds(one, placed.device, reached.of(phase, name, narrow, eager))
         stages[name] = StageTime(seconds, 0.0, limit)
     return stages
 
@@ -179,12 +290,24 @@ def _communicate(
         _add(stages, name, seconds * count)
 
 
-def _add(stages: dict[str, StageTime], name: str, seconds: float) -> None:
+def _add(stages: dict[str, StageTime], name: str, seconds: float, hidden: float = 0.0) -> None:
     old = stages.get(name, StageTime(0.0, 0.0, LINKS))
     communicated = old.communicated + seconds
-    stages[name] = StageTime(old.computed, communicated, LINKS if communicated > old.computed else old.limit)
+    limit = LINKS if communicated > old.computed else old.limit
+    stages[name] = StageTime(old.computed, communicated, limit, old.hidden + max(0.0, hidden))
+
+
+_Cut = tuple[ModelConfig, int, int, int, bool]  # config, tokens, cp_size, chunk, two batches
 
 
 @lru_cache(maxsize=64)
-def _plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) -> list[StepPlan]:
-    return prefill_plans(config, tokens, cp_size, chunk)
+def _plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int, two_batches: bool) -> tuple[list[StepPlan], ...]:
+    """The steps of every batch."""
+    if two_batches and tokens >= 2 * cp_size:
+        return halved_prefill_plans(config, tokens, cp_size, chunk)
+    return (prefill_plans(config, tokens, cp_size, chunk),)
+
+
+@lru_cache(maxsize=1024)
+def _prefill_work(costs: ModelCosts, cut: _Cut, batch: int, drafts: int, groups: int) -> Stages:
+    return costs.prefill(_plans(*cut)[batch], 0, drafts, groups)

@@ -11,6 +11,7 @@ from dsa_engine.commands.planner.choices import CACHES, DISPATCHES, DRAFTS, WEIG
 from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.efficiency import Efficiencies
+from dsa_engine.commands.planner.handover import predict_handover
 from dsa_engine.commands.planner.plan import NEAR, CannotCut, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
@@ -36,6 +37,8 @@ class Planner:
         for name in ("cp_size", "tp_size", "chunk"):
             if self.fixed.get(name, 1) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {self.fixed[name]}")
+        if self.fixed.get("redundant_experts", 0) < 0 or not self.fixed.get("imbalance", 1.0) >= 1:
+            raise ValueError("--redundant-experts must be at least 0, and --imbalance at least 1")
         drafts = self.fixed.get("drafts", 0)
         if drafts not in DRAFTS:
             raise ValueError(f"--drafts must be one of {DRAFTS}, not {drafts}")
@@ -107,15 +110,24 @@ class Planner:
             yield DeploymentPlan(False, prefill, step, count, count, tpot, rate, limit, latency)
 
     def _split(self, demand: Demand) -> Iterator[DeploymentPlan]:
-        """Plans in which some devices prefill and the others decode."""
-        prefills = [one for ranks in self._sizes(demand.devices) for one in self._best_prefills(ranks, demand)]
+        """Plans in which some devices prefill and the others decode. Rows travel as they are stored, so both have the
+        same formats."""
+        prefills = {
+            (weights, cache): [
+                one
+                for ranks in self._sizes(demand.devices)
+                for one in self._best_prefills(ranks, demand, weights, cache)
+            ]
+            for weights, cache in dict.fromkeys((base.weights, base.cache) for base in self._formats(demand.devices))
+        }
         for decoding in self._sizes(demand.devices):
             for base in self._formats(decoding):
+                fitting = prefills[base.weights, base.cache]
                 for how in self._decodes(base):
                     for count in self._counts(decoding, demand):
                         for requests in self._batches(how, demand, count or 1):
                             step = self._step(how, requests, demand)
-                            yield from self._matched(prefills, step, demand, count)
+                            yield from self._matched(fitting, step, demand, count)
 
     def _counts(self, decoding: int, demand: Demand) -> list[int | None]:
         """Numbers of decode instances for the demanded requests; None: as many instances as are kept busy."""
@@ -132,6 +144,8 @@ class Planner:
         per_instance = step.tokens_per_s
         for prefill in prefills:
             ranks = prefill.how.ranks
+            handover = predict_handover(self._placed(step.how), prefill, demand.input_len)
+            landed = step.how.ranks * demand.output_len / handover.seconds  # tokens/s whose rows one instance can take
             max_decodes = (demand.devices - ranks) // step.how.ranks
             fed = prefill.prompts_per_s * demand.output_len  # tokens/s that one prefill instance can start
             ideal = demand.devices / (ranks * per_instance / fed + step.how.ranks)
@@ -139,10 +153,12 @@ class Planner:
                 if decodes > max_decodes:
                     continue
                 count = (demand.devices - decodes * step.how.ranks) // ranks
-                rate = min(count * fed, decodes * per_instance)
-                limit = "prefill" if count * fed < decodes * per_instance else "decode"
-                latency = prefill.ttft + demand.output_len * step.tpot
-                yield DeploymentPlan(True, prefill, step, count, decodes, step.tpot, rate, limit, latency)
+                rates = {"decode": decodes * per_instance, "prefill": count * fed, "handover": decodes * landed}
+                limit = min(rates, key=lambda name: rates[name])
+                latency = prefill.ttft + handover.exposed + demand.output_len * step.tpot
+                yield DeploymentPlan(
+                    True, prefill, step, count, decodes, step.tpot, rates[limit], limit, latency, handover=handover
+                )
 
     def _sizes(self, devices: int) -> list[int]:
         """Numbers of ranks of an instance: all devices, a half, a quarter, …; at most one rank per routed expert."""
@@ -156,7 +172,16 @@ class Planner:
             for cache in self._choices("cache", CACHES if self.config.has_indexer else CACHES[:1]):
                 for tp in self._choices("tp_size", (1, 8)):
                     if ranks % tp == 0:
-                        yield Deployment(ranks, tp_size=tp, weights=weights, cache=cache)
+                        yield Deployment(
+                            ranks,
+                            tp_size=tp,
+                            weights=weights,
+                            cache=cache,
+                            dispatch_dtype=self.fixed.get("dispatch_dtype", "fp8"),
+                            beside_shared=True,
+                            redundant=self.fixed.get("redundant_experts", 0),
+                            imbalance=self.fixed.get("imbalance", 1.0),
+                        )
 
     def _weights(self) -> list[str]:
         """Weight formats that the device multiplies; 4-bit ones are expanded within the product."""
@@ -174,8 +199,8 @@ class Planner:
             fitting = []
             whole = cdiv(demand.input_len, cp)
             for chunk in self._choices("chunk", sorted({min(n, whole) for n in CHUNKS})):
-                for dispatch in self._choices("moe_dispatch", DISPATCHES):
-                    how = replace(base, cp_size=cp, chunk=chunk, dispatch=dispatch)
+                for dispatch, two_batches in self._exchanges("moe_dispatch", base.ranks):
+                    how = replace(base, cp_size=cp, chunk=chunk, dispatch=dispatch, two_batches=two_batches)
                     one = predict_prefill(self._placed(how), self.reached, demand.input_len)
                     if one.room >= 0:
                         fitting.append(one)
@@ -186,9 +211,10 @@ class Planner:
         quick = [one for one in fastest if demand.ttft is None or one.ttft <= demand.ttft]
         return quick or fastest
 
-    def _best_prefills(self, ranks: int, demand: Demand) -> list[Prefill]:
-        """The prefill with the highest rate, and the fastest one of those that come near it."""
-        prefills = [one for base in self._formats(ranks) for one in self._prefills(base, demand)]
+    def _best_prefills(self, ranks: int, demand: Demand, weights: str, cache: str) -> list[Prefill]:
+        """The prefill with the highest rate, and the fastest one of those that come near it, with these formats."""
+        bases = [base for base in self._formats(ranks) if (base.weights, base.cache) == (weights, cache)]
+        prefills = [one for base in bases for one in self._prefills(base, demand)]
         quick = [one for one in prefills if demand.ttft is None or one.ttft <= demand.ttft]
         if not quick:
             return [min(prefills, key=lambda one: one.ttft)] if prefills else []
@@ -199,8 +225,18 @@ class Planner:
     def _decodes(self, base: Deployment) -> Iterator[Deployment]:
         max_drafts = max(DRAFTS) if self.config.num_nextn_predict_layers else 0
         for drafts in self._choices("drafts", [n for n in DRAFTS if n <= max_drafts]):
-            for dispatch in self._choices("decode_dispatch", DISPATCHES):
-                yield replace(base, drafts=drafts, dispatch=dispatch)
+            for dispatch, two_batches in self._exchanges("decode_dispatch", base.ranks):
+                yield replace(base, drafts=drafts, dispatch=dispatch, two_batches=two_batches)
+
+    def _exchanges(self, name: str, ranks: int) -> Iterator[tuple[str, bool]]:
+        """Dispatches, each in one batch and in two."""
+        machine = self.device.machine_size
+        possible = [one for one in DISPATCHES if one != "by_machine" or ranks > machine]
+        if ranks == 1:
+            possible = possible[:1]
+        for dispatch in self._choices(name, possible):
+            for two_batches in self._choices("two_batches", (False, True) if ranks > 1 else (False,)):
+                yield dispatch, two_batches
 
     def _batches(self, how: Deployment, demand: Demand, count: int, wait: float = 0.0, reserved: int = 0) -> list[int]:
         """Numbers of requests of an instance to consider. The rate rises with them, so as many as memory or TPOT allow.

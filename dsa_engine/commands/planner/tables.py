@@ -11,7 +11,7 @@ from dsa_engine.system.sizes import format_bytes
 
 NOT_KNOWN = (
     "queueing: TTFT is that of a prompt that finds its ranks free",
-    "loads of experts: tokens choose them evenly here; what an uneven router costs, and what replicas gain, is not in",
+    "loads of experts: tokens choose them evenly here, unless --imbalance says what the busiest rank serves",
     "accuracy of fewer bits: see docs/QUANTIZATION.md",
 )
 
@@ -38,8 +38,11 @@ def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | N
         ("chosen for", _chosen_for(plan)),
         ("bound by", plan.limit),
         ("memory left on a rank", f"{format_bytes(plan.decode.room)} in decode, of {UTILIZATION:.0%} of all"),
-        ("redundant experts", f"{plan.replicas} a rank have room in that (not in the engine yet)"),
+        ("redundant experts", f"{plan.replicas} a rank have room in that"),
     ]
+    if (way := plan.handover) is not None:
+        sent = f"{format_bytes(way.nbytes)} a request in {way.pages:,} pages: {way.seconds * 1e3:.3g} ms on the link, "
+        rows.append(("handover", f"{sent}{way.exposed * 1e3:.3g} ms of it after the prefill"))
     if drafts := plan.decode.how.drafts:
         gained = f"{_acceptance(demand, drafts)}; {plan.decode.tokens_per_step:.2f} tokens a step"
         rows.append(("accepted drafts", gained))
@@ -81,8 +84,18 @@ def _cut(how: Deployment, prefill: bool) -> str:
     parts = [f"ep {how.ranks}"]
     if prefill:
         parts += [f"cp {how.cp_size}", f"chunk {how.chunk:,}"]
-    parts += [f"tp {how.tp_size}", how.dispatch, f"weights {how.weights}", f"caches {how.cache}"]
+    parts += [f"tp {how.tp_size}", _exchange(how), f"weights {how.weights}", f"caches {how.cache}"]
+    if how.redundant:
+        parts.append(f"{how.redundant} redundant experts")
     return ", ".join(parts if prefill else [*parts, f"{how.drafts} drafts"])
+
+
+def _exchange(how: Deployment) -> str:
+    parts = [how.dispatch]
+    if how.dispatch_dtype == "fp8" and how.weights == "fp8":
+        parts.append("tokens in fp8")
+    options = {"two batches": how.two_batches}
+    return " + ".join((*parts, *(name for name, on in options.items() if on)))
 
 
 def _asked(value: float | None, unit: str) -> str:
@@ -96,14 +109,20 @@ def _waits(plan: DeploymentPlan) -> str:
 
 def _stages(plan: DeploymentPlan) -> str:
     prefill, decode = plan.prefill.stages, plan.decode.stages
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in dict.fromkeys((*prefill, *decode)):
         one, other = prefill.get(name), decode.get(name)
         rows.append((name, *_cells(one), *_cells(other)))
-    total = [sum(s.seconds for s in stages.values()) * 1e3 for stages in (prefill, decode)]
-    rows.append(("all", f"{total[0]:.4g}", "", f"{total[1]:.4g}", ""))
-    return format_table(("stage", "prefill ms", "limited by", "decode step ms", "limited by"), rows)
+    cells: list[str] = []
+    for stages in (prefill, decode):
+        total, hidden = sum(s.seconds for s in stages.values()), sum(s.hidden for s in stages.values())
+        cells += [f"{total * 1e3:.4g}", f"{hidden * 1e3:.3g}" if hidden else "", ""]
+    rows.append(("all", *cells))
+    header = ("stage", "prefill ms", "hidden", "limited by", "decode step ms", "hidden", "limited by")
+    return format_table(header, rows)
 
 
-def _cells(stage: StageTime | None) -> tuple[str, str]:
-    return ("", "") if stage is None else (f"{stage.seconds * 1e3:.3g}", stage.limit)
+def _cells(stage: StageTime | None) -> tuple[str, str, str]:
+    if stage is None:
+        return "", "", ""
+    return f"{stage.seconds * 1e3:.3g}", f"{stage.hidden * 1e3:.3g}" if stage.hidden else "", stage.limit

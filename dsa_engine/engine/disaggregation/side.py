@@ -20,8 +20,8 @@ from dsa_engine.model.cache.page_sender import PageSender
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
+from dsa_engine.parallel.apart.pair_groups import pair_groups
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.pair_groups import pair_groups
 
 if TYPE_CHECKING:
     from dsa_engine.engine.engine import Engine
@@ -41,7 +41,7 @@ class Side:
     prefills: bool
     mesh: Mesh
     links: Mapping[int, Group]
-    _lines: list[Group]  # between the leaders, to the decode side and back; none on other ranks
+    _lines: list[Group]  # between leaders: to the decode side, and back; none on other ranks
     sender: PageSender | None = None
     receiver: PageReceiver | None = None
 

@@ -20,6 +20,8 @@ from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.load_recorder import LoadRecorder, check_record, count_loads
+from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
@@ -66,6 +68,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
     max_model_len = limited_model_len(config, options)
     mesh = options.parallel.create_mesh(options.device, partial(start_facts, folder, options))
+    check_record(mesh)
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
     stored = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))  # raises before anything loads
     workspace = (
@@ -93,6 +96,8 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     mesh.barrier(_LOADING_S)
     if digests is not None:
         compare_weights(mesh, folder, digests, load_seconds)
+    model.loads = count_loads(model, folder.name)
+    rebalancing = Rebalancing.of(model)
     waits = check_kernels(model, stored, options)
     cached = config.with_mtp(modules)
     sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
@@ -142,6 +147,9 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         attach_disk(engine, folder, sizes)
     if graphs is not None and mesh.static_decode:
         capture_likely(runner, mesh, options, max_model_len, engine.progress)
+    if model.loads is not None:
+        model.loads.forget()  # those of steps that were no requests'
+    engine.rebalancing, engine.recorder = rebalancing, LoadRecorder.of(model)
     return engine
 
 

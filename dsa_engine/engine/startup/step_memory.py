@@ -24,9 +24,11 @@ from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
+from dsa_engine.model.moe import MoE
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.experts.all_to_all import rounds_needed
+from dsa_engine.parallel.experts.traffic import RowBytes, largest_groups
 
 # Memory of a captured graph outside of PyTorch's allocator, and of its buffers. Assumed, not measured: a kernel in a
 # graph takes some KB, and a decode step of V3.2 has about 2,700 kernels.
@@ -72,7 +74,8 @@ def step_bytes(
             f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
             "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
         ) from error
-    more = [of(config, mesh, options.max_num_batched_tokens, runner.dtype) for of in (returned_bytes, unfilled_bytes)]
+    of_step = config, mesh, options.max_num_batched_tokens, runner.dtype
+    more = [returned_bytes(*of_step, sends_words(model)), unfilled_bytes(*of_step)]
     largest = max(prefill + sum(more), decode)
     if not graphs:
         return largest
@@ -81,12 +84,38 @@ def step_bytes(
     return largest + 2 * (decode - tables) + count * GRAPH_BYTES
 
 
-def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
-    """Maximum bytes of experts' results from earlier rounds of an all-to-all; even routing has only one round."""
-    if mesh.world_size == 1 or mesh.config.moe_dispatch != "all_to_all" or "sparse" not in config.mlp_layer_types:
+def sends_words(model: Model) -> bool:
+    """Whether tokens travel to experts in another form than sums travel back."""
+    token = torch.empty(1, model.config.hidden_size, dtype=model.runtime.dtype, device=model.runtime.mesh.device)
+    experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
+    return any(one.to_send(token).dtype != token.dtype for one in experts)
+
+
+def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
+    """Maximum bytes of experts' results from earlier rounds of a prefill dispatch; even routing has only one round.
+
+    By machine, the results of a round inside, and the rows along the rail: even routing sends a token to few machines.
+    All tokens gathered, the results replace the tokens, unless these are shorter.
+
+    Args:
+        words: see :func:`sends_words`.
+    """
+    size, k, groups = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.machine_groups
+    method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
+    if size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
-    rows = tokens * min(mesh.world_size, mesh.choices(config.num_experts_per_tok))
-    return rows * config.hidden_size * dtype.itemsize
+    row = RowBytes.of(config.hidden_size * dtype.itemsize, k)
+    if method == "all_gather":
+        return words * tokens * size * row.back
+    direct = tokens * min(size, k) * row.back
+    if method == "all_to_all" or groups is None:
+        return direct
+    rail, machine = largest_groups(groups.machines)
+    bound = max(tokens * k if chunk is None else chunk, max(rail, machine) * (k + 1))  # choices that a round brings
+    # Rows of both halves of a step may be on their way at once.
+    sent, brought = tokens * min(len(set(groups.machines)), k), min(2 * bound, rail * tokens)
+    by_machine = (sent + brought) * row.there + (sent + bound) * row.back
+    return max(direct, by_machine)
 
 
 def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
@@ -99,7 +128,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     if chunk is None or size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
     even = tokens * k
-    if mesh.config.moe_dispatch == "all_to_all":
+    if mesh.config.moe_dispatch != "all_gather":
         limit, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
     else:
         limit, rounds, rows = max(chunk, k), cdiv(even, chunk), 2

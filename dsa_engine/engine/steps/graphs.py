@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Hashable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import torch
@@ -124,7 +124,9 @@ class DecodeGraphs:
         with torch.cuda.stream(stream):
             # A run without capturing first: kernels are compiled, libraries allocate workspaces, lazy tensors are made.
             # It writes the same cache rows as the step itself.
-            function()
+            loads = self._model.loads
+            with loads.paused() if loads is not None else nullcontext():
+                function()
             torch.cuda.synchronize(device)
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()

@@ -13,6 +13,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import (
     Attended,
@@ -48,10 +49,21 @@ class ModelCosts:
         weights: bytes of the rank's weights.
         formats: formats of caches and activations.
         balanced: experts are assigned in turn, as in an emulated run; else each token chooses independently.
+        redundant: replicas of experts on all ranks together.
+        imbalance: token-expert pairs of this rank over the mean of all ranks.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightBytes, formats: Formats, balanced: bool = False):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightBytes,
+        formats: Formats,
+        balanced: bool = False,
+        redundant: int = 0,
+        imbalance: float = 1.0,
+    ):
         self.config, self.weights, self.formats, self.balanced = config, weights, formats, balanced
+        self.redundant, self.imbalance = redundant, imbalance
 
     @classmethod
     def of(cls, engine: Engine) -> ModelCosts:
@@ -66,7 +78,9 @@ class ModelCosts:
     def served(self, tokens: float) -> Served:
         """Work of the rank's experts when all ranks together have ``tokens`` rows."""
         c = self.config
-        return Served.evenly(tokens, c.num_experts_per_tok, self.weights.held, c.n_routed_experts, self.balanced)
+        physical = c.n_routed_experts + self.redundant
+        evenly = Served.evenly(tokens, c.num_experts_per_tok, self.weights.held, physical, self.balanced)
+        return evenly._replace(pairs=evenly.pairs * self.imbalance)
 
     def forward(self, shape: Shape, served: Served) -> Stages:
         """All layers, the embedding of the rows, and the logits of the rows that need them."""
@@ -112,18 +126,24 @@ class ModelCosts:
         return add({"embedding": embedding, "MLA prolog": joined}, layer, self.head(shape.logits))
 
     def decode(self, step: Decode) -> Stages:
-        """A decode step: every request has a row for its last token and one for each draft; then the passes that
-        draft."""
+        """A decode step: the pass that checks the drafts, then the passes that draft."""
+        return add(self.verification(step), self.drafting(step))
+
+    def verification(self, step: Decode) -> Stages:
+        """The pass of the model: every request has a row for its last token and one for each draft."""
         rows = 1 + step.drafts
-        stages = self.forward(
+        return self.forward(
             _decode_shape(self.config, step.requests, step.context, rows), self.served(step.world_requests * rows)
         )
+
+    def drafting(self, step: Decode) -> Stages:
+        """The passes of the MTP module that draft; empty without drafts."""
         if not step.drafts:
-            return stages
+            return {}
+        rows = 1 + step.drafts
         own = _decode_shape(self.config, step.requests, step.context, rows, logits=step.requests)
         alone = _decode_shape(self.config, step.requests, step.context, 1)
         return add(
-            stages,
             self.module(own, self.served(step.world_requests * rows)),
             times(self.module(alone, self.served(step.world_requests)), step.drafts - 1),
         )
@@ -169,6 +189,24 @@ def prefill_plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) ->
         chunk: maximum number of tokens of a rank in a step.
     """
     return [StepPlan.of([one], cp_size, config, "head_tail") for one in _prefill_chunks(tokens, cp_size, chunk)]
+
+
+def halved_prefill_plans(
+    config: ModelConfig, tokens: int, cp_size: int, chunk: int
+) -> tuple[list[StepPlan], list[StepPlan]]:
+    """The same with every step cut into two batches at half of its rows: plans of the first halves, and of the
+    second."""
+    firsts, seconds = [], []
+    for one in _prefill_chunks(tokens, cp_size, chunk):
+        half = cdiv(one.length, 2)
+        parts = ((one.start, half), (one.start + half, one.length - half))
+        first, second = (
+            StepPlan.of([Chunk(one.request, start, length, one.ranks)], cp_size, config, "head_tail")
+            for start, length in parts
+        )
+        firsts.append(first)
+        seconds.append(second)
+    return firsts, seconds
 
 
 def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:

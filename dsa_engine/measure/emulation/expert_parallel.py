@@ -40,8 +40,9 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         method: MoeDispatch,
         max_tokens: int,
         max_pairs: int = sys.maxsize,
+        sum_bytes: int | None = None,
     ) -> Dispatch:
-        dispatch = super().dispatch(tokens, experts, weights, method, max_tokens, max_pairs)
+        dispatch = super().dispatch(tokens, experts, weights, method, max_tokens, max_pairs, sum_bytes)
         if method == "all_gather":
             return dispatch
         rounds, counted = dispatch.rounds, self.assigned.step.tokens

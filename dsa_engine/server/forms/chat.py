@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsa_engine.config.checks import shown
-from dsa_engine.llm import LLM
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.forms.logprobs import chat_logprobs, prompt_logprobs
 from dsa_engine.server.forms.parameters import ChatParameters, sampling_params, stream_options
+from dsa_engine.server.remote.client import EngineClient
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
 from dsa_engine.text.conversations.deltas import message_of
 
@@ -32,7 +32,7 @@ class ChatForm:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: EngineClient,
         conversation: ConversationFormat,
         body: dict[str, Any],
         model: str,

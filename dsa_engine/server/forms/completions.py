@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsa_engine.config.checks import is_integer, shown
-from dsa_engine.llm import LLM
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.forms.logprobs import completion_logprobs, prompt_logprobs
 from dsa_engine.server.forms.parameters import CompletionParameters, sampling_params, stream_options
+from dsa_engine.server.remote.client import EngineClient
 
 MAX_OUTPUTS = 4096  # in one request
 
@@ -28,7 +28,7 @@ class CompletionForm:
         ValueError, TypeError: a parameter is not possible.
     """
 
-    def __init__(self, llm: LLM, body: dict[str, Any], model: str):
+    def __init__(self, llm: EngineClient, body: dict[str, Any], model: str):
         self._asked, sampling = CompletionParameters.parse(body)
         self.names = tuple(body)
         asked, how = self._asked, stream_options(self._asked)
@@ -64,7 +64,7 @@ class CompletionForm:
         self._offsets: dict[int, int] = {}
         self._prompt_ids: Sequence[list[int]] = ()
 
-    def _encoded(self, llm: LLM, prompts: list[str | list[int]]) -> list[dict[str, Any]]:
+    def _encoded(self, llm: EngineClient, prompts: list[str | list[int]]) -> list[dict[str, Any]]:
         """The prompts as the engine takes them. It encodes texts itself, unless they begin in another way."""
         encode = not self._asked.add_special_tokens
         return [

@@ -7,8 +7,8 @@ from typing import Any
 
 from dsa_engine.config.checks import integer, list_of
 from dsa_engine.config.fields import BOOL, JSON_OBJECT, STR, Kind, documented, instance_of, option
-from dsa_engine.llm import LLM
 from dsa_engine.server.forms.parameters import RequestParameters
+from dsa_engine.server.remote.client import EngineClient
 from dsa_engine.text.conversations import ConversationFormat
 
 
@@ -43,7 +43,7 @@ class DetokenizeParameters(RequestParameters):
 
 
 def tokenize(
-    llm: LLM, conversation: ConversationFormat | None, body: dict[str, Any], chat_template: str | None
+    llm: EngineClient, conversation: ConversationFormat | None, body: dict[str, Any], chat_template: str | None
 ) -> dict[str, Any]:
     """The token ids of a text or of a conversation; raises ``ValueError`` or ``TypeError``."""
     asked, _ = TokenizeParameters.parse(body)
@@ -65,13 +65,13 @@ def tokenize(
         )
         ids = llm.tokenizer.encode(text, add_special_tokens=bool(asked.add_special_tokens))
     texts = [llm.tokenizer.token_text(token) for token in ids] if asked.return_token_strs else None
-    return {"count": len(ids), "max_model_len": llm.engine.max_model_len, "tokens": ids, "token_strs": texts}
+    return {"count": len(ids), "max_model_len": llm.facts.max_model_len, "tokens": ids, "token_strs": texts}
 
 
-def detokenize(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
+def detokenize(llm: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """The text of token ids; raises ``ValueError`` or ``TypeError``."""
     tokens = DetokenizeParameters.parse(body)[0].tokens
-    vocab = llm.engine.config.vocab_size
+    vocab = llm.facts.config.vocab_size
     if tokens and max(tokens) >= vocab:
         raise ValueError(f"tokens has {max(tokens)}; the vocabulary has ids 0 … {vocab - 1}")
     return {"prompt": llm.tokenizer.decode(tokens, skip_special_tokens=False)}

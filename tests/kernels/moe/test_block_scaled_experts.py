@@ -9,7 +9,9 @@ import torch
 
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks, quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows
-from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
+from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts, quantize_tokens, quantized_words
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of
+from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 EXPERTS = 4
@@ -69,6 +71,22 @@ def test_against_a_loop(
     assert out.shape == (tokens, hidden) and out.dtype == torch.float32
     # One in thousands of the values between the products lies so near between two codes that rounding decides.
     assert relative_error(out, naive(*arguments, power_of_two)) < 1e-3
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("hidden", [128, 160])
+def test_tokens_that_were_quantised_before_they_travelled(hidden: int, power_of_two: bool, device: str) -> None:
+    """The same bits, read from packed rows; these have the bytes that are counted without them."""
+    x, experts, weights, *stored = (one.to(device) for one in problem(9, 2, hidden, 96, elsewhere=0.3))
+    words = quantize_tokens(x, power_of_two)
+    assert words.shape[1] == quantized_words(hidden) == quantized_bytes(hidden) // 4
+    packed = pack_tokens(words, experts, weights)
+    assert packed.shape[1] * 4 == RowBytes.of(quantized_bytes(hidden), 2).there
+    tokens = tokens_of(packed, words.shape[1], torch.int32)
+    out = block_scaled_experts(tokens, experts, weights, *stored, power_of_two=power_of_two, dtype=torch.float32)
+    assert torch.equal(out, block_scaled_experts(x, experts, weights, *stored, power_of_two=power_of_two))
+    with pytest.raises(ValueError, match="quantised tokens"):
+        block_scaled_experts(words[:, 1:], experts, weights, *stored, dtype=torch.float32)
 
 
 def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:

@@ -10,6 +10,7 @@ import torch
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
+from dsa_engine.parallel.experts.by_machine import MachineGroups, Way
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
@@ -28,14 +29,18 @@ class FakeConfig(ParallelConfig):
         device: the device of this rank.
         world: number of ranks.
         skew: tokens that reach this rank's experts in a prefill, over those of a balanced routing.
+        machine_size: number of consecutive ranks on a machine; None: all.
     """
 
     device: FakeDevice | None = None
     world: int = 1
     skew: float = 1.0
+    machine_size: int | None = None
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> FakeMesh:
-        return FakeMesh(self, 0, self.world, choose_device(device))
+        mesh = FakeMesh(self, 0, self.world, choose_device(device))
+        mesh.set_machines([rank // (self.machine_size or self.world) for rank in range(self.world)])
+        return mesh
 
 
 class FakeMesh(Mesh):
@@ -52,11 +57,11 @@ class FakeMesh(Mesh):
     def _host_group(self) -> Group:
         return Group((0,), 0, None)
 
-    def _group(self, size: int) -> FakeGroup:
-        return FakeGroup(tuple(range(size)), 0, None, device=self.config.device)
+    def _part(self, parts: Sequence[Sequence[int]]) -> FakeGroup:
+        return FakeGroup(tuple(parts[0]), 0, None, device=self.config.device)
 
     def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
-        parallel = FakeExpertParallel(self.ep, placement)
+        parallel = FakeExpertParallel(self.ep, placement, self.machine_groups)
         parallel.skew = self.config.skew
         return parallel
 
@@ -98,6 +103,11 @@ class FakeGroup(Group):
         self._launched("all_to_all", 0, like=rows)
         return lambda: None
 
+    def _exchange_pairs(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        self._launched("exchange", 0, like=(*sends, *receives)[0][0])
+
     def _send(self, rows: torch.Tensor, to: int) -> None:
         self._launched("send", 0, like=rows)
 
@@ -118,6 +128,26 @@ class FakeExpertParallel(ExpertParallel):
         served = self._skewed(total)
         return RecvPlan(each, [self._skewed(n) for n in each], served), served
 
+    def exchange_ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
+        """Each choice of a token crosses to another machine, if there are so many, and is passed on in its own row."""
+        rounds, rail, inside = len(super().exchange_ways(sent, groups, takers)), groups.rail.size, groups.machine.size
+        crossing = self.tokens * min(rail, self.choices // max(1, self.tokens))
+        self.passed = [self._skewed(n) for n in _even(self.choices, rounds)]
+        return [
+            Way(
+                RecvPlan(_even(rows, rail), _even(min(self._skewed(rows), rail * self.tokens), rail), served),
+                RecvPlan(_even(served, inside), _even(served, inside), served),
+                served,
+                served,
+            )
+            for rows, served in zip(_even(crossing, rounds), self.passed, strict=True)
+        ]
+
+    def exchange_inside(self, sent: torch.Tensor, machine: Group) -> list[RecvPlan]:
+        super().exchange_inside(sent, machine)
+        rows = _even(max(self.passed), len(sent))
+        return [RecvPlan(_even(n, machine.size), _even(n, machine.size), n) for n in rows]
+
     def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
         parts = len(super().count_served(experts, together))
         return _even(min(self._skewed(experts.numel() // self.group.size), experts.numel()), parts)
@@ -134,7 +164,7 @@ class FakeExpertParallel(ExpertParallel):
         return [RecvPlan(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
-        self.choices = experts.numel()
+        self.tokens, self.choices = len(experts), experts.numel()
         return super().to_physical(experts)
 
 

@@ -1,0 +1,185 @@
+"""Calls in an event loop, and what every call does first: it checks prompts and makes requests of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Seq
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from dsa_engine.engine.call import Call, Entrance
+from dsa_engine.engine.reply import Reply
+from dsa_engine.engine.requests.messages import Add
+from dsa_engine.outputs import RequestOutput, StreamPiece
+from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
+from dsa_engine.text.tokenizer import Tokenizer
+
+
+class PreparedPrompt(NamedTuple):
+    """One checked prompt of a call, with a message for each of its outputs."""
+
+    prompt: ParsedPrompt
+    adds: list[Add]
+    tokenizer: Tokenizer | None  # makes the text of the outputs; None if they have none
+
+
+class AsyncEntrance(Entrance, Protocol):
+    """An entrance for callers in event loops."""
+
+    def check(self, asynchronous: bool = False) -> None:
+        """Raises an error if no call is possible now; may wait."""
+        ...
+
+
+class AsyncCalls(ABC):
+    """Prompts go in, outputs come out, from an engine in this process or in another one.
+
+    Args:
+        folder: the model's.
+        trust_remote_code: whether the tokenizer's code in the folder may run.
+        default_sampling: fields of :meth:`get_default_sampling_params`.
+    """
+
+    _callers: AsyncEntrance  # set by subclasses
+
+    def __init__(self, folder: Path, trust_remote_code: bool, default_sampling: dict[str, Any]):
+        self.folder = folder
+        self.default_sampling = default_sampling
+        self._trust_remote_code = trust_remote_code
+        self._tokenizer: Tokenizer | None = None
+        self._loading = threading.Lock()  # held while the tokenizer is loaded
+
+    @abstractmethod
+    def _new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> list[Add]:
+        """Makes a checked message for each output, see :func:`.new_request.new_requests`, in any thread."""
+
+    async def agenerate(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Does what :meth:`generate` does, in an event loop.
+
+        Requests of all tasks and threads run together. If a task is cancelled, its requests end.
+
+        Raises:
+            RuntimeError: there are several ranks, and the others do not :meth:`follow`.
+            ValueError, CapacityError: see :meth:`generate`.
+        """
+        await asyncio.to_thread(self._callers.check, True)
+        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
+        with Call(self._callers, asynchronous=True) as call:
+            call.begin("generate", requests_of(prepared))
+            await call.wait_async()
+            return outputs_of(prepared, call.replies)
+
+    async def prepare_streams(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> tuple[list[list[int]], AsyncGenerator[StreamPiece, None]]:
+        """Checks prompts like :meth:`agenerate`, whose errors it raises, for outputs that are streamed together.
+
+        Returns:
+            the token ids of each prompt, and the pieces of all outputs as they come. ``piece.index`` says which output:
+            number ``i * n + j`` is the j-th of prompt i. The requests begin with the first piece that is awaited, and
+            end when the iterator is closed.
+
+        Raises:
+            ValueError: with ``prompt_logprobs``, which no piece has.
+        """
+        await asyncio.to_thread(self._callers.check, True)
+        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
+        if any(add.params.prompt_logprobs is not None for one in prepared for add in one.adds):
+            raise ValueError("prompt_logprobs are not streamed; use agenerate() for them, or leave them out")
+        return [one.adds[0].prompt_ids for one in prepared], self._pieces_of_all(prepared)
+
+    async def _pieces_of_all(self, prepared: Seq[PreparedPrompt]) -> AsyncGenerator[StreamPiece, None]:
+        with Call(self._callers, streams=True, asynchronous=True) as call:
+            call.begin("stream", requests_of(prepared))
+            running = len(call.replies)
+            while running:
+                piece = await call.piece_async()
+                running -= piece.finish_reason is not None
+                yield piece
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, loaded at first use; raises ``ValueError`` if the folder has none."""
+        if self._tokenizer is None:
+            with self._loading:
+                self._tokenizer = self._tokenizer or Tokenizer(self.folder, self._trust_remote_code)
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls without any: those of the folder's ``generation_config.json``, unless the option
+        ``generation_config`` says otherwise."""
+        return SamplingParams(**self.default_sampling)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts may be texts and outputs have texts."""
+        return Tokenizer.lies_in(self.folder)
+
+    def _encode(self, prompt: ParsedPrompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if not prompt.text:
+            raise ValueError("the prompt is empty; give some text or token ids")
+        return self.tokenizer.encode(prompt.text)
+
+    def _prepare_all(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[PreparedPrompt]:
+        many = parse_prompts(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or self.get_default_sampling_params()] * len(many)
+        elif not isinstance(sampling_params, (list, tuple)):
+            raise TypeError(f"sampling parameters must be a SamplingParams or a list of them, not {sampling_params!r}")
+        else:
+            params = list(sampling_params)
+            if len(params) != len(many):
+                raise ValueError(
+                    f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
+                )
+        prepared = []
+        for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
+            with of_many(number, len(many)):
+                prepared.append(self._prepare(prompt, p))
+        return prepared
+
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> PreparedPrompt:
+        """Does everything that takes time or may fail before a prompt is sent."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
+        # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
+        texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
+        tokenizer = self.tokenizer if texts else None
+        adds = self._new_requests(self._encode(prompt), params, tokenizer)
+        for add in adds:
+            add.cache_salt = prompt.cache_salt
+        return PreparedPrompt(prompt, adds, tokenizer)
+
+
+def requests_of(prepared: Seq[PreparedPrompt]) -> list[tuple[Add, Tokenizer | None]]:
+    """The messages of all outputs, each with the tokenizer for its text."""
+    return [(add, one.tokenizer) for one in prepared for add in one.adds]
+
+
+def outputs_of(prepared: Seq[PreparedPrompt], replies: Seq[Reply]) -> list[RequestOutput]:
+    """The outputs of all prompts, from the replies to the messages of :func:`requests_of`; all have ended."""
+    remaining, outputs = iter(replies), []
+    for one in prepared:
+        own = list(islice(remaining, len(one.adds)))
+        prompt_logprobs = own[0].prompt_logprobs()
+        outputs.append(
+            RequestOutput(
+                request_id=str(own[0].add.id),
+                prompt=one.prompt.text,
+                prompt_token_ids=own[0].add.prompt_ids,
+                outputs=[reply.completion(index) for index, reply in enumerate(own)],
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+    return outputs

@@ -1,0 +1,119 @@
+"""Seconds in which the tokens of a MoE layer travel to their experts and back, by dispatch."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from dsa_engine.commands.planner.choices import DISPATCHES
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.parallel.collective_log import Collective, Kind
+from dsa_engine.parallel.experts.placement import contiguous
+from dsa_engine.parallel.experts.traffic import Routing, RowBytes, quantized_bytes, reached_part
+from dsa_engine.parallel.links import Links
+
+
+class Exchange(NamedTuple):
+    """Seconds of a MoE layer's way to the experts and back."""
+
+    dispatch: float
+    combine: float
+
+
+class ExpertExchange:
+    """The exchange of one rank of ``ranks``, all with as many rows.
+
+    Args:
+        narrow: tokens travel as 8-bit codes with scales; sums come back in bfloat16.
+        imbalance: token-expert pairs of the busiest rank over the mean.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        links: Links,
+        ranks: int,
+        narrow: bool = False,
+        imbalance: float = 1.0,
+    ):
+        self.config, self.links, self.ranks, self.narrow = config, links, ranks, narrow
+        self.imbalance = imbalance
+        hidden = config.hidden_size
+        sent = quantized_bytes(hidden) if narrow else 2 * hidden
+        self._rows = RowBytes.of(sent, config.num_experts_per_tok, 2 * hidden)
+
+    @property
+    def machines(self) -> int:
+        return math.ceil(self.ranks / self.links.machine_size)
+
+    def method(self, dispatch: str, rows: float, static: bool = False) -> str:
+        """The dispatch that is taken: "auto" is the one with the shortest exchange, if ``static`` of those whose sizes
+        do not depend on the routing, as CUDA graphs need them."""
+        if dispatch != "auto":
+            return dispatch
+        if static:
+            return "all_gather"
+        return min(DISPATCHES, key=lambda one: sum(self.seconds(one, rows)))
+
+    def seconds(self, dispatch: str, rows: float) -> Exchange:
+        """Seconds of a layer with ``rows`` rows of each rank; 0 with one rank."""
+        if self.ranks == 1 or not rows:
+            return Exchange(0.0, 0.0)
+        dispatch = self.method(dispatch, rows)
+        there: float
+        back: float
+        if dispatch == "all_gather":
+            there, back = self._rows
+            return Exchange(self._even("all_gather", rows * there), self._even("reduce_scatter", rows * back))
+        if dispatch == "by_machine" and self.machines > 1:
+            return self._by_machine(rows)
+        part = min(rows, rows * self.reached(self.ranks) * self.imbalance)
+        counts = even_seconds("all_gather", self.ranks, 8 * self.ranks, self.links)  # tokens and choices for each rank
+        there, back = (even_seconds("all_to_all", self.ranks, round(part * row), self.links) for row in self._rows)
+        return Exchange(there + counts, back)
+
+    def reached(self, parts: int) -> float:
+        """The part of all tokens that chooses an expert of one of ``parts`` equal parts of consecutive experts."""
+        return _reached(self.config, parts)
+
+    def _even(self, kind: Kind, part: float) -> float:
+        return even_seconds(kind, self.ranks, round(part), self.links)
+
+    def _by_machine(self, rows: float) -> Exchange:
+        """To the rank of the same number on each machine with an expert of the token, and on to the experts' ranks."""
+        across, inside = self._rail
+        counts = even_seconds("all_gather", self.ranks, 8 * self.ranks, self.links)
+        on_machine = rows * self.machines * self.reached(self.machines)  # tokens that a rank of a machine passes on
+        crossing = rows * self.reached(self.machines)
+        forwarded = min(on_machine, rows * self.machines * self.reached(self.ranks) * self.imbalance)
+        there, back = (
+            _seconds("all_to_all", self.machines, round(crossing * row), self.links, across)
+            + _seconds("all_to_all", self.links.machine_size, round(forwarded * row), self.links, inside)
+            for row in self._rows
+        )
+        return Exchange(there + counts, back)
+
+    @property
+    def _rail(self) -> tuple[int, int]:
+        return 1, self.links.machine_size
+
+
+@lru_cache(maxsize=1024)
+def _reached(config: ModelConfig, parts: int) -> float:
+    held = contiguous(config.n_routed_experts, parts)[0]
+    weights = [float(expert in held) for expert in range(config.n_routed_experts)]
+    return reached_part(weights, Routing(config.num_experts_per_tok, config.n_group, config.topk_group))
+
+
+def even_seconds(kind: Kind, size: int, part: int, links: Links) -> float:
+    """Seconds of a collective over ``size`` neighbouring ranks, ``part`` bytes from each; to each in an all-to-all."""
+    return _seconds(kind, size, part, links, links.machine_size)
+
+
+@lru_cache(maxsize=65536)
+def _seconds(kind: Kind, size: int, part: int, links: Links, on_machine: int) -> float:
+    """The same with ``on_machine`` of the ranks on each machine."""
+    counts = (0, *(part,) * (size - 1))
+    machines = [rank // on_machine for rank in range(size)]
+    return links.seconds(Collective(kind, tuple(range(size)), 0, counts, counts), machines)

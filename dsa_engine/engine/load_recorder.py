@@ -1,0 +1,98 @@
+"""Counts the loads of experts, and writes them to a file while requests run (``record_expert_loads``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from dsa_engine.engine.rebalancing import moe_layers
+from dsa_engine.model.model import Model
+from dsa_engine.parallel.experts.load_counter import LoadCounter
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.mesh import Mesh
+from dsa_engine.system.output_files import check_outputs, write_text
+
+logger = logging.getLogger(__name__)
+
+_EVERY = 500  # steps from one writing to the next
+
+
+def check_record(mesh: Mesh) -> None:
+    """Checks before weights are loaded that the leader can write the file.
+
+    Raises:
+        ValueError: it cannot; the text says why.
+    """
+    path = mesh.config.record_expert_loads
+    if path is not None and mesh.is_leader:
+        try:
+            check_outputs(path)
+        except ValueError as error:
+            raise ValueError(f"record_expert_loads: {error}") from error
+
+
+def count_loads(model: Model, name: str) -> LoadCounter | None:
+    """Lets the MoE layers of a model and of its MTP modules count their choices, if an option needs that.
+
+    Args:
+        name: the model's.
+
+    Raises:
+        ValueError: loads are to be recorded, but the model has no routed experts.
+    """
+    mesh, layers = model.runtime.mesh, moe_layers(model)
+    if mesh.config.rebalance_every is None and mesh.config.record_expert_loads is None:
+        return None
+    if not layers:
+        option = "rebalance_every" if mesh.config.record_expert_loads is None else "record_expert_loads"
+        raise ValueError(f"{option}: this model has no routed experts; leave it out")
+    counter = LoadCounter(name, [*layers], model.config.n_routed_experts, mesh.ep, mesh.device)
+    for number, layer in layers.items():
+        layer.counts = counter.counts(number)
+    return counter
+
+
+class LoadRecorder:
+    """Writes all loads since the start; every rank makes one and calls its methods after the same steps.
+
+    Args:
+        path: of the file; None: another rank writes.
+        every: number of steps from one writing to the next.
+    """
+
+    def __init__(self, counter: LoadCounter, path: str | Path | None, every: int = _EVERY):
+        self._counter, self._path, self._every = counter, path, every
+        self._steps = 0
+        self._reading: Callable[[], ExpertLoads] | None = None  # loads on their way to the host
+
+    @classmethod
+    def of(cls, model: Model) -> LoadRecorder | None:
+        """The recorder that the options ask for."""
+        mesh, counter = model.runtime.mesh, model.loads
+        path = mesh.config.record_expert_loads
+        if path is None or counter is None:
+            return None
+        return cls(counter, path if mesh.is_leader else None)
+
+    def turn(self) -> None:
+        """Called after every step that has been launched. Loads are read under the next step, which the device computes
+        meanwhile."""
+        if self._reading is not None:
+            self._write(self._reading)
+            self._reading = None
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self._reading = self._counter.total()
+
+    def close(self) -> None:
+        """Writes the file for the last time."""
+        self._write(self._counter.total())
+
+    def _write(self, loads: Callable[[], ExpertLoads]) -> None:
+        if self._path is None:
+            return
+        try:
+            write_text(self._path, loads().text())
+        except OSError as error:  # a full disk does not end requests
+            logger.warning("record_expert_loads: %s; the file keeps older loads", error)

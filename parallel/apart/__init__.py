@@ -1,0 +1,1 @@
+"""Runs whose ranks have roles: some prefill, the others decode."""

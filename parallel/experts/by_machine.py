@@ -1,0 +1,169 @@
+"""The dispatch by machines: a token crosses to a machine once, however many ranks serve it there.
+
+A token travels along its rail (`traffic.py`) to each machine that serves it, by an all-to-all (`all_to_all.py`), and is
+passed on inside by another one. The sums of a machine's ranks are added in float32, in the order of the token's
+choices, and cross back as one row in the tokens' dtype; those of the machines are added in float32 at home.
+
+In float32 the sums differ from those of the all-to-all by their order only. In bfloat16 a machine's sum is rounded once
+more before it crosses, as float32 rows would double what the slow links carry back.
+
+Both all-to-alls have rounds, so that skew costs time and not memory: a round along the rail brings a rank as many
+choices as it may serve in a round itself (`all_to_all.py: rounds_needed`), and is passed on in rounds of its own. The
+number of rounds does not change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dsa_engine.parallel.experts.all_to_all import RecvPlan, Rounds, SendPlan
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.traffic import largest_groups, peers_of
+from dsa_engine.parallel.group import Group
+
+
+@dataclass(frozen=True)
+class MachineGroups:
+    """The groups of one rank.
+
+    Attributes:
+        machine: the ranks of its machine.
+        rail: the ranks of its rail.
+        machines: the machine of every rank.
+    """
+
+    machine: Group
+    rail: Group
+    machines: tuple[int, ...]
+
+
+class MachineTables:
+    """What a rank looks up for each token, on the device. Ranks keep their number of experts when a placement changes,
+    so the tables stay.
+
+    Attributes:
+        peers: int32 ``[physical]``, the rank of this rail that takes this rank's tokens for an expert.
+        inner: int32 ``[physical]``, the index in this machine of an expert's rank, −1 for experts of others.
+        takers: int32 ``[ranks]``, the rank of this machine that takes the tokens of each rank.
+        whole: the placement of all experts on one rank: along a rail, choices keep the numbers of physical experts.
+        largest_rail, largest_machine: number of ranks in the largest of each, the same on every rank.
+    """
+
+    def __init__(self, groups: MachineGroups, placement: ExpertPlacement):
+        rank_of, machines, ranks = placement.rank_of, groups.machines, range(placement.ranks)
+        me = groups.rail.ranks[groups.rail.index]
+        peers, home = peers_of(me, machines), machines[me]
+        inner = [groups.machine.ranks.index(rank) if rank in groups.machine.ranks else -1 for rank in ranks]
+        takers = [peers_of(rank, machines)[home] for rank in ranks]
+        tables = torch.tensor([[peers[machine] for machine in machines], inner, takers], dtype=torch.int32)
+        by_rank = tables.to(rank_of.device)
+        self.peers, self.inner = by_rank[:2, rank_of.long()].unbind()
+        self.takers = by_rank[2]
+        self.whole = ExpertPlacement([range(placement.physical)], rank_of.device)
+        self.largest_rail, self.largest_machine = largest_groups(machines)
+
+
+class Way(NamedTuple):
+    """The sizes of one round along the rail, and of what follows it inside the machine.
+
+    Attributes:
+        along: rows of this rank along the rail.
+        inside: rows inside the machine, in one round.
+        busiest: choices that the most loaded rank of all serves.
+        brought: choices in the rows along the rail to the rank that takes the largest number of them.
+    """
+
+    along: RecvPlan
+    inside: RecvPlan
+    busiest: int
+    brought: int
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], groups: MachineGroups) -> Way:
+        """The sizes from one row of :func:`way_numbers`."""
+        size = len(groups.machines)
+        there, here, passed, taken, served = (numbers[i * size : (i + 1) * size] for i in range(5))
+        rail, machine = groups.rail.ranks, groups.machine.ranks
+        along = RecvPlan([there[r] for r in rail], [here[r] for r in rail], sum(here))
+        inside = RecvPlan([passed[r] for r in machine], [taken[r] for r in machine], sum(served))
+        return cls(along, inside, *numbers[5 * size :])
+
+
+class ByMachineDispatch(Dispatch):
+    """Tokens on their way along the rail, then inside the machine, and back.
+
+    Args:
+        rail: tokens on their way to this rank for the experts of its machine.
+        inside: starts the dispatch inside the machine of what a round of the rail has brought.
+        rounds: number of rounds inside for each round of the rail; the same on every rank.
+    """
+
+    def __init__(self, rail: Dispatch, inside: Callable[[int, Received], Dispatch], rounds: Sequence[int]):
+        self._rail, self._inside = rail, inside
+        self._rounds = [(outer, inner, count) for outer, count in enumerate(rounds) for inner in range(count)]
+        self._dispatch: Dispatch | None = None
+
+    @property
+    def rounds(self) -> int:
+        return len(self._rounds)
+
+    def receive(self, number: int) -> Received:
+        outer, inner, _ = self._rounds[number]
+        if inner == 0:
+            self._dispatch = self._inside(outer, self._rail.receive(outer))
+        assert self._dispatch is not None
+        return self._dispatch.receive(inner)
+
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        assert self._dispatch is not None
+        outer, inner, count = self._rounds[number]
+        self._dispatch.send_back(inner, sums)
+        if inner == count - 1:
+            rows = self._dispatch.combine()
+            self._dispatch = None  # with the rows that came along the rail
+            self._rail.send_back(outer, rows)
+
+    def combine(self) -> torch.Tensor:
+        return self._rail.combine()
+
+
+def counts_in_rounds(final: SendPlan, along: SendPlan, cut: Rounds) -> torch.Tensor:
+    """What a rank has for every rank in each round along the rail: int32 ``[rounds, size, 4]``:
+    rows, and choices of them, to the rank that serves them; the same to the rank of the rail.
+
+    Args:
+        final: the ranks that serve the choices.
+        along: the ranks of the rail that take them.
+        cut: the rounds of the rows along the rail.
+    """
+    rounds, size = cut.counts.shape[:2]
+    # A choice travels in the row of the first choice that has the same rank of the rail.
+    first = (along.ranks[:, :, None] == along.ranks[:, None, :]).int().argmax(dim=-1)
+    row = cut.choice_rows.gather(1, first)
+    row_ends = cut.counts[..., 0].sum(dim=1).cumsum(0)
+    number = torch.searchsorted(row_ends, row.clamp(min=0).long(), right=True)
+    at = number * size + final.ranks
+    each = at.new_zeros(2, rounds * size + 1)  # the last for choices without an expert
+    for counts, counted in zip(each, (final.order.pair_rows >= 0, final.ranks >= 0), strict=True):
+        where = at.masked_fill(~counted, rounds * size).flatten()
+        counts.scatter_add_(0, where, torch.ones_like(where))
+    return torch.cat((each[:, :-1].t().reshape(rounds, size, 2).int(), cut.counts), dim=2)
+
+
+def way_numbers(by_pair: torch.Tensor, rank: int, takers: torch.Tensor) -> torch.Tensor:
+    """The numbers of :class:`Way` for ``rank`` in each round: int32 ``[rounds, 5 · size + 2]``.
+
+    Args:
+        by_pair: int32 ``[rounds, from, to, 4]``, the counts of every rank as :func:`counts_in_rounds` has them.
+    """
+    rows, served, along, brought = by_pair.unbind(dim=-1)
+    # Rows inside the machine come from the rank that took them off the rail.
+    inside = torch.zeros_like(rows).index_add_(1, takers, rows)
+    largest = [counts.sum(dim=1, dtype=torch.int32).amax(dim=1, keepdim=True) for counts in (served, brought)]
+    mine = (along[:, rank], along[:, :, rank], inside[:, rank], inside[:, :, rank], served[:, :, rank])
+    return torch.cat((*mine, *largest), dim=1)

@@ -1,0 +1,96 @@
+"""All-gathers along rails: the same rows, and as many bytes between machines as the formulas say. That a prefill on
+several machines gives the same tokens is in ``tests/distributed/test_equal_to_single_process.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel import mesh as mesh_module
+from dsa_engine.parallel.gather_by_machine import GatherByMachine, bytes_between, gather_group, gathers_by_machine
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.links import Link, Links
+from tests.support.gloo_ranks import gloo_group
+
+ROWS, COLUMNS = 3, 5
+MACHINES = (0, 0, 1, 1)
+
+
+def crossing(group: Group, machines: Sequence[int]) -> int:
+    """Bytes that this rank's all-gathers send to another machine, counted with the ring's steps: in each of them a rank
+    sends one part to the next rank."""
+    assert group.log is not None
+    sent = 0
+    for one in group.log.collectives:
+        after = one.ranks[(one.index + 1) % len(one.ranks)]
+        if machines[one.ranks[one.index]] != machines[after]:
+            sent += (len(one.ranks) - 1) * max(one.sent)
+    return sent
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_same_rows_and_fewer_bytes_between_machines(asynchronous: bool) -> None:
+    whole, stores = dist.HashStore(), [dist.HashStore(), dist.HashStore()]
+    rows = torch.randn(len(MACHINES), ROWS, COLUMNS)
+
+    def run(rank: int) -> tuple[list[torch.Tensor], int, int, int]:
+        plain, given = gloo_group(whole, range(len(MACHINES)), rank), iter(stores)
+
+        def make(parts: Sequence[Sequence[int]]) -> Group:
+            store = next(given)
+            (mine,) = [part for part in parts if rank in part]
+            return gloo_group(store, mine, rank)
+
+        group = gather_group(plain, [range(len(MACHINES))], MACHINES, torch.device("cpu"), make)
+        assert isinstance(group, GatherByMachine) and (group.rail.size, group.machine.size) == (2, 2)
+        gathers = [one.all_gather_async if asynchronous else one.all_gather for one in (plain, group)]
+        begun = [gather(rows[rank]) for gather in gathers]
+        gathered = [one() if asynchronous else one for one in begun]
+        by_rails = crossing(group.rail, MACHINES) + crossing(group.machine, MACHINES)
+        return gathered, crossing(plain, MACHINES), by_rails, sum(part.bytes_sent for part in group.parts)
+
+    with ThreadPoolExecutor(len(MACHINES)) as ranks:
+        results = list(ranks.map(run, range(len(MACHINES))))
+    part = rows[0].nbytes
+    for (plain, by_machine), _, _, sent in results:
+        assert torch.equal(plain, rows.flatten(0, 1)) and torch.equal(by_machine, plain)
+        assert sent == (1 + 2) * part, "one part along the rail, and two inside"
+    ring, rails = (sum(one[i] for one in results) for i in (1, 2))
+    assert ring == bytes_between(MACHINES, part, by_machine=False) == 6 * part
+    assert rails == bytes_between(MACHINES, part, by_machine=True) == 4 * part
+
+
+@pytest.mark.parametrize(
+    ("machines", "shared", "modelled"),
+    [
+        ((0, 0), False, False),
+        ((0, 1), False, False),
+        ((0, 0, 1, 1), True, False),
+        (tuple(rank // 8 for rank in range(16)), True, False),
+        ((0, 0, 1), False, False),  # uneven
+        ((0, 1, 0, 1), False, False),  # a machine's ranks are not neighbours
+    ],
+)
+def test_where_rails_are_better(machines: tuple[int, ...], shared: bool, modelled: bool) -> None:
+    """Ranks that share an adapter gain whenever fewer bytes cross. By the modelled links of H100s, NCCL's ring is
+    faster; with a tenth of the bandwidth between machines rails are."""
+    slow = Links(between=Link("slow", bandwidth_gb_s=1.0, latency_us=3.0, message_us=1.0))
+    assert gathers_by_machine(machines, None) == gathers_by_machine(machines, slow) == shared
+    assert gathers_by_machine(machines, Links()) == modelled
+
+
+def test_each_context_parallel_group_has_rails_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(mesh_module.dist, "new_group", lambda ranks, **_: made.append(tuple(ranks)) or ranks)
+    mesh = Mesh(ParallelConfig(cp_size=4), 6, 8, torch.device("cpu"))
+    made.clear()
+    mesh.set_machines([0, 0, 0, 0, 1, 1, 2, 2])
+    assert isinstance(mesh.cp, GatherByMachine) and mesh.cp.ranks == (4, 5, 6, 7) and mesh.cp.index == 2
+    assert (mesh.cp.rail.ranks, mesh.cp.machine.ranks) == ((4, 6), (6, 7))
+    assert made == [(4, 5), (6, 7), (4, 6), (5, 7)], "the first group is inside a machine"
+    assert mesh.cp.rail in mesh.groups and mesh.cp.machine in mesh.groups

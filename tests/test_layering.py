@@ -29,8 +29,7 @@ LAYERS = (
     ("demo",),
     ("engine",),
     ("engine.startup",),
-    ("engine.engine", "engine.runner", "engine.agreement"),
-    ("engine.disaggregation.side",),
+    ("engine.engine", "engine.runner", "engine.agreement", "engine.disaggregation.side"),
     ("engine.disaggregation.leader_line", "engine.disaggregation.schedulers", "engine.disaggregation.sending_tiers"),
     ("engine.load_recorder",),
     ("engine.tiers", "engine.rebalancing"),
@@ -99,8 +98,7 @@ def unit(name: str) -> str:
     parts = name.split(".")[1:]
     if not parts or not exists(parts[0]):
         return "__init__"
-    module = ".".join(parts[:2])
-    return module if module in LEVEL else parts[0]
+    return next((module for module in (".".join(parts[:3]), ".".join(parts[:2])) if module in LEVEL), parts[0])
 
 
 def exists(part: str) -> bool:

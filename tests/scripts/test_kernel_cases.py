@@ -68,7 +68,7 @@ def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "int4")) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("int4", "int8"))) for n in CASES])
 def test_kernels_fit_hopper(name: str) -> None:
     """No spills, shared memory within the limit, products by wgmma, at production sizes."""
     assert_sound(name, 90)

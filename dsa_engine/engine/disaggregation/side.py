@@ -116,6 +116,8 @@ def _refuse(options: EngineOptions, modules: int) -> None:
                 f"{name}={getattr(options, name)!r} is not possible with prefill_ranks "
                 f"{options.parallel.prefill_ranks}; leave one of them out"
             )
+    if options.parallel.rebalance_every is not None:
+        raise ValueError("rebalance_every is not possible with prefill_ranks; leave one of them out")
     if modules > 1:
         raise ValueError(
             f"prefill_ranks {options.parallel.prefill_ranks} is possible with one MTP module, not with {modules}: give "

@@ -26,7 +26,7 @@ from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 
 TOGETHER = "Together: all ranks prefill and decode, as the engine runs today"
-SPLIT = "Split: prefill and decode on separate devices (the engine does not do this yet)"
+SPLIT = "Split: prefill and decode on separate devices (--prefill-ranks, one instance of each in a run)"
 
 
 def run_plan(args: argparse.Namespace) -> None:

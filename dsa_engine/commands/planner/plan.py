@@ -60,7 +60,7 @@ class DeploymentPlan:
     """A way to use the devices.
 
     Attributes:
-        split: whether prefill and decode have separate devices. The engine does not do that yet.
+        split: whether prefill and decode have separate devices, as with ``ParallelConfig.prefill_ranks``.
         prefill, decode: one instance of each; without ``split`` both are the same ranks.
         prefill_instances, decode_instances: number of each; equal without ``split``.
         tpot: seconds per token, including prefills of other requests between decode steps.

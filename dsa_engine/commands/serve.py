@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import signal
 import socket
 import sys
@@ -43,7 +42,6 @@ def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socke
         _ignore_signals()
         llm.follow()
         return
-    asyncio.run(llm.agenerate([]))  # all other ranks follow before the first request comes
     with llm, nullcontext() if options.disable_log_stats else StatsLog(llm.engine):
         status = HttpProcess(llm, options, bound).wait()
     if status:

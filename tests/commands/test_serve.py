@@ -45,7 +45,7 @@ def test_bad_options(refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is the first word or --model; the key may be in the environment."""
-    import dsa_engine.server.run
+    from dsa_engine.server.remote import process
 
     class Stop(Exception):
         pass
@@ -65,8 +65,17 @@ def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen: list[Any] = []
     monkeypatch.setattr(serve, "llm_from", lambda args: Model())
-    monkeypatch.setattr(dsa_engine.server.run, "serve", lambda llm, options, bound: seen.append(options))
+
+    class EndsWithTheEngine:
+        def __init__(self, llm: Any, options: Any, bound: Any):
+            bound.close()
+            seen.append(options)
+
+        def wait(self) -> int:
+            return 1
+
+    monkeypatch.setattr(process, "HttpProcess", EndsWithTheEngine)
     monkeypatch.setenv(http_options.KEY_VARIABLE, "a secret")
-    with pytest.raises(SystemExit, match="1"):  # the engine has ended by an error: `serve` has not returned True
+    with pytest.raises(SystemExit, match="1"):  # the status of the HTTP server's process
         cli.main(["serve", "demo", "--port", "0", "--disable-log-stats", "--served-model-name", "a", "b"])
     assert (seen[0].api_key, seen[0].served_model_name) == ("a secret", ["a", "b"])

@@ -55,7 +55,7 @@ def test_a_capture_is_ended_before_anything_else(error: type[BaseException], mon
         with FakeDevice() as device:
             monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", end)
             mesh = SimpleNamespace(device=torch.device("cuda:0"))
-            model: Any = SimpleNamespace(runtime=SimpleNamespace(mesh=mesh))
+            model: Any = SimpleNamespace(runtime=SimpleNamespace(mesh=mesh), loads=None)
             nothing: Any = None
             graphs = DecodeGraphs(model, nothing)
             with pytest.raises(error):

@@ -45,8 +45,8 @@ CASES = {
     ("deepseek_v3", 8, "dequantize"): Held(1083, 70, 33, 3.2),
     ("glm_moe_dsa", 8, "dequantize"): Held(187, 97, 33, 2.85),
     # The released models as they are: a quantisation for each product, and in decode sums in several parts.
-    ("deepseek_v32", 8, None): Held(215, 146, 33, 3.45),
-    ("deepseek_v32", 64, None): Held(208, 146, 33, 1.08),
+    ("deepseek_v32", 8, None): Held(219, 150, 33, 3.45),
+    ("deepseek_v32", 64, None): Held(212, 150, 33, 1.08),
 }
 
 
@@ -190,12 +190,13 @@ def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) ->
             assert device.waits == ["event in expert_parallel.py:count_served"] * 2
     print(peaks, rounds)
     assert rounds == [1, 2, 8, 1]
-    assert max(peaks[:3]) <= peaks[0] < peaks[3] / 2
+    returned = 16_384 * 7168 * 2 / 2**30  # the sums of several rounds, which are longer than the tokens' codes
+    assert max(peaks[:3]) <= peaks[0] + returned < peaks[3] / 2
 
 
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01)
 # Maximum launches of a step with three drafts: in its graph, and of a step that replays it.
-WITH_DRAFTS = {(1, "greedy"): (395, 5), (8, "greedy"): (416, 5), (8, "drawn"): (481, 5), (8, "penalised"): (438, 32)}
+WITH_DRAFTS = {(1, "greedy"): (395, 5), (8, "greedy"): (424, 5), (8, "drawn"): (490, 5), (8, "penalised"): (446, 32)}
 
 
 @pytest.mark.parametrize(("world", "how"), WITH_DRAFTS)

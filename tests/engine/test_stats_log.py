@@ -82,6 +82,7 @@ def test_the_server_has_the_lines_unless_told_not_to(
 
     seen: list[bool] = []
     monkeypatch.setattr("dsa_engine.commands.serve.llm_from", lambda _: MagicMock(engine=llm.engine))
-    monkeypatch.setattr("dsa_engine.server.run.serve", lambda *_: seen.append(bool(serving())) or True)
+    waits = MagicMock(wait=lambda: seen.append(bool(serving())))
+    monkeypatch.setattr("dsa_engine.server.remote.process.HttpProcess", lambda *_: waits)
     cli.main(["serve", "demo", *options])
     assert seen == [lines] and not serving()

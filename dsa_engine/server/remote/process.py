@@ -6,6 +6,7 @@ next step, so HTTP, JSON and text are made here.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -32,7 +33,7 @@ class HttpProcess:
     """A process that serves an engine of this one.
 
     Args:
-        llm: on several ranks, all others follow.
+        llm: on several ranks, all others follow; until they do, this waits.
         bound: a socket of :func:`.listen.bind`, which is closed here.
 
     Attributes:
@@ -40,6 +41,7 @@ class HttpProcess:
     """
 
     def __init__(self, llm: LLM, options: ServerOptions, bound: socket.socket):
+        asyncio.run(llm.agenerate([]))  # the others must follow before the first request comes
         own, others = Pipe()
         own.send(options)  # not by the command line, which others can read: there may be a key
         with bound, others:

@@ -58,7 +58,7 @@ class StatsLog:
             return None
         if queries:
             self._hit_rate = hits / queries
-        used = 1 - sum(scheduler.free_pages) / (scheduler.ledger.pages * len(scheduler.free_pages))
+        used = scheduler.cache_usage
         preempted = f", {scheduler.preemptions} preemptions so far" if scheduler.preemptions else ""
         return (
             f"prefill {prefill / seconds:,.1f} tokens/s, decode {decode / seconds:,.1f} tokens/s; {running} running, "

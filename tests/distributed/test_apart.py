@@ -14,27 +14,12 @@ import pytest
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+from quantized_sizes import INDEXER, SIZES
 
 MODEL = {"model": "demo-random", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 32}
 SMALL = MODEL | {"cache_memory": "384KiB"}  # 26 pages, where a request needs up to 16
 
-# Sizes that FP8 caches hold, and one MTP module.
-SIZES: dict[str, Any] = {
-    "vocab_size": 204,
-    "hidden_size": 256,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "kv_lora_rank": 128,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "routed_scaling_factor": 2.5,
-    "torch_dtype": "float32",
-    "index_topk": 16,
-    "index_head_dim": 32,
-    "index_n_heads": 12,
-    "num_nextn_predict_layers": 1,
-    "indexer_types": ["full", "shared"],
-}
+ONE_MODULE = SIZES | INDEXER | {"num_nextn_predict_layers": 1, "indexer_types": ["full", "shared"]}
 
 
 def requests(number: int) -> list[list[Any]]:
@@ -143,7 +128,7 @@ def test_drafts(apart: Callable[..., Any], prefill: int, decode: int) -> None:
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_fp8(apart: Callable[..., Any], base_config: dict[str, Any], tmp_path: Path, drafts: int) -> None:
     """FP8 weights and caches, with and without drafts."""
-    write_random_checkpoint(tmp_path / "plain", base_config | {"model_type": "glm_moe_dsa"} | SIZES, fp8=False)
+    write_random_checkpoint(tmp_path / "plain", base_config | {"model_type": "glm_moe_dsa"} | ONE_MODULE, fp8=False)
     quantize_checkpoint(tmp_path / "plain", tmp_path / "fp8", "fp8")
     options: dict[str, Any] = MODEL | {"model": str(tmp_path / "fp8"), "cache_memory": "4MiB", "kv_cache_dtype": "fp8"}
     if drafts:

@@ -15,20 +15,8 @@ import torch
 
 from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+from quantized_sizes import INDEXER, SIZES
 
-# Sizes that FP8 caches hold, and several blocks of 128.
-SIZES: dict[str, Any] = {
-    "vocab_size": 204,
-    "hidden_size": 256,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "kv_lora_rank": 128,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "routed_scaling_factor": 2.5,
-    "torch_dtype": "float32",
-}
-INDEXER = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 12}
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": SIZES | INDEXER | {"num_nextn_predict_layers": 3},  # a module for each draft
     "glm_moe_dsa": SIZES | INDEXER | {"num_nextn_predict_layers": 1, "indexer_types": ["full", "shared"]},

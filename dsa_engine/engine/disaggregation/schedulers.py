@@ -24,15 +24,8 @@ class PrefillScheduler(Scheduler):
         super().__init__(*args, **named)
         self.sending: set[Request] = set()
 
-    def computed(self, chunks: list[Chunk]) -> None:
-        self._credit = self._credit_after
-        for chunk in chunks:
-            request = chunk.request
-            request.num_computed_tokens = chunk.end
-            self.ledger.fetched(request, chunk.fetches)
-            self.prefix_cache.name(request)
-            if request.prefilled:
-                self._running.remove(request)
+    def _prefilled(self, chunk: Chunk) -> None:
+        self._running.remove(chunk.request)
 
     def finish(self, request: Request) -> None:
         if request not in self.sending:

@@ -116,6 +116,11 @@ class Scheduler:
         """Free pages of every rank."""
         return self.ledger.free
 
+    @property
+    def cache_usage(self) -> float:
+        """Fraction of the pages of all ranks that requests hold."""
+        return 1 - sum(self.free_pages) / (len(self.free_pages) * self.ledger.pages)
+
     def add(self, request: Request) -> None:
         """Queues a request that can run (``capacity.check``)."""
         self.prefix_cache.enter(request)
@@ -163,10 +168,7 @@ class Scheduler:
         return self._decode() or self._prefill()
 
     def computed(self, chunks: list[Chunk]) -> None:
-        """Records that the step scheduled last has been launched.
-
-        After its prefill, a request loses its pages on the ranks that do not own it.
-        """
+        """Records that the step scheduled last has been launched."""
         self._credit = self._credit_after
         for chunk in chunks:
             request = chunk.request
@@ -174,9 +176,13 @@ class Scheduler:
             self.ledger.fetched(request, chunk.fetches)
             self.prefix_cache.name(request)
             if request.prefilled:
-                for rank in chunk.ranks:
-                    if rank != request.owner:
-                        self.ledger.release(request, rank)
+                self._prefilled(chunk)
+
+    def _prefilled(self, chunk: Chunk) -> None:
+        """After its prefill, a request loses its pages on the ranks that do not own it."""
+        for rank in chunk.ranks:
+            if rank != chunk.request.owner:
+                self.ledger.release(chunk.request, rank)
 
     def rewind(self, request: Request, num_computed_tokens: int) -> None:
         """Forgets the cache rows of a running request from this position on; their tokens are computed again.

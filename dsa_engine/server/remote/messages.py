@@ -82,8 +82,6 @@ class EngineState(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> EngineState:
-        scheduler, free = engine.scheduler, engine.scheduler.free_pages
-        cache = scheduler.prefix_cache
-        usage = 1 - sum(free) / (len(free) * engine.cache.pages)
+        scheduler, cache = engine.scheduler, engine.scheduler.prefix_cache
         running, waiting = len(scheduler.running), len(scheduler.waiting)
-        return cls(running, waiting, usage, cache.queries, cache.hits, scheduler.preemptions)
+        return cls(running, waiting, scheduler.cache_usage, cache.queries, cache.hits, scheduler.preemptions)

@@ -118,7 +118,7 @@ class _Remote:
         if reply is None:  # it was aborted meanwhile
             return
         if isinstance(one, Failed):
-            del self._replies[one.id]
+            self._replies.pop(one.id, None)
             reply.mailbox.put(one.error)
             return
         reply.record = one.record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -46,13 +46,12 @@ class Relay:
         self._ids.pop(number, None)
 
     def _take(self, message: Any) -> None:
-        loop = self._llm.loop
         if isinstance(message, Abort):
-            loop.send((Abort(tuple(self._ids.pop(one) for one in message.ids if one in self._ids)), None))
+            self._abort(message.ids)
         elif isinstance(message, AskState):
             self._channel.send(EngineState.of(self._llm.engine))
         else:
-            loop.send(*(self._request(add) for add in message))
+            self._llm.loop.send(*(self._request(add) for add in message))
 
     def _request(self, add: Add) -> tuple[Add, RelayedRequest]:
         number = add.id
@@ -61,9 +60,13 @@ class Relay:
 
     def _abort_all(self) -> None:
         """The other process has ended."""
-        ids = tuple(self._ids.pop(number) for number in list(self._ids))
-        if ids:
-            self._llm.loop.send((Abort(ids), None))
+        self._abort(list(self._ids))
+
+    def _abort(self, numbers: Iterable[int]) -> None:
+        """Ends requests; the loop's thread may end some of them meanwhile."""
+        ids = [self._ids.pop(number, None) for number in numbers]
+        if running := tuple(number for number in ids if number is not None):
+            self._llm.loop.send((Abort(running), None))
 
 
 class RelayedRequest(Receiver):

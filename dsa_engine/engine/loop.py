@@ -32,7 +32,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.mailbox import Mailbox, waking_together
 from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.messages import Abort, Add, Message, Run, Shutdown
-from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.engine.sampling.result import RequestTokens
 from dsa_engine.parallel.message_channel import MessageChannel
 
@@ -268,19 +268,23 @@ class EngineLoop:
             self._hand_over(sampled)
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
-        """Gives callers their new tokens, and ends requests whose text has reached a stop string."""
+        """Gives callers their new tokens."""
         for request, tokens, _ in sampled:
             if request.ending is not None:
                 self._requests.pop(request.id, None)
-            reply = self._replies.get(request.id)
-            if reply is None:
-                continue
-            reply.take(tokens, request.ending)
-            if reply.ending is not None:
-                del self._replies[request.id]
-                if request.ending is None and self._sends:
-                    self._inbox.put(((Abort((request.id,)), None),))
-            reply.hand_over()
+            self._answer(request.id, tokens, request.ending)
+
+    def _answer(self, number: int, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
+        """Gives a caller the new tokens of a request, and ends the request if its text has reached a stop string."""
+        reply = self._replies.get(number)
+        if reply is None:
+            return
+        reply.take(tokens, ending)
+        if reply.ending is not None:
+            self._replies.pop(number, None)
+            if ending is None and self._sends:
+                self._inbox.put(((Abort((number,)), None),))
+        reply.hand_over()
 
     def _run(self, run: Add | Run) -> None:
         """Begins or continues a job, which has the engine for itself."""
@@ -318,7 +322,7 @@ class EngineLoop:
             self.engine.tiers.close()
         self._ended.set()
         atexit.unregister(self._leave)
-        waiting = [reply.mailbox for reply in self._replies.values()] + list(self._jobs.values())
+        waiting = [reply.mailbox for reply in list(self._replies.values())] + list(self._jobs.values())
         for mailbox in waiting:
             mailbox.put(self._refusal())
         self._refuse_waiting()

@@ -2,7 +2,8 @@
 
 Cases: ``options`` of ``LLM``; ``generate``, a list of ``[prompt, params]`` that run together; ``cancelled``, the number
 of streams that are closed early meanwhile; ``repeated``, how often all of that runs. Or ``soak``, a number of
-streams in threads that arrive at random. ``killed``: this rank kills itself after some steps.
+streams in threads that arrive at random. Or ``held``: the first request is streamed while a step of the second one does
+not end. ``killed``: this rank kills itself after some steps.
 """
 
 from __future__ import annotations
@@ -71,6 +72,26 @@ def soak(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     return {"streams": streams, "memory": [begun, resident()]}
 
 
+def held(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """The outputs of two requests; the second one's prefill ends only when the first one has all its tokens."""
+    (first, params), second = case["generate"]
+    step, streamed = llm.engine.step, threading.Event()
+
+    def wait_and_step() -> Any:
+        assert streamed.wait(60), "no tokens came during a step"
+        return step()
+
+    with closing(llm.stream(first, SamplingParams(**params))) as pieces, ThreadPoolExecutor(1) as pool:
+        tokens = next(pieces).token_ids
+        llm.engine.step = wait_and_step  # type: ignore[method-assign]
+        other = pool.submit(llm.generate, [second[0]], SamplingParams(**second[1]), use_tqdm=False)
+        tokens += [token for piece in pieces for token in piece.token_ids]
+        streamed.set()
+        outputs = [tokens, other.result()[0].outputs[0].token_ids]
+    llm.wait_idle()
+    return {"outputs": outputs}
+
+
 def resident() -> int:
     """Bytes of this process's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -121,7 +142,8 @@ def main() -> None:
         threading.Thread(target=die_after, args=(llm, case["steps"]), daemon=True).start()
     if rank == 0:
         with llm:
-            result = soak(llm, case) if "soak" in case else run(llm, case)
+            work = soak if "soak" in case else held if "held" in case else run
+            result = work(llm, case)
     else:
         llm.follow()
     (folder / f"rank{rank}.json").write_text(json.dumps(result | counts(llm)))

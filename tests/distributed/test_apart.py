@@ -106,6 +106,15 @@ def test_several_ranks(apart: Callable[..., Any], prefill: int, decode: int) -> 
     assert all(result["received"] > 0 for result in results[prefill:])
 
 
+def test_tokens_come_during_a_step(apart: Callable[..., Any]) -> None:
+    """A long step of the prefill side delays no token of requests that decode."""
+    greedy = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    case = {"options": MODEL, "generate": [[[5, 6], greedy], [[7] * 30, greedy]], "held": True}
+    results = apart(1, 1, case)
+    assert results[0]["outputs"] == [one[0][0] for one in single(case)]
+    assert results[0]["lost"] == results[1]["lost"] == 0
+
+
 def test_bytes_are_those_of_the_pages(apart: Callable[..., Any]) -> None:
     """Every page of a prompt is sent once, and none that the decode side has from before."""
     generate = [[[5 + number] * length, {"max_tokens": 4}] for number, length in enumerate((1, 8, 9, 70))]

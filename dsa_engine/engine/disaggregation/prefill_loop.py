@@ -7,13 +7,15 @@ first token the request is handed over, and its further tokens come from the dec
 there comes back, and is prefilled with all tokens that it has. Pages stay as they are until the decode side says that
 they have come, also if the request ends meanwhile.
 
-All ranks of this side take the same decisions, as they take the same messages.
+All ranks of this side take the same decisions, as they take the same messages. Only the leader's callers get tokens of
+the decode side before that, in the thread that receives them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dsa_engine.engine.disaggregation.messages import (
     Arrived,
@@ -74,9 +76,8 @@ class PrefillLoop(SideLoop):
 
     def _take(self, message: object) -> None:
         if isinstance(message, Tokens):
-            with waking_together():
-                for one in message.of:
-                    self._continue(one)
+            for one in message.of:
+                self._continue(one)
         elif isinstance(message, Room):
             self._give_room(message)
         elif isinstance(message, Arrived):
@@ -149,6 +150,7 @@ class PrefillLoop(SideLoop):
             self.side.sender.poll()
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
+        super()._hand_over(sampled)  # a caller has its first token before the other side can send the second
         for request, _, _ in sampled:
             if request.ending is not None:
                 if self._withdraw(request):
@@ -156,19 +158,33 @@ class PrefillLoop(SideLoop):
             elif request.id in self._journeys:
                 output, drafts = list(request.output), list(request.drafts)
                 self.tell(Handover(request.id, output, drafts, request.preemptions))
-        super()._hand_over(sampled)
+
+    def _delivered(self, messages: list[Any]) -> None:
+        """Gives callers their tokens at once: they would else wait for the end of a long step of this side."""
+        with waking_together():
+            for message in messages:
+                if isinstance(message, Tokens):
+                    for one in message.of:
+                        self._forward(one)
+        super()._delivered(messages)
+
+    def _forward(self, new: NewTokens) -> None:
+        reply = self._replies.get(new.id)
+        if reply is not None and reply.request is not None and new.drafts is not None:
+            reply.request.draft_stats.append(new.drafts)
+        self._answer(new.id, new.tokens, new.ending)
 
     def _continue(self, new: NewTokens) -> None:
-        """Takes tokens from the decode side."""
+        """Takes tokens from the decode side; a caller of the leader has them already."""
+        if self._line is None:
+            self._forward(new)
         request = self._requests.get(new.id)
         if request is None:
             return  # it was aborted meanwhile
         request.output += [sampled.token for sampled in new.tokens if sampled.error is None]
-        if new.drafts is not None:
-            request.draft_stats.append(new.drafts)
         if new.ending is not None:
             request.finish_reason, request.error, request.stop_reason = new.ending
-        super()._hand_over([RequestTokens(request, new.tokens)])
+            del self._requests[request.id]
 
     def _take_back(self, number: int) -> None:
         """Prefills a request again that has lost its pages on the decode side."""

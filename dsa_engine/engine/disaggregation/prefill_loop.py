@@ -169,10 +169,10 @@ class PrefillLoop(SideLoop):
         super()._delivered(messages)
 
     def _forward(self, new: NewTokens) -> None:
-        reply = self._replies.get(new.id)
+        reply = self._callers.reply(new.id)
         if reply is not None and reply.request is not None and new.drafts is not None:
             reply.request.draft_stats.append(new.drafts)
-        self._answer(new.id, new.tokens, new.ending)
+        self._callers.answer(new.id, new.tokens, new.ending)
 
     def _continue(self, new: NewTokens) -> None:
         """Takes tokens from the decode side; a caller of the leader has them already."""

@@ -1,8 +1,8 @@
 """Counts the work of one rank: emulation_worker.py CASES.json FOLDER on several ranks; :func:`run_case` in one process.
 
 A case is a dictionary: ``name``, ``world_size``, ``parallel`` (of ``ParallelConfig``), ``options`` (of ``LLM``),
-``prompts``, ``output_len``, ``loads``, and ``machines`` of the ranks; default: one. A true run assigns experts by the same rule as an emulated one, as no
-emulation can know the choices of another rank's router.
+``prompts``, ``output_len``, ``loads``, and ``machines`` of the ranks (default: all are on one). A true run assigns
+experts by the same rule as an emulated one, as no emulation can know the choices of another rank's router.
 """
 
 from __future__ import annotations

@@ -19,8 +19,12 @@ from dsa_engine.parallel.experts.traffic import peers_of
 
 
 class Arriving(NamedTuple):
-    """Tokens that come to this rank in a round inside its machine: their choices ``[R, k]``, counted within its experts,
-    and the number of them from each rank of the machine."""
+    """Tokens that come to this rank in a round inside its machine.
+
+    Attributes:
+        choices: ``[R, k]``, counted within this rank's experts.
+        counts: number of tokens from each rank of the machine.
+    """
 
     choices: torch.Tensor
     counts: list[int]

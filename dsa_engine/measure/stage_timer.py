@@ -160,7 +160,7 @@ class StageTimer:
         return total
 
     def retimed(self, seconds: Mapping[str, float]) -> RetimedClock:
-        """The clock on which the stages of this pass, timed on a CPU, take ``seconds`` in all, and other stages none."""
+        """The clock on which the stages of this pass, timed on a CPU, take ``seconds`` in all, and others none."""
         taken = self.seconds()
         factors = {name: wanted / taken[name] for name, wanted in seconds.items() if taken.get(name)}
         return RetimedClock(self._marks, factors)

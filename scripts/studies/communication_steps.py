@@ -32,6 +32,7 @@ from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Pass, replay, watched
 from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.measure.report import format_table, write_json
+from dsa_engine.model.moe import MoE
 from dsa_engine.parallel.collective_log import Collective
 from dsa_engine.parallel.experts.traffic import Routing, RowBytes, collectives, expected, quantized_bytes
 from dsa_engine.sampling_params import SamplingParams
@@ -39,12 +40,17 @@ from dsa_engine.sampling_params import SamplingParams
 RANKS, TOKENS, OUTPUT, REQUESTS = 64, 131_072, 1024, 64
 MANY = 512  # requests, so that each rank can cut its own into two batches in decode
 DRAFTED = 2.5  # tokens of a step with three drafts; 2.16 times the speed is published for 8 B200
-LAYERS = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
+LAYERS: dict[str, Any] = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
 MOES = 2
 # Sizes that do not travel, for a CPU. Hidden size, cache rows, experts and their groups stay.
-SMALL = {"vocab_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 128, "index_topk": 64}
-SMALL |= {"qk_nope_head_dim": 64, "v_head_dim": 64, "index_n_heads": 2}
-SMALL |= {"intermediate_size": 128, "moe_intermediate_size": 128}
+SMALL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 128,
+    "index_topk": 64,
+}
+SMALL |= {"index_n_heads": 2, "intermediate_size": 128, "moe_intermediate_size": 128}
 SKEW = {0: 2.1, RANKS: 1.1}  # busiest rank over the mean by redundant experts: a load by Zipf's law, assumed
 
 
@@ -120,6 +126,9 @@ def emulated(how: Deployment, tokens: int, decodes: bool) -> tuple[Layer, Layer]
         tokens: of the prompt; with ``decodes``, those that every rank's request sees.
     """
     engine = emulated_engine(how, tokens)
+    if decodes:
+        for _ in range(RANKS):
+            add_filled(engine, tokens - 1, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     with watched(engine) as one:
         if decodes:
             engine.step()
@@ -137,8 +146,7 @@ def emulated(how: Deployment, tokens: int, decodes: bool) -> tuple[Layer, Layer]
 
 
 def emulated_engine(how: Deployment, tokens: int) -> Engine:
-    """The engine of rank 0, with a request on every rank that has seen all but the last of its tokens if
-    ``how.tp_size`` says that it is to decode."""
+    """The engine of rank 0, with a model of three layers."""
     split = {"moe_dispatch": how.dispatch, "decode_dispatch": how.dispatch, "tp_size": how.tp_size}
     llm = LLM(
         "deepseek_v32",
@@ -157,9 +165,6 @@ def emulated_engine(how: Deployment, tokens: int) -> Engine:
         progress=False,
     )
     follow_steps(llm.engine)
-    if how.cp_size < RANKS:
-        for _ in range(RANKS):
-            add_filled(llm.engine, tokens - 1, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     return llm.engine
 
 
@@ -172,15 +177,16 @@ def _played(one: Pass, engine: Engine, placed: Placed, stages: dict[str, StageTi
     played = replay(one.log, one.timer.begin, clock, placed.links, engine.mesh.machines)
     exchange, waited = (sum(times[name] for name in (DISPATCH, COMBINE)) for times in (played.total, played.stalls))
     travelled = [each for each in one.log.collectives if each.stage in (DISPATCH, COMBINE)]
-    sent = (nbytes / MOES for nbytes in _by_link(travelled, engine.mesh.machines))
-    return Layer(*sent, exchange / MOES, waited / MOES, sum(computed.values()) + played.stalled_seconds)
+    between, inside = _by_link(travelled, engine.mesh.machines)
+    total = sum(computed.values()) + played.stalled_seconds
+    return Layer(between / MOES, inside / MOES, exchange / MOES, waited / MOES, total)
 
 
 def _planned(engine: Engine, placed: Placed, stages: dict[str, StageTime], total: float, rows: int) -> Layer:
     """The same by the formulas of the planner, which take random routing."""
     config, how, machines = placed.config, placed.how, engine.mesh.machines
     routing = Routing(config.num_experts_per_tok, config.n_group, config.topk_group)
-    moe = engine.model.layers[-1].moe
+    moe = next(module for module in engine.model.modules() if isinstance(module, MoE))
     tokens = expected(moe.expert_parallel.placement.held, machines, routing, [rows] * RANKS)
     back = 2 * config.hidden_size
     sent = quantized_bytes(config.hidden_size) if how.dispatch_dtype == "fp8" else back
@@ -188,7 +194,8 @@ def _planned(engine: Engine, placed: Placed, stages: dict[str, StageTime], total
     of_layer = collectives(how.dispatch, tokens, machines, row, 0)  # type: ignore[arg-type]
     waited = sum(stages[name].communicated for name in (DISPATCH, COMBINE))
     hidden = sum(stages[name].hidden for name in (DISPATCH, COMBINE))
-    return Layer(*_by_link(of_layer, machines), (waited + hidden) / MOES, waited / MOES, total)
+    between, inside = _by_link(of_layer, machines)
+    return Layer(between, inside, (waited + hidden) / MOES, waited / MOES, total)
 
 
 def _by_link(travelled: Iterable[Collective], machines: tuple[int, ...]) -> tuple[int, int]:
@@ -215,8 +222,8 @@ def emulate(tokens: int) -> list[dict[str, Any]]:
             begun = time.perf_counter()
             played, planned = emulated(how, tokens, decodes)
             name = f"{'decode' if decodes else 'prefill'} {step.name}"
-            results.append({"step": name, "emulated": played.to_json(), "planner": planned.to_json()})
-            both = results[-1]["emulated"], results[-1]["planner"]
+            both = played.to_json(), planned.to_json()
+            results.append({"step": name, "emulated": both[0], "planner": both[1]})
             scales = {"bytes_between": 1e6, "bytes_inside": 1e6, "exchange_us": 1, "waited_us": 1, "pass_ms": 1}
             figures = [f"{both[0][key] / by:.4g} of {both[1][key] / by:.4g}" for key, by in scales.items()]
             rows.append((name, *figures))

@@ -131,3 +131,22 @@ def test_auto_is_chosen_as_on_true_ranks_and_logged(caplog: pytest.LogCaptureFix
     (along,) = log.collectives
     assert along.ranks == tuple(range(1, 64, 8)) and all(along.sent[:1] + along.sent[2:])
     assert along.bytes_sent <= 64 * 4 * RowBytes.of(32, 8).there, "a token takes experts of four machines at most"
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_the_all_gather_of_few_rows_has_two_levels(rows: int) -> None:
+    """The collectives of the emulated rank are those of the formula, which is what "auto" compares."""
+    mesh = EmulatedConfig(emulate_world=64, emulate_rank=9).create_mesh("cpu")
+    parallel = mesh.expert_parallel(256, 0, 8, top_groups=4)
+    log, row = CollectiveLog(), RowBytes.of(4 * 2048, 8)
+    for group in mesh.groups:
+        group.log = log
+    given = torch.randn(rows, 2048), torch.zeros(rows, 8, dtype=torch.int32), torch.rand(rows, 8)
+    dispatch = parallel.dispatch(*given, "all_gather", rows)
+    dispatch.send_back(0, torch.randn_like(dispatch.receive(0).tokens))
+    assert dispatch.combine().shape == (rows, 2048)
+    predicted = collectives("all_gather", Tokens([rows] * 64, [], []), mesh.machines, row, 9)
+    assert [(c.kind, c.ranks, c.index, c.sent) for c in log.collectives] == [
+        (c.kind, c.ranks, c.index, c.sent) for c in predicted
+    ]
+    assert len(predicted) == (4 if rows == 1 else 2)

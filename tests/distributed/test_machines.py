@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,9 +54,42 @@ def emulate(demo_cache: Path) -> Emulate:
     return run
 
 
+def requests(lengths: Sequence[int]) -> list[list[Any]]:
+    """Greedy ones, and seeded ones with penalties."""
+    rng, always = random.Random(7), {"max_tokens": 12, "ignore_eos": True}
+    kinds = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3, "presence_penalty": 0.5}]
+    prompts = [[rng.randrange(4, 320) for _ in range(length)] for length in lengths]
+    return [[prompt, always | kinds[number % 2]] for number, prompt in enumerate(prompts)]
+
+
 @pytest.mark.parametrize(
-    ("machines", "ranks"), [(2, 1), *(pytest.param(m, r, marks=pytest.mark.slow) for m, r in ((2, 2), (4, 1)))]
+    ("machines", "ranks", "prefill"),
+    [(2, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2, 2), (4, 1, 2), (4, 1, 1)))],
 )
+def test_one_engine_and_two_parts(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
+    """Tokens are those of one process. The kernel counts the pages on the links of the machines that prefill: all of
+    them, once, and a little more for headers and messages."""
+    options = {"model": "demo-random", "max_model_len": 512, "page_size": 8, "cache_memory": "16MiB"}
+    generate = requests((400, 5, 390, 300, 16, 450))
+    case = {"options": options, "generate": generate, "timeout": 120}
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    words = ["tests/distributed/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
+    done = emulate("--machines", machines, "--ranks", ranks, "--slow-link", "200mbit", "--", *words)
+    assert done.returncode == 0, done.stdout
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(machines * ranks)]
+    with LLM(**options, device="cpu") as llm:
+        alone = llm.generate([one[0] for one in generate], [SamplingParams(**one[1]) for one in generate])
+    assert results[0]["apart"] == results[0]["one engine"] == [one.outputs[0].token_ids for one in alone]
+    pages = sum(-(-len(prompt) // 8) for prompt, _ in generate) * results[0]["page_bytes"]
+    assert sum(one["sent"] for one in results) == sum(one["received"] for one in results) == pages
+    assert all(one["lost"] == 0 for one in results)
+    on_links = sum(one["link"] for one in results[:prefill:ranks])
+    print(f"{pages:,} bytes of pages, {on_links:,} on the links")
+    assert pages < on_links < 1.2 * pages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "ranks"), [(2, 1), (2, 2), (4, 1)])
 def test_generate(machines: int, ranks: int, emulate: Emulate) -> None:
     words = "key 4821 is 97. " * 20 + "key"
     options = ["--prompt", words, "--max-tokens", 6, "--temperature", 0, "--device", "cpu", "--max-model-len", 800]

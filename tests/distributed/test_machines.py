@@ -146,22 +146,48 @@ def test_doctor_names_the_slow_machine(emulate: Emulate) -> None:
         assert f"machine-0: {line}" in done.stdout, done.stdout
 
 
+def check_loss(done: subprocess.CompletedProcess[str], lost: int, how: str) -> None:
+    """The run has ended with its error, and names the ranks of the lost machine, which has one, and no others."""
+    said = [line for line in done.stdout.splitlines() if not line.startswith(f"machine-{lost}: ")]
+    print(*(line for line in said if "[rank" in line), sep="\n")
+    assert done.returncode == 1, done.stdout
+    assert f"emulate_machines: machine-{lost} is lost ({how})" in said
+    if lost > 0:
+        assert re.findall(r"no word from rank (.*?): it hangs", "\n".join(said)) == [str(lost)], done.stdout
+    else:  # after a kill torchrun sees the loss at once too, and may have ended the rank before it says anything
+        reason = "its peers and the store of the run are gone"
+        reason += "|Connection was likely closed|RendezvousConnectionError" if how == "kill" else ""
+        assert any(re.search(reason, line) for line in said), done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "kill"])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_machine_that_disappears_ends_the_run(lost: int, how: str, emulate: Emulate) -> None:
     """Machine 0 has the store of the run; its loss leaves no process to ask for a reason."""
     loss = ["--lose", how, "--lose-at", LOADED, "--lost-machine", lost]
-    options = ["--seq-len", 256, "--warmup", 0, "--repeat", 100_000, "--device", "cpu", "--timeout", 5]
+    options = ["--seq-len", 256, "--warmup", 0, "--repeat", 100_000, "--device", "cpu", "--timeout", 15]
     done = emulate(*loss, "--", "scripts/bench_prefill.py", *options)
-    assert done.returncode == 1, done.stdout
-    assert f"machine-{lost} is lost ({how})" in done.stdout
-    if lost == 1:
-        assert "machine-0: [rank 0] no word from rank 1" in done.stdout
-    else:  # after a kill torchrun sees the loss at once too, and may have ended the rank before it says anything
-        reason = "its peers and the store of the run are gone"
-        reason += "|Connection was likely closed|RendezvousConnectionError" if how == "kill" else ""
-        assert re.search(f"machine-1: .*({reason})", done.stdout), done.stdout
+    check_loss(done, lost, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cut", "kill"])
+@pytest.mark.parametrize(
+    ("machines", "prefill", "lost", "backend"),
+    [(2, 1, 0, "static"), (2, 1, 1, "c10d"), (4, 2, 1, "static"), (4, 2, 3, "c10d")],
+)
+def test_a_machine_that_disappears_while_pages_travel(
+    machines: int, prefill: int, lost: int, backend: str, how: str, emulate: Emulate, tmp_path: Path
+) -> None:
+    """Of either side, with the leader of its side or without."""
+    options = {"model": "demo-random", "max_model_len": 512, "page_size": 8, "cache_memory": "16MiB"}
+    case = {"options": options, "generate": requests([400] * 6), "timeout": 15, "endless": True}
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    loss = ["--lose", how, "--lose-at", "pages are on their way", "--lost-machine", lost]
+    words = ["tests/distributed/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
+    done = emulate("--machines", machines, "--slow-link", "10mbit", "--rdzv-backend", backend, *loss, "--", *words)
+    check_loss(done, lost, how)
 
 
 @pytest.mark.slow

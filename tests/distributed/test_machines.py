@@ -64,7 +64,7 @@ def requests(lengths: Sequence[int]) -> list[list[Any]]:
 
 @pytest.mark.parametrize(
     ("machines", "ranks", "prefill"),
-    [(2, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2, 2), (4, 1, 2), (4, 1, 1)))],
+    [(2, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2, 2), (4, 1, 2)))],
 )
 def test_one_engine_and_two_parts(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
     """Tokens are those of one process. The kernel counts the pages on the links of the machines that prefill: all of
@@ -85,7 +85,8 @@ def test_one_engine_and_two_parts(machines: int, ranks: int, prefill: int, emula
     assert all(one["lost"] == 0 for one in results)
     on_links = sum(one["link"] for one in results[:prefill:ranks])
     print(f"{pages:,} bytes of pages, {on_links:,} on the links")
-    assert pages < on_links < 1.2 * pages
+    assert pages < on_links
+    assert on_links < 1.2 * pages or prefill > ranks, "only ranks of one context-parallel group send each other rows"
 
 
 @pytest.mark.slow
@@ -117,6 +118,17 @@ def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_bench_disaggregated(emulate: Emulate, tmp_path: Path) -> None:
+    report = tmp_path / "out.json"
+    loads = ["--num-prompts", 2, "--output-len", 16, "--num-long", 2, "--long-input-len", 512, "--request-rate", 4]
+    options = ["--device", "cpu", "--cache-memory", "16MiB", "--prefill-ranks", 1, "--json", report]
+    done = emulate("--", "scripts/bench_disaggregated.py", *loads, *options)
+    assert done.returncode == 0, done.stdout
+    transfer = json.loads(report.read_text())["transfer"]
+    assert transfer["bytes_sent"] == transfer["bytes_of_pages"] > 0
+
+
+@pytest.mark.slow
 def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: Path) -> None:
     """Counted by the kernel, with the headers of TCP: 3 parts in a ring of 2 × 2 ranks, 2 along rails."""
     done = emulate("--ranks", 2, "--", "tests/distributed/gather_bytes.py", tmp_path / "bytes.json")
@@ -128,9 +140,12 @@ def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: P
 
 
 @pytest.mark.slow
-def test_serve(emulate: Emulate, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("machines", "ranks", "prefill"), [(2, 2, 0), (2, 1, 1), (4, 1, 2)])
+def test_serve(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
-    done = emulate("--ranks", 2, "--", "tests/distributed/machine_server.py", answer, 8123)
+    shape = ["--machines", machines, "--ranks", ranks, "--rdzv-backend", "static", "--"]
+    options = ["--prefill-ranks", prefill] if prefill else []
+    done = emulate(*shape, "tests/distributed/machine_server.py", answer, 8123, *options)
     assert done.returncode == 0, done.stdout
     (choice,) = json.loads(answer.read_text())["choices"]
     params = SamplingParams(temperature=0.0, max_tokens=6)
@@ -180,7 +195,7 @@ def test_a_machine_that_disappears_ends_the_run(lost: int, how: str, emulate: Em
 def test_a_machine_that_disappears_while_pages_travel(
     machines: int, prefill: int, lost: int, backend: str, how: str, emulate: Emulate, tmp_path: Path
 ) -> None:
-    """Of either side, with the leader of its side or without."""
+    """A machine of either side, with the leader of its side or without."""
     options = {"model": "demo-random", "max_model_len": 512, "page_size": 8, "cache_memory": "16MiB"}
     case = {"options": options, "generate": requests([400] * 6), "timeout": 15, "endless": True}
     (tmp_path / "case.json").write_text(json.dumps(case))

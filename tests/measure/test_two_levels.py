@@ -125,12 +125,12 @@ def test_auto_is_chosen_as_on_true_ranks_and_logged(caplog: pytest.LogCaptureFix
     groups = mesh.machine_groups
     assert groups is not None
     groups.rail.log = log = CollectiveLog()
-    given = torch.randn(64, 8), torch.zeros(64, 8, dtype=torch.int32), torch.rand(64, 8)
+    given = torch.randn(64, 2048), torch.zeros(64, 8, dtype=torch.int32), torch.rand(64, 8)
     assert parallel.dispatch(*given, "auto", 64).rounds == 1
     assert "dispatch of at most 64 tokens a rank: by_machine (modelled: all_gather" in caplog.text
     (along,) = log.collectives
     assert along.ranks == tuple(range(1, 64, 8)) and all(along.sent[:1] + along.sent[2:])
-    assert along.bytes_sent <= 64 * 4 * RowBytes.of(32, 8).there, "a token takes experts of four machines at most"
+    assert along.bytes_sent <= 64 * 4 * RowBytes.of(8192, 8).there, "a token takes experts of four machines at most"
 
 
 @pytest.mark.parametrize("rows", [1, 40])

@@ -50,7 +50,7 @@ class EmulatedExpertParallel(AssignedExpertParallel):
     ):
         super().__init__(group, placement, assigned, machines, choice)
         self._peers = AllPeers(machines, placement) if machines else None
-        self._two_levels: StepInTwoLevels | None = None  # of the last step
+        self._two_levels: StepInTwoLevels | None = None  # those of the step before this dispatch
         self._passed_on: list[Arriving] = []  # in the rounds inside the machine that follow one along the rail
 
     def gather(

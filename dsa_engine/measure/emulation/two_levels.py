@@ -90,7 +90,7 @@ class StepInTwoLevels:
 
     @cached_property
     def _plans(self) -> list[tuple[SendPlan, SendPlan]]:
-        """Of every rank: the ranks that serve the choices, and the ranks of the rail that take them."""
+        """By rank: plans to the ranks that serve the choices, and to the ranks of the rail that take them."""
         rank_of, size = self.step.placement.rank_of, len(self._parts)
         return [
             (SendPlan.of(part, rank_of, size), SendPlan.of(part, peers, size))

@@ -282,3 +282,23 @@ def test_random_orders(pages: tuple[int, int]) -> None:
         run.check_end()
         back += sum(isinstance(message, Back) for message in run.said)
     assert (back > 0) == (pages[1] < 20)
+
+
+def test_an_abort_between_the_pages_of_a_prompt() -> None:
+    """Some pages have come and none is on its way: the prefill side learns that it may free them."""
+    run = Simulation(0, 60, 60)
+    caller = run.call([60] * 33, 3)
+    for _ in range(4):  # four of its nine chunks, with room from the second one on
+        run.prefill.turn()
+        run.deliver(run.prefill, run.decode)
+        run.decode.turn()
+        while run.link.sends and run.link.receives:
+            run.link.move()
+        run.decode.turn()
+        if run.decode.outgoing:
+            run.deliver(run.decode, run.prefill)
+    (arrival,) = run.decode.loop._arrivals.values()
+    assert arrival.sends and not arrival.pending and not arrival.complete
+    run.abort(caller)
+    run.run()
+    run.check_end()

@@ -23,7 +23,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/pytest
 # A file's tests stay on one process (more in tests/conftest.py); a part (ARGS) runs in a single one.
 PARALLEL := $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-INTERPRETED := tests/kernels tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py
+INTERPRETED := tests/kernels tests/engine/steps/test_decode_graphs.py tests/engine/speculation/test_padded_drafts.py
 
 .PHONY: help venv test test-kernels test-slow lint demo clean
 .DEFAULT_GOAL := help

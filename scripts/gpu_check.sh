@@ -93,7 +93,7 @@ latency() {
 		--json "$out/page_tiers.json"
 }
 
-graphs=(tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py tests/engine/test_steps.py)
+graphs=(tests/engine/steps/test_{decode_graphs,steps}.py tests/engine/speculation/test_padded_drafts.py)
 case $what in
 all)
 	doctor 150

@@ -17,22 +17,21 @@ from __future__ import annotations
 
 import atexit
 import pickle
-import queue
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 
 import torch
 
+from dsa_engine.engine.callers import Callers, Sent
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.mailbox import Mailbox, waking_together
-from dsa_engine.engine.reply import Receiver
+from dsa_engine.engine.jobs import run_job
+from dsa_engine.engine.mailbox import waking_together
 from dsa_engine.engine.requests.messages import Abort, Add, Message, Run, Shutdown
-from dsa_engine.engine.requests.request import Ending, Request, SampledToken
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
 from dsa_engine.parallel.message_channel import MessageChannel
 
@@ -40,8 +39,6 @@ _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to
 _CLOSE_S = 30.0  # longest wait for a running step when the loop is closed
 _OTHERS_CLOSE_S = 5.0  # how long a rank other than 0 waits for rank 0 to close
 _ANSWER_S = 0.5  # time for callers to handle a failure before it ends the process
-
-_Sent = tuple[Message, Receiver | Mailbox | None]  # a message and the receiver of its results
 
 
 class EngineLoop:
@@ -62,16 +59,12 @@ class EngineLoop:
         self.steps, self.step_s, self.messages_s = 0, 0.0, 0.0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
-        # Callers and the loop share no lock of Python: an interrupted caller could leave it locked.
-        self._inbox: SimpleQueue[tuple[_Sent, ...]] = SimpleQueue()
-        self._replies: dict[int, Receiver] = {}  # by id: requests whose caller waits on this rank
-        self._jobs: dict[int, Mailbox] = {}  # by id: jobs whose caller waits on this rank
+        self._callers = Callers(self._sends)
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
         self._unread = False  # whether a step launched here has not been read
         self._backlog: deque[Add | Run] = deque()  # messages not begun yet; a Run holds up those after it
         self._job: Generator[None, None, torch.Tensor] | None = None  # the Run that has begun: the head of the backlog
         self._closing = False  # a message of rank 0 ends all loops
-        self._leaving = False  # this rank ends its loop alone
         self._ended = threading.Event()
         self._closed = False
         self.thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
@@ -83,15 +76,15 @@ class EngineLoop:
 
     # Methods for callers, in any thread.
 
-    def send(self, *messages: _Sent) -> None:
+    def send(self, *messages: Sent) -> None:
         """Sends messages, each with the receiver of its results on this rank; they take effect together.
 
         It cannot fail, and a destructor may call it. On another rank than 0, a message only registers its receiver:
         the message that takes effect is rank 0's.
         """
-        self._inbox.put(messages)
+        self._callers.put(*messages)
         if self._ended.is_set():
-            self._refuse_waiting()
+            self._callers.refuse(self._refusal())
 
     def check(self) -> None:
         """Checks that this thread may call.
@@ -116,7 +109,7 @@ class EngineLoop:
         """Ends the loop soon (on rank 0, the loops of all ranks) and aborts requests. A destructor may call it."""
         self._closed = True
         if self._sends:
-            self._inbox.put(((Shutdown(), None),))
+            self._callers.put((Shutdown(), None))
 
     def close(self) -> None:
         """Calls :meth:`stop` and waits for the end; a rank other than 0 waits a few seconds for rank 0 to close."""
@@ -128,7 +121,7 @@ class EngineLoop:
         """Ends the thread at the exit of the program: a thread that runs on could crash the interpreter."""
         self.close()
         if self.thread.is_alive():
-            self._inbox.put(((Shutdown(), None),))
+            self._callers.put((Shutdown(), None))
             self.thread.join(4 * _HEARTBEAT_S)
 
     # Methods of the loop's thread.
@@ -137,7 +130,7 @@ class EngineLoop:
         try:
             if self.engine.mesh.device.type == "cuda":
                 torch.cuda.set_device(self.engine.mesh.device)  # each thread has its own current device
-            while not (self._closing or self._leaving):
+            while not (self._closing or self._callers.leaving):
                 begun, busy = time.perf_counter(), not self._idle
                 for message in self._receive():
                     self._take(message)
@@ -156,7 +149,7 @@ class EngineLoop:
     def _receive(self) -> list[Message]:
         """The messages that take effect now, the same on all ranks; waits for some if there is nothing to compute."""
         if self.channel is None:
-            return self._own(wait_s=None if self._idle else 0.0)
+            return self._callers.take(None if self._idle else 0.0)
         idle, arrived = self._idle, []
         if self.channel.under_way:
             arrived = pickle.loads(self.channel.finish())
@@ -168,42 +161,11 @@ class EngineLoop:
         else:
             self.channel.begin(self._packed(0.0))
         if not self._sends:
-            self._own(wait_s=0.0)  # a caller here registers before rank 0 sends the message
+            self._callers.take(0.0)  # a caller here registers before rank 0 sends the message
         return arrived
 
     def _packed(self, wait_s: float) -> bytes:
-        return pickle.dumps(self._own(wait_s)) if self._sends else b""
-
-    def _own(self, wait_s: float | None) -> list[Message]:
-        """Takes the messages of this rank's callers and registers the receivers of their results.
-
-        Args:
-            wait_s: longest wait for the first message; None: no limit.
-
-        Returns:
-            the messages on rank 0, which sends them; none on other ranks.
-        """
-        messages: list[Message] = []
-        with suppress(queue.Empty):
-            while True:
-                wait = 0.0 if messages or not self._sends else wait_s
-                for message, results in self._inbox.get(wait != 0.0, wait):
-                    self._note(message, results)
-                    messages.append(message)
-        return messages if self._sends else []
-
-    def _note(self, message: Message, results: Receiver | Mailbox | None) -> None:
-        """Registers the receiver of a message's results, or removes it."""
-        if isinstance(results, Receiver):
-            self._replies[results.add.id] = results
-        elif isinstance(message, Run) and results is not None:
-            self._jobs[message.id] = results
-        elif isinstance(message, Abort):
-            for number in message.ids:
-                self._replies.pop(number, None)
-                self._jobs.pop(number, None)
-        elif isinstance(message, Shutdown) and not self._sends:
-            self._leaving = True
+        return pickle.dumps(self._callers.take(wait_s)) if self._sends else b""
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Shutdown):
@@ -218,10 +180,7 @@ class EngineLoop:
         for number in ids:
             if number in self._requests:
                 self.engine.finish(self._requests.pop(number), "abort")
-            if number in self._replies:  # on a rank other than 0, where a caller still waits
-                self._replies.pop(number).mailbox.put(error)
-            if number in self._jobs:
-                self._jobs.pop(number).put(error)
+            self._callers.fail(number, error)  # on a rank other than 0, a caller may still wait
         if self._job is not None and self._backlog[0].id in ids:
             self._job.close()
             self._job = None
@@ -245,8 +204,8 @@ class EngineLoop:
     def _begin(self, add: Add | Run) -> None:
         assert isinstance(add, Add)
         request = self._requests[add.id] = self.engine.queue(add)
-        if add.id in self._replies:
-            self._replies[add.id].request = request
+        if (reply := self._callers.reply(add.id)) is not None:
+            reply.request = request
 
     def _step(self) -> None:
         try:
@@ -259,8 +218,7 @@ class EngineLoop:
                 raise
             for request in failed:
                 del self._requests[request.id]
-                if request.id in self._replies:
-                    self._replies.pop(request.id).mailbox.put(error)
+                self._callers.fail(request.id, error)
             return
         finally:
             self._unread = self.engine.in_flight
@@ -272,26 +230,14 @@ class EngineLoop:
         for request, tokens, _ in sampled:
             if request.ending is not None:
                 self._requests.pop(request.id, None)
-            self._answer(request.id, tokens, request.ending)
-
-    def _answer(self, number: int, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
-        """Gives a caller the new tokens of a request, and ends the request if its text has reached a stop string."""
-        reply = self._replies.get(number)
-        if reply is None:
-            return
-        reply.take(tokens, ending)
-        if reply.ending is not None:
-            self._replies.pop(number, None)
-            if ending is None and self._sends:
-                self._inbox.put(((Abort((number,)), None),))
-        reply.hand_over()
+            self._callers.answer(request.id, tokens, request.ending)
 
     def _run(self, run: Add | Run) -> None:
         """Begins or continues a job, which has the engine for itself."""
         assert isinstance(run, Run)
         try:
             if self._job is None:
-                self._job = self.engine.job(run)
+                self._job = run_job(self.engine, run)
             next(self._job)
             return
         except StopIteration as end:
@@ -302,8 +248,7 @@ class EngineLoop:
             result = error
         self._job = None
         self._backlog.popleft()
-        if run.id in self._jobs:
-            self._jobs.pop(run.id).put(result)
+        self._callers.answer_job(run.id, result)
 
     def _end(self) -> None:
         """Aborts all requests and answers all callers that wait.
@@ -322,20 +267,10 @@ class EngineLoop:
             self.engine.tiers.close()
         self._ended.set()
         atexit.unregister(self._leave)
-        waiting = [reply.mailbox for reply in list(self._replies.values())] + list(self._jobs.values())
-        for mailbox in waiting:
-            mailbox.put(self._refusal())
-        self._refuse_waiting()
+        self._callers.fail_all(self._refusal())
         if self.error is not None and self._several and self.serves:
             time.sleep(_ANSWER_S)
             sys.excepthook(type(self.error), self.error, self.error.__traceback__)
-
-    def _refuse_waiting(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                for _, results in self._inbox.get_nowait():
-                    if results is not None:
-                        (results.mailbox if isinstance(results, Receiver) else results).put(self._refusal())
 
     def _refusal(self) -> BaseException:
         if self.error is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conversation_cases import (
+    BOTH,
     CITY,
     CONVERSATIONS,
     FORM,
@@ -105,6 +107,37 @@ def test_prompts_as_released(form: ConversationFormat, name: str, mode: dict[str
     assert form.render(CONVERSATIONS[name], chat_template_kwargs=mode) == expected
     ids = form.token_ids(CONVERSATIONS[name], chat_template_kwargs=mode)
     assert form.tokenizer.decode(ids, skip_special_tokens=False) == expected and ids[0] == 0
+
+
+def long_conversation(rng: random.Random) -> list[Message]:
+    """Several turns of any kind, in an order that occurs."""
+    tools, shape = [None, [WEATHER], [WEATHER, TIME]], [None, FORM]
+
+    def word() -> str:
+        return rng.choice(["", "Hello", "ä\n\n", "{x} <b>", 'a "b"', "12°"])
+
+    def with_prompts(message: Message) -> Message:
+        given = {"tools": rng.choice(tools), "response_format": rng.choice(shape)}
+        return message | {name: value for name, value in given.items() if value}
+
+    made = [with_prompts(says("system", word()))] if rng.random() < 0.6 else []
+    for _ in range(rng.randint(1, 5)):
+        asks_as_user = rng.random() < 0.8
+        made.append(says("user", word()) if asks_as_user else with_prompts(says("developer", word() or "D")))
+        for _ in range(rng.randint(0, 3)):
+            call = rng.choice([CITY, BOTH])
+            made.append(says("assistant", word(), rng.choice(["t", "a\nthought"]), **call))
+            made += [says("tool", word()) for _ in call["tool_calls"]]
+        if rng.random() < 0.8:
+            made.append(says("assistant", word(), rng.choice(["t", "u"])))
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_long_conversations(form: ConversationFormat, mode: dict[str, Any]) -> None:
+    for seed in range(100):
+        messages = long_conversation(random.Random(seed))
+        assert form.render(messages, chat_template_kwargs=mode) == released(messages, **mode), seed
 
 
 def test_prompts_written_out(form: ConversationFormat) -> None:

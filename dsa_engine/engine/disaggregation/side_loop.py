@@ -39,10 +39,10 @@ class SideLoop(EngineLoop):
     def stop(self) -> None:
         self._closed = True
         if self.engine.mesh.is_front:
-            self._inbox.put(((Shutdown(), None),))
+            self._callers.put((Shutdown(), None))
 
     def _delivered(self, messages: list[Any]) -> None:
-        self._inbox.put(tuple((message, None) for message in messages))
+        self._callers.put(*((message, None) for message in messages))
 
     def _broken(self, error: BaseException) -> None:
         self._delivered([LineBroken(f"{type(error).__name__}: {error}")])

@@ -94,7 +94,7 @@ def test_64_replicas_even_out_a_zipf_load() -> None:
 
 
 def test_the_table_of_docs_running() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[3] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.partition("| loads | in order |")[2].splitlines()[2:5]]
     loads = {"Zipf, exponent 0.5": zipf(0.5), "exponential": LOADS["exponential"], "Zipf, exponent 1": LOADS["zipf 1"]}
     assert [row[0] for row in rows] == list(loads)

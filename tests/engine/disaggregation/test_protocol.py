@@ -118,7 +118,7 @@ class Sender:
 class Side:
     """One side with one rank: its loop, driven by hand."""
 
-    def __init__(self, loop: type[PrefillLoop] | type[DecodeLoop], pages: int, rows: Rows, **ends: Any):
+    def __init__(self, loop: type[PrefillLoop] | type[DecodeLoop], pages: int, rows: Rows, **transport: Any):
         prefills = loop is PrefillLoop
         engine = self.engine = object.__new__(Engine)
         host = SimpleNamespace(alone=True, all_gather=lambda counts: counts)
@@ -131,12 +131,14 @@ class Side:
         engine.scheduler = (PrefillScheduler if prefills else DecodeScheduler)(capacity, **limits)
         engine.cache = SimpleNamespace(page_size=SIZE, pages=pages, transfer=None)
         tiers = engine.cache, engine.scheduler.ledger
-        engine.tiers = SendingTiers(*tiers, ends["sender"]) if prefills else PageTiers(*tiers)
+        engine.tiers = SendingTiers(*tiers, transport["sender"]) if prefills else PageTiers(*tiers)
         engine.runner, engine.config = Steps(rows), SimpleNamespace(eos_token_ids={EOS})
         engine.async_scheduling, engine._in_flight = not prefills, None
         engine.recorder = engine.rebalancing = None
         engine.num_prefilled_tokens = engine.num_generated_tokens = engine.launched_ahead = 0
-        engine.side = SimpleNamespace(prefills=prefills, sender=ends.get("sender"), receiver=ends.get("receiver"))
+        engine.side = SimpleNamespace(
+            prefills=prefills, sender=transport.get("sender"), receiver=transport.get("receiver")
+        )
         self.loop = loop(engine)
         self.outgoing = deque[Any]()
         self.loop._line = SimpleNamespace(send=self.outgoing.append)
@@ -144,10 +146,10 @@ class Side:
     @property
     def ready(self) -> bool:
         """Whether the loop would not wait."""
-        return not self.loop._idle or not self.loop._inbox.empty()
+        return not self.loop._idle or not self.loop._callers._inbox.empty()
 
     def turn(self) -> None:
-        for message in self.loop._own(0.0):
+        for message in self.loop._callers.take(0.0):
             self.loop._take(message)
         self.loop._turn()
 
@@ -245,13 +247,13 @@ class Simulation:
     def check_end(self) -> None:
         for caller in self.callers:
             caller.check()
-            assert caller.ending is not None or caller.add.id not in self.prefill.loop._replies
+            assert caller.ending is not None or self.prefill.loop._callers.reply(caller.add.id) is None
         for side in (self.prefill, self.decode):
             loop, scheduler = side.loop, side.engine.scheduler
             assert scheduler.free_pages == [side.engine.cache.pages] and not scheduler.has_work
             for name in ("_requests", "_journeys", "_departing", "_offered", "_arrivals", "_handovers"):
                 assert not getattr(loop, name, None), name
-            for name in ("sending", "reserved", "returned"):
+            for name in ("sending", "away", "reserved", "returned"):
                 assert not getattr(scheduler, name, None), name
 
 

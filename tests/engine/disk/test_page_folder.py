@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import random
 import resource
-import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from tempfile import gettempdir
@@ -17,83 +14,11 @@ from typing import Any
 
 import pytest
 
-from dsa_engine.engine.disk import page_file, page_folder
+from dsa_engine.engine.disk import page_file
 from dsa_engine.engine.disk.folder_files import keys, page_path, pages, unfinished
 from dsa_engine.engine.disk.page_file import file_bytes
 from dsa_engine.engine.disk.page_folder import PageFolder
-from dsa_engine.engine.disk.page_reader import PageReader, WantedPage
-from dsa_engine.engine.disk.page_writer import PageWriter
-
-KEY = "0123456789abcdef" * 2
-TOKENS = [5, 6, 7, 8, 1 << 40]
-SIZES = (700, 0, 64, 4096, 1)
-ROOT = os.geteuid() == 0
-
-Parts = list[memoryview]
-
-
-def filled(name: int, sizes: Sequence[int] = SIZES) -> Parts:
-    """Parts with random bytes that depend on ``name``."""
-    rng = random.Random(name)
-    return [memoryview(bytearray(rng.randbytes(size))) for size in sizes]
-
-
-def empty(sizes: Sequence[int] = SIZES) -> Parts:
-    return [memoryview(bytearray(size)) for size in sizes]
-
-
-def digest(name: int) -> bytes:
-    return random.Random(-1 - name).randbytes(16)
-
-
-def written(folder: PageFolder, *names: int, sizes: Sequence[int] = SIZES) -> None:
-    for name in names:
-        assert folder.write(digest(name), TOKENS, filled(name, sizes)) and folder.has(digest(name))
-
-
-def reads(folder: PageFolder, name: int, sizes: Sequence[int] = SIZES) -> bool:
-    """Whether a page is read, and is right if so."""
-    parts = empty(sizes)
-    done = folder.read(digest(name), TOKENS, parts)
-    assert not done or parts == filled(name, sizes), "wrong bytes are accepted"
-    return done
-
-
-def size_of(folder: Path) -> int:
-    return sum(file.bytes for key in keys(folder) for file in pages(key))
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., PageFolder]:
-    def made(limit: int | None = None, folder: Path = tmp_path / "pages", key: str = KEY) -> PageFolder:
-        return PageFolder(folder, limit, key, {"model": "a"})
-
-    return made
-
-
-@pytest.fixture
-def folder(make: Callable[..., PageFolder]) -> PageFolder:
-    return make()
-
-
-@pytest.fixture
-def path(folder: PageFolder) -> Path:
-    """The file of page 0, which is there."""
-    written(folder, 0)
-    return page_path(folder.folder / KEY, digest(0))
-
-
-@pytest.fixture(autouse=True)
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """Lines of the log; at most one of each kind may come, as a test takes less than a minute."""
-    shown: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
-    page_folder.logger.addHandler(handler)
-    yield shown
-    page_folder.logger.removeHandler(handler)
-    for kind in ("is not used", "not written", "no room", "not deleted"):
-        assert sum(kind in line for line in shown) <= 1, shown
+from page_files import KEY, ROOT, SIZES, TOKENS, Parts, digest, empty, filled, reads, written
 
 
 @pytest.mark.parametrize(
@@ -316,155 +241,3 @@ def test_a_folder_that_vanishes_and_returns(folder: PageFolder, path: Path, line
     away.joinpath(KEY, digest(0)[:1].hex()).rename(path.parent)
     assert reads(folder, 0) and reads(folder, 1)
     assert len(lines) == 2, lines
-
-
-def test_foreign_files_are_neither_counted_nor_deleted(make: Callable[..., PageFolder]) -> None:
-    page = file_bytes(TOKENS, empty())
-    folder = make(limit=4 * page)
-    key = folder.folder / KEY
-    foreign = [folder.folder / name for name in ("a.page", "x/y.page", "x/yz/z.page", "x/z.part", f"{KEY}/a.part")]
-    foreign += [key / "00" / "z.page", key / "00" / ("f" * 32 + ".page"), key / ("0" * 32 + ".page"), key / "x.part"]
-    for one in foreign:
-        one.parent.mkdir(parents=True, exist_ok=True)
-        one.write_bytes(bytes(5 * page))
-        os.utime(one, (1, 1))
-    linked = folder.folder.parent / "linked"
-    written(make(folder=linked), 50, 51, 52, 53)
-    (folder.folder / ("e" * 32)).symlink_to(linked / KEY)
-    for name in range(9):
-        written(folder, name)
-    assert all(one.stat().st_size == 5 * page for one in foreign) and size_of(folder.folder) > 2 * page
-    assert size_of(linked) == 4 * page
-
-
-def test_the_least_recently_used_pages_are_deleted(
-    make: Callable[..., PageFolder], monkeypatch: pytest.MonkeyPatch, lines: list[str]
-) -> None:
-    """Over all keys; a page that is read counts as used; the folder never exceeds its size."""
-    page = file_bytes(TOKENS, empty())
-    first, second = make(limit=10 * page), make(limit=10 * page, key="f" * 32)
-    for folder, name in ((first, 0), (second, 1), (first, 2), (second, 3)):
-        written(folder, name)
-        os.utime(page_path(folder._key, digest(name)), (1000 + name, 1000 + name))
-    assert reads(first, 0)
-    for name in range(4, 11):
-        written(first, name)
-        assert size_of(first.folder) <= 10 * page
-    assert [second.has(digest(1)), first.has(digest(2)), second.has(digest(3))] == [False, False, True]
-    assert first.has(digest(0)) and first.has(digest(10))
-    large = filled(99, (11 * page,))
-    assert not first.write(digest(99), TOKENS, large) and first.has(digest(10)), "nothing is deleted in vain"
-    assert lines == [f"{first.folder}: there is no room for a page of {11 * page + file_bytes(TOKENS, []):,} bytes"]
-    lines.clear()
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "denied")))
-    for name in range(11, 30):
-        first.write(digest(name), TOKENS, filled(name))
-        assert size_of(first.folder) <= 10 * page, "pages that cannot be deleted count"
-
-
-def test_a_large_folder_is_seldom_listed(make: Callable[..., PageFolder], monkeypatch: pytest.MonkeyPatch) -> None:
-    page, sizes = file_bytes(TOKENS, empty((100,))), (100,)
-    folder, looks = make(limit=1000 * page), []
-    monkeypatch.setattr(page_folder, "pages", lambda key: looks.append(key) or pages(key))
-    for name in range(45):
-        written(folder, name, sizes=sizes)
-    assert 4 <= len(looks) <= 6
-
-
-@pytest.mark.parametrize("limit", [None, 10**6])
-def test_unfinished_files_are_deleted_when_they_are_old(limit: int | None, make: Callable[..., PageFolder]) -> None:
-    old = make(limit)
-    written(old, 0)
-    key = old.folder / KEY
-    for name in ("about.00000000000000aa.part", f"{digest(0)[:1].hex()}/{digest(0).hex()}.00000000000000aa.part"):
-        (key / name).touch()
-        (key / name.replace("aa.part", "bb.part")).touch()
-        os.utime(key / name, (time.time() - 7200,) * 2)
-    assert len(list(unfinished(key))) == 4
-    written(make(limit), 1)
-    assert {path.name[-7:] for path in unfinished(key)} == {"bb.part"}
-    assert reads(old, 0)
-
-
-@pytest.mark.parametrize("name", ["a b'\"$(x)", "ä漢\n%s", "-rf", "x" * 200, ".hidden"])
-def test_odd_names(name: str, make: Callable[..., PageFolder], tmp_path: Path) -> None:
-    target = tmp_path / "target" / name
-    written(make(folder=target), 0)
-    (tmp_path / "link").symlink_to(target)
-    linked = make(folder=tmp_path / "link", limit=10**6)
-    assert reads(linked, 0)
-    written(linked, 1)
-    assert len(list(pages(target / KEY))) == 2
-
-
-def work(where: Path, seed: int, pages: int, limit: int) -> None:
-    """Writes and reads random pages in a child process, until it has read and written so many; fails at wrong bytes."""
-    folder, rng, counts = PageFolder(where, limit, KEY, {}), random.Random(seed), [0, 0]
-    while min(counts) < pages:
-        name = rng.randrange(40)
-        counts[0] += reads(folder, name)
-        counts[1] += folder.write(digest(name), TOKENS, filled(name))
-
-
-def fork(function: Callable[..., None], *arguments: Any) -> int:
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            function(*arguments)
-            code = 0
-        finally:
-            os._exit(code)
-    return process
-
-
-def test_two_processes_in_a_small_folder(make: Callable[..., PageFolder]) -> None:
-    page = file_bytes(TOKENS, empty())
-    folder = make(limit=20 * page)
-    processes = [fork(work, folder.folder, seed, 30, 20 * page) for seed in range(2)]
-    largest = 0
-    for process in processes:
-        while not (ended := os.waitpid(process, os.WNOHANG))[0]:
-            largest = max(largest, size_of(folder.folder))
-            time.sleep(0.005)
-        assert os.waitstatus_to_exitcode(ended[1]) == 0
-    assert 10 * page < largest <= 22 * page, "each process may add a page that the other has not seen"
-    assert list(unfinished(folder.folder / KEY)) == []
-
-
-def test_killed_while_writing(folder: PageFolder) -> None:
-    """Each page is there whole or not at all; what is unfinished goes later."""
-    sizes, rng = (1 << 20, 1 << 19), random.Random(1)
-
-    def write() -> None:
-        while True:
-            folder.write(digest(0), TOKENS, filled(0, sizes))
-            folder.write(digest(1), TOKENS, filled(1, sizes))
-
-    for _ in range(6):
-        process = fork(write)
-        time.sleep(0.02 + 0.05 * rng.random())
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        for name in range(2):
-            assert reads(folder, name, sizes) == folder.has(digest(name))
-    written(folder, 0, 1, sizes=sizes)
-    assert reads(folder, 0, sizes) and reads(folder, 1, sizes)
-
-
-def test_threads(folder: PageFolder, path: Path) -> None:
-    """The writer has written all that it was given when it is closed; the reader stops at the first missing page."""
-    done: list[int] = []
-    writer = PageWriter(folder)
-    for name in range(1, 6):
-        writer.write(digest(name), TOKENS, filled(name), lambda: None, lambda name=name: done.append(name))
-    writer.write(digest(9), TOKENS, filled(9), lambda: 1 / 0, lambda: done.append(9))  # type: ignore[arg-type]
-    writer.close()
-    assert done == [1, 2, 3, 4, 5, 9] and not folder.has(digest(9))
-    reader, pages_ = PageReader(folder), [WantedPage(digest(name), TOKENS, empty()) for name in (0, 3, 8, 1)]
-    loads = [reader.load(pages_, lambda: None), reader.load(pages_[:1], lambda: 1 / 0)]  # type: ignore[arg-type]
-    until = time.monotonic() + 60
-    while loads[1].pages is None and time.monotonic() < until:
-        time.sleep(0.001)
-    assert [load.pages for load in loads] == [2, 0] and pages_[1].parts == filled(3)
-    reader.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dsa_engine.version import __version__
 _CLOCK_S = 1.0  # clocks that differ by more are a finding: the lines of several logs cannot be put in order
 _CLOCK_ROUNDS = 5
 _PAIR_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # bytes of one transfer between two machines
+_PAIR_TIMES = 3
 _SLOW = 0.5  # part of the best machine's bandwidth below which a machine is odd
 _MISSING = "no folder"
 _LINKS_S = 60.0  # longest wait of a transfer
@@ -130,9 +132,12 @@ def check_links_between(mesh: Mesh) -> str:
                 mine[str(mesh.machines[peer])] = repr(_rate(group, mesh.rank, peer, mesh.device))
         mesh.all_gather_int(0)
     by_rank, names = _gather(mesh, mine), host_names(mesh)
-    rates = [{int(to): float(rate) for to, rate in by_rank[rank].items()} for rank in firsts]
     hosts = [names[rank] for rank in firsts]
-    by_pair = {(a, b): rate for a, to in enumerate(rates) for b, rate in to.items() if a < b}
+    rates: list[dict[int, float]] = [{} for _ in firsts]
+    by_pair: dict[tuple[int, int], float] = {}
+    for a, b in combinations(range(len(firsts)), 2):  # an end that is busy with other things measures too little
+        measured = max(float(by_rank[firsts[one]][str(other)]) for one, other in ((a, b), (b, a)))
+        by_pair[a, b] = rates[a][b] = rates[b][a] = measured
     (a, b), worst = min(by_pair.items(), key=lambda pair: pair[1])
     best = max(by_pair.values())
     if slow := slow_machines({host: list(to.values()) for host, to in zip(hosts, rates, strict=True)}):
@@ -184,9 +189,9 @@ def _gather(mesh: Mesh, mine: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _rate(group: Group, rank: int, peer: int, device: torch.device) -> float:
-    """Bytes per second between two ranks: there and back, after a first transfer that opens the connection."""
-    rows = torch.zeros(_PAIR_BYTES[device.type], dtype=torch.uint8, device=device)
-    for _ in range(2):
+    """Bytes per second between two ranks: there and back, the best of several, after one that opens the connection."""
+    rows, took = torch.zeros(_PAIR_BYTES[device.type], dtype=torch.uint8, device=device), []
+    for _ in range(1 + _PAIR_TIMES):
         started = time.perf_counter()
         for sender in sorted((rank, peer)):
             if rank == sender:
@@ -195,7 +200,8 @@ def _rate(group: Group, rank: int, peer: int, device: torch.device) -> float:
                 group.recv(rows, peer)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return 2 * rows.nbytes / (time.perf_counter() - started)
+        took.append(time.perf_counter() - started)
+    return 2 * rows.nbytes / min(took[1:])
 
 
 def _digest(paths: Sequence[Path]) -> str:

@@ -127,7 +127,7 @@ class Side:
             cp_ranks=lambda group: range(1), device=torch.device("cpu"), world_size=1,
         )  # fmt: skip
         capacity = Capacity(1, 1, pages, SIZE)
-        limits = {"rank": 0, "max_num_seqs": 6, "max_num_batched_tokens": 10, "max_prefill_share": 1.0}
+        limits = {"rank": 0, "max_num_seqs": 6, "max_num_batched_tokens": 4, "max_prefill_share": 1.0}
         engine.scheduler = (PrefillScheduler if prefills else DecodeScheduler)(capacity, **limits)
         engine.cache = SimpleNamespace(page_size=SIZE, pages=pages, transfer=None)
         tiers = engine.cache, engine.scheduler.ledger
@@ -160,7 +160,7 @@ class Caller(Receiver):
     def __init__(self, add: Add, rng: random.Random):
         super().__init__(add, SimpleNamespace(put=lambda item: None))
         self.tokens: list[int] = []
-        self.patience = rng.randrange(12) if rng.random() < 0.3 else 1000
+        self.leaves = rng.random() < 0.4  # at any time
         self.stops = rng.random() < 0.5
 
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
@@ -209,7 +209,7 @@ class Simulation:
 
     def abort(self, caller: Caller) -> None:
         self.prefill.loop.send((Abort((caller.add.id,)), None))
-        caller.patience = 1000
+        caller.leaves = False
 
     def deliver(self, source: Side, target: Side) -> None:
         messages = [source.outgoing.popleft() for _ in range(self.rng.randint(1, len(source.outgoing)))]
@@ -225,17 +225,23 @@ class Simulation:
                 events.append(lambda source=source, target=target: self.deliver(source, target))  # type: ignore[misc]
         if self.link.sends and self.link.receives:
             events.append(self.link.move)
-        for caller in self.callers:
-            if caller.ending is None and len(caller.tokens) >= caller.patience:
-                events.append(lambda caller=caller: self.abort(caller))  # type: ignore[misc]
         return events
+
+    def step(self) -> bool:
+        """Lets one of the events happen, and now and then a caller leave; False if nothing can happen."""
+        leaving = [caller for caller in self.callers if caller.leaves and caller.ending is None]
+        if leaving and self.rng.random() < 0.03:
+            self.abort(self.rng.choice(leaving))
+        events = self.events()
+        if events:
+            self.rng.choice(events)()
+        return bool(events)
 
     def run(self) -> None:
         """Runs until nothing can happen; a loop that polls counts as one that waits while pages are under way."""
         for _ in range(20_000):
-            if not (events := self.events()):
+            if not self.step():
                 return
-            self.rng.choice(events)()
         raise AssertionError("it does not end")
 
     def check_end(self) -> None:
@@ -260,7 +266,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_loop, "_POLL_S", 0.0)
 
 
-@pytest.mark.parametrize("pages", [(40, 40), (12, 40), (40, 12), (10, 9)])
+@pytest.mark.parametrize("pages", [(60, 60), (16, 60), (60, 16), (14, 13)])
 def test_random_orders(pages: tuple[int, int]) -> None:
     """Every request ends as its tokens say, in rows that hold what they should, and gives all pages back."""
     back = 0
@@ -269,13 +275,32 @@ def test_random_orders(pages: tuple[int, int]) -> None:
         rng = run.rng
         prefix = [rng.randrange(50, 99) for _ in range(9)]
         for _ in range(14):
-            own = [rng.randrange(50, 99) for _ in range(rng.choice([1, 3, 4, 8, 20]))]
+            own = [rng.randrange(50, 99) for _ in range(rng.choice([1, 3, 4, 8, 20, 33]))]
             prompt = prefix + own if rng.random() < 0.4 and len(own) < 20 else own
             run.call(prompt, rng.choice([1, 2, 3, 8, 16]))
             for _ in range(rng.randrange(6)):
-                if events := run.events():
-                    rng.choice(events)()
+                run.step()
         run.run()
         run.check_end()
         back += sum(isinstance(message, Back) for message in run.said)
     assert (back > 0) == (pages[1] < 20)
+
+
+def test_an_abort_between_the_pages_of_a_prompt() -> None:
+    """Some pages have come and none is on its way: the prefill side learns that it may free them."""
+    run = Simulation(0, 60, 60)
+    caller = run.call([60] * 33, 3)
+    for _ in range(4):  # four of its nine chunks, with room from the second one on
+        run.prefill.turn()
+        run.deliver(run.prefill, run.decode)
+        run.decode.turn()
+        while run.link.sends and run.link.receives:
+            run.link.move()
+        run.decode.turn()
+        if run.decode.outgoing:
+            run.deliver(run.decode, run.prefill)
+    (arrival,) = run.decode.loop._arrivals.values()
+    assert arrival.sends and not arrival.pending and not arrival.complete
+    run.abort(caller)
+    run.run()
+    run.check_end()

@@ -1,8 +1,9 @@
 """Gain of CUDA graphs and of each overlap in decode: time per output token with all of them, and without each.
 
-Two batches are compared if ``--enable-dbo`` turns them on, the prefetch of weights with ``--prefetch-weights``. For an emulated rank a second table has what it waits for.
-One process creates the model anew for each variant; caches are filled with random rows. If a variant leaves the device
-in an error, another process measures the others. On a CPU there is nothing to turn off, and all rows do the same work.
+Two batches and the prefetch of weights are compared if ``--enable-dbo`` and ``--prefetch-weights`` turn them on. For an
+emulated rank a second table has what it waits for. One process creates the model anew for each variant; caches are
+filled with random rows. If a variant leaves the device in an error, another process measures the others. On a CPU there
+is nothing to turn off, and all rows do the same work.
 """
 
 from __future__ import annotations

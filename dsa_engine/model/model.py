@@ -93,8 +93,8 @@ class Model(Weighted):
         """
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         chosen = [*self.layers] if layers is None else [self.layers[i] for i in layers]
-        for number, layer in enumerate(chosen, 1):
-            upcoming = chosen[number].first_weights() if prefetches and number < len(chosen) else ()
+        for layer, following in zip(chosen, [*chosen[1:], None], strict=True):
+            upcoming = following.first_weights() if prefetches and isinstance(following, DecoderLayer) else ()
             delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots, upcoming)
         assert residual is not None
         return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.linear.prefetch_weights import prefetch_weights
+from dsa_engine.kernels.moe.block_scaled_experts import quantized_words
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -58,6 +59,13 @@ class MoE(Weighted):
         self.shared_load = 1 / top_k if routed else 0.0
         self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, self.shared_load, config.topk_group)
         held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
+        if mesh.config.moe_combine_dtype == "fp8":
+            words = quantized_words(hidden)
+            if words is None:
+                raise ValueError(
+                    f"moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4; this model has {hidden}"
+                )
+            self.expert_parallel.coded_sum_bytes = 4 * words
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size
         self.max_pairs = runtime.max_tokens * mesh.choices(top_k) if chunk is None else chunk

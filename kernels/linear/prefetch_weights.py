@@ -1,8 +1,8 @@
 """Prefetch of weights from the device's memory into its L2 cache, beside other work.
 
-Products of few rows take as long as their weights take to arrive. While a step waits for another device, a few programs
-ask for the weights that it reads next, by ``prefetch.global.L2`` of PTX, a line of 128 bytes each. The instruction gives
-no result and is not waited for, so that nothing changes but the time of the next reads.
+Products of few rows take as long as their weights take to arrive. While a step waits for another device, a few
+programs ask for the weights that it reads next, by ``prefetch.global.L2`` of PTX, a line of 128 bytes each. The
+instruction gives no result and is not waited for, so nothing changes but the time of the next reads.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def _bytes_between_machines(*runs: list[dict[str, Any]]) -> None:
     numbers, fp8 = RowBytes.of(4 * hidden, k), RowBytes.of(quantized_bytes(hidden), k, 4 * hidden)
     rows = zip(runs, (0, 0, 1, 0, 1), (numbers, numbers, numbers, fp8, fp8), strict=True)
     for run, number, row in rows:
-        assert sum(rank["crossed_bytes"] for rank in run) == sum(rank["crossing"][number] for rank in run) * sum(row)
+        each = row.there + row.back
+        assert sum(rank["crossed_bytes"] for rank in run) == sum(rank["crossing"][number] for rank in run) * each
 
 
 def test_the_busiest_rank_serves_what_the_plan_says(

@@ -1,0 +1,49 @@
+"""``moe_combine_dtype``: what it refuses, and the bytes of an engine's sums, on one emulated rank of two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.parallel.collective_log import CollectiveLog
+from dsa_engine.parallel.experts.traffic import quantized_bytes
+
+
+def engine(parallel: ParallelConfig, **overrides: Any) -> LLM:
+    fewer = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0} | overrides
+    common: dict[str, Any] = {"device": "cpu", "cache_memory": "4MiB", "max_model_len": 256, "progress": False}
+    return LLM("demo-random", parallel=parallel, load_format="dummy", hf_overrides=fewer, **common)
+
+
+def test_sums_that_are_added_on_their_way_are_refused() -> None:
+    both = {"moe_dispatch": "all_gather", "decode_dispatch": "all_gather"}
+    with pytest.raises(ValueError, match="moe_combine_dtype 'fp8': moe_dispatch and decode_dispatch are both 'all_g"):
+        ParallelConfig(moe_combine_dtype="fp8", **both)
+    with pytest.raises(ValueError, match="moe_combine_dtype must be one of auto, fp8, not 'e4m3'"):
+        ParallelConfig(moe_combine_dtype="e4m3")  # type: ignore[arg-type]
+    assert ParallelConfig(moe_combine_dtype="fp8").decode_dispatch == "all_gather"
+
+
+def test_rows_that_are_no_words_are_refused(demo_cache: Path) -> None:
+    with pytest.raises(ValueError, match="moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4"):
+        engine(ParallelConfig(moe_combine_dtype="fp8"), hidden_size=126)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_bytes_of_an_engine(dtype: Any, demo_cache: Path) -> None:
+    """In prefill sums of float32 or codes come back; in decode a reduce-scatter adds float32."""
+    llm = engine(EmulatedConfig(emulate_world=2, moe_combine_dtype=dtype))
+    group, hidden = llm.engine.mesh.ep, llm.engine.config.hidden_size
+    group.log = log = CollectiveLog()
+    llm.generate([list(range(5, 45))], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    back = [one for one in log.collectives if one.kind == "all_to_all" and one.asynchronous][1::2]
+    row = quantized_bytes(hidden) if dtype == "fp8" else 4 * hidden
+    assert back and all(sum(one.sent) and sum(one.sent) % row == sum(one.received) % row == 0 for one in back)
+    rows = [sum(one.received) // row for one in back]
+    assert all(10 <= count <= 20 for count in rows), "of 20 tokens those that choose the other rank's experts"
+    added = {one.sent for one in log.collectives if one.kind == "reduce_scatter"}
+    assert added == {(0, 4 * hidden)}

@@ -72,7 +72,7 @@ def prologs(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def prefetch(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     """The first weights of a layer. The time is that of the requests: nothing waits for what they bring."""
-    shapes = ((1536, HIDDEN), (RANK + ROPE, HIDDEN), (INDEX_DIM, HIDDEN))
+    shapes = ((1536, HIDDEN), (INDEX_DIM, HIDDEN))  # q_a and wk: less than half of the L2 cache
     weights = [make.normal(*shape) for shape in (shapes if sizes.tokens > 1024 else ((8, 128),))]
     size = sum(weight.nbytes for weight in weights)
     yield KernelCase(

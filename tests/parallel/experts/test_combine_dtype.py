@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +11,6 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.experts.traffic import quantized_bytes
-
-
-def engine(parallel: ParallelConfig, **overrides: Any) -> LLM:
-    fewer = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0} | overrides
-    common: dict[str, Any] = {"device": "cpu", "cache_memory": "4MiB", "max_model_len": 256, "progress": False}
-    return LLM("demo-random", parallel=parallel, load_format="dummy", hf_overrides=fewer, **common)
 
 
 def test_sums_that_are_added_on_their_way_are_refused() -> None:
@@ -28,15 +22,15 @@ def test_sums_that_are_added_on_their_way_are_refused() -> None:
     assert ParallelConfig(moe_combine_dtype="fp8").decode_dispatch == "all_gather"
 
 
-def test_rows_that_are_no_words_are_refused(demo_cache: Path) -> None:
-    with pytest.raises(ValueError, match="moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4"):
-        engine(ParallelConfig(moe_combine_dtype="fp8"), hidden_size=126)
+def test_rows_that_are_no_words_are_refused(tiny_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(ValueError, match="'fp8' needs a hidden_size that is a multiple of 4; this model has 66"):
+        tiny_llm(64, parallel=ParallelConfig(moe_combine_dtype="fp8"), hf_overrides={"hidden_size": 66})
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_bytes_of_an_engine(dtype: Any, demo_cache: Path) -> None:
+def test_bytes_of_an_engine(dtype: Any, tiny_llm: Callable[..., LLM]) -> None:
     """In prefill sums of float32 or codes come back; in decode a reduce-scatter adds float32."""
-    llm = engine(EmulatedConfig(emulate_world=2, moe_combine_dtype=dtype))
+    llm = tiny_llm(128, parallel=EmulatedConfig(emulate_world=2, moe_combine_dtype=dtype), max_num_batched_tokens=64)
     group, hidden = llm.engine.mesh.ep, llm.engine.config.hidden_size
     group.log = log = CollectiveLog()
     llm.generate([list(range(5, 45))], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))

@@ -41,6 +41,8 @@ def steps() -> Iterator[Step]:
         ("+ shared expert beside the dispatch", {"beside_shared": True}, {"beside_shared": True}),
         ("+ tokens in FP8", {"dispatch_dtype": "fp8"}, {"dispatch_dtype": "fp8"}),
         ("+ dispatch by machine in prefill", {"dispatch": "by_machine"}, {}),
+        ("+ sums in FP8 in prefill", {"combine_dtype": "fp8"}, {}),
+        ("+ prefetch of weights in decode", {}, {"prefetch_weights": True}),
         ("+ two batches in prefill", {"two_batches": True}, {}),
         ("+ 64 redundant experts", {"redundant": RANKS}, {"redundant": RANKS}),
         ("+ three drafts", {}, {"drafts": 3}),

@@ -108,7 +108,9 @@ class MoE(Weighted):
             with stage("MoE shared"):
                 shared = self.streams.shared_expert.run(lambda: mlp(x), x)
         yield "MoE dispatch"
-        for number in range(dispatch.rounds):
+        with stage("MoE dispatch"):
+            rounds = dispatch.rounds  # it may wait for the tokens
+        for number in range(rounds):
             self._serve(dispatch, number, counts=batch.live is None)
         yield "MoE combine"
         with stage("MoE combine"):

@@ -87,7 +87,7 @@ def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: P
     done = emulate("--ranks", 2, "--", "tests/distributed/gather_bytes.py", tmp_path / "bytes.json")
     assert done.returncode == 0, done.stdout
     counted = json.loads((tmp_path / "bytes.json").read_text())
-    assert counted["form"] == "GatherByMachine" and counted["equal"] == [True, True]
+    assert counted["form"] == "TwoLevels" and counted["equal"] == [True, True]
     ring, rails = counted["parts"]
     assert 3 <= ring < 3.2 and 2 <= rails < 2.2, counted
 

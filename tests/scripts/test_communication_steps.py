@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,3 +26,17 @@ def test_the_page_has_its_figures(run: Callable[..., Any], tmp_path: Path) -> No
     assert f"{decode['tpot_ms']:.1f} to {decode['tpot_ms_two_batches']:.1f} ms with 512 requests" in " ".join(
         text.split()
     )
+
+
+@pytest.mark.slow
+def test_an_emulated_rank_beside_the_planner(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Steps that the page has too: equal bytes in decode; in prefill more by what even choices reach."""
+    run("studies/communication_steps.py", "--emulate", 256, "--json", tmp_path / "steps.json")
+    emulated = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))["emulated"]
+    assert len(emulated) == 8
+    for one in emulated:
+        ratios = {key: one["emulated"][key] / one["planner"][key] for key in one["planner"]}
+        print(one["step"], ratios)
+        low, high = (0.999, 1.001) if one["step"].startswith("decode") else (0.95, 1.3)
+        assert all(low < ratios[key] < high for key in ("bytes_between", "exchange_us")), one
+        assert one["emulated"]["waited_us"] <= one["emulated"]["exchange_us"]

@@ -35,8 +35,9 @@ def runs_triton(x: torch.Tensor) -> bool:
 
 
 def runs_on_chip(x: torch.Tensor) -> bool:
-    """The same for a kernel without a result, whose instructions the interpreter does not have."""
-    return runs_triton(x) and not INTERPRETED
+    """Whether a kernel without a result is launched for ``x``: it has no reference, and the interpreter lacks its
+    instructions."""
+    return (x.is_cuda or _compiling_for is not None) and not (_references_only or INTERPRETED)
 
 
 def runs_native() -> bool:

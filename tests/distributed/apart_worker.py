@@ -36,6 +36,8 @@ def counts(llm: LLM) -> dict[str, Any]:
         "received": side.receiver.bytes_received if side.receiver else 0,
         "hits": engine.scheduler.prefix_cache.hits,
         "prefilled": engine.num_prefilled_tokens,
+        "generated": engine.num_generated_tokens,
+        "running": len(engine.scheduler.running),
     }
 
 

@@ -81,7 +81,7 @@ def assert_same(outputs: list[Any], expected: list[Any]) -> None:
 def check(prefill: int, results: list[dict[str, Any]], expected: list[Any]) -> None:
     for outputs in results[0]["outputs"]:
         assert_same(outputs, expected)
-    assert all(result["lost"] == 0 for result in results)
+    assert all(result["lost"] == 0 and result["running"] == 0 for result in results)
     sent, received = (sum(result[name] for result in results) for name in ("sent", "received"))
     assert sent == received > 0 and sent % results[0]["page_bytes"] == 0
 
@@ -123,6 +123,7 @@ def test_bytes_are_those_of_the_pages(apart: Callable[..., Any]) -> None:
     assert results[0]["sent"] == (first + again) * results[0]["page_bytes"] == results[1]["received"]
     assert results[0]["hits"] == results[1]["hits"] == 8 * (first - again)
     assert 0 <= results[0]["hidden"] <= results[0]["sent"]
+    assert [one["generated"] for one in results] == [32, 24], "the prefill side counts all tokens of the run"
 
 
 @pytest.mark.slow

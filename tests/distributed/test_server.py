@@ -67,12 +67,16 @@ def pid_of(rank: int, launcher: int) -> int:
     return pid
 
 
-def test_tokens_and_a_rank_that_is_killed_under_load(demo_random: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), pytest.param(("--prefill-ranks", "1"), marks=pytest.mark.slow)], ids=str)
+def test_tokens_and_a_rank_that_is_killed_under_load(
+    demo_random: LLM, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     """Tokens are those of one process. Then every client gets an error soon, whole or streamed; both ranks end."""
     prompts = [[(number * 7 + i) % 300 + 4 for i in range(3 * number + 1)] for number in range(12)]
     params: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "seed": 1, "ignore_eos": True, "top_p": 0.95}
     wanted = [one.token_ids for one in demo_random.generate(prompts, SamplingParams(**params))]
-    with served(2, tmp_path / "log", "--max-model-len", "2048") as (client, process), ThreadPoolExecutor(12) as pool:
+    options = ("--max-model-len", "2048", *options)
+    with served(2, tmp_path / "log", *options) as (client, process), ThreadPoolExecutor(12) as pool:
 
         def tokens(prompt: list[int]) -> list[int]:
             body = {"prompt": prompt, "return_token_ids": True, **params}
@@ -101,9 +105,10 @@ def test_tokens_and_a_rank_that_is_killed_under_load(demo_random: LLM, tmp_path:
 
 
 @pytest.mark.slow
-def test_an_end_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--prefill-ranks", "1")], ids=str)
+def test_an_end_in_order(tmp_path: Path, options: tuple[str, ...]) -> None:
     """After SIGTERM, which the launcher passes on to both ranks, a stream that runs comes to its end."""
-    with served(2, tmp_path / "log", "--max-model-len", "2048") as (client, process):
+    with served(2, tmp_path / "log", "--max-model-len", "2048", *options) as (client, process):
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 60}) as stream:
             lines = stream.iter_lines()
             next(lines)

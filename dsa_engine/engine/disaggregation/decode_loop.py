@@ -190,7 +190,7 @@ class DecodeLoop(SideLoop):
             stats = (drafts.offered, drafts.accepted) if drafts is not None and drafts.offered else None
             news.append(NewTokens(request.id, tokens, request.ending, stats))
         if news:
-            self.tell(Tokens(news))
+            self.tell(Tokens(news, self._scheduler.cache_usage))
         super()._hand_over(sampled)
 
     def _return(self, request: Request) -> None:

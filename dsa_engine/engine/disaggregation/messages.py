@@ -94,9 +94,10 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a step has sampled."""
+    """What a step has sampled, and the fraction of this side's pages that requests hold."""
 
     of: list[NewTokens]
+    cache_usage: float
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class PrefillLoop(SideLoop):
 
     def _take(self, message: object) -> None:
         if isinstance(message, Tokens):
+            self._scheduler.away_usage = message.cache_usage
             for one in message.of:
                 self._continue(one)
         elif isinstance(message, Room):
@@ -84,7 +85,8 @@ class PrefillLoop(SideLoop):
             for number in message.ids:
                 self._arrived(number)
         elif isinstance(message, Back):
-            self._take_back(message.id)
+            if message.id in self._requests:
+                self._scheduler.take_back(self._requests[message.id])
         else:
             if isinstance(message, Shutdown):
                 self.tell(message)
@@ -181,19 +183,13 @@ class PrefillLoop(SideLoop):
         request = self._requests.get(new.id)
         if request is None:
             return  # it was aborted meanwhile
-        request.output += [sampled.token for sampled in new.tokens if sampled.error is None]
+        tokens = [sampled.token for sampled in new.tokens if sampled.error is None]
+        request.output += tokens
+        self.engine.num_generated_tokens += len(tokens)
         if new.ending is not None:
             request.finish_reason, request.error, request.stop_reason = new.ending
+            self._scheduler.ended_away(request)
             del self._requests[request.id]
-
-    def _take_back(self, number: int) -> None:
-        """Prefills a request again that has lost its pages on the decode side."""
-        request = self._requests.get(number)
-        if request is None:
-            return
-        request.preemptions += 1
-        request.num_computed_tokens, request.num_prefill_tokens, request.drafts = 0, len(request), []
-        self._scheduler.add(request)
 
     def _arrived(self, number: int) -> None:
         journey = self._journeys.pop(number, None)

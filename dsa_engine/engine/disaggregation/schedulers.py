@@ -18,16 +18,44 @@ class PrefillScheduler(Scheduler):
 
     Attributes:
         sending: requests whose pages are being sent; they keep them also if they end.
+        away: requests that decode on the other side, or will.
+        away_usage: fraction of the decode side's pages that they held last.
     """
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
         self.sending: set[Request] = set()
+        self.away: set[Request] = set()
+        self.away_usage = 0.0
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that have pages on either side, in order of arrival."""
+        return sorted([*self._running, *list(self.away)], key=lambda one: one.id)  # list(): threads read it
+
+    @property
+    def cache_usage(self) -> float:
+        """Fraction of the pages that requests hold, of the fuller side."""
+        return max(super().cache_usage, self.away_usage if self.away else 0.0)
 
     def _prefilled(self, chunk: Chunk) -> None:
         self._running.remove(chunk.request)
+        self.away.add(chunk.request)
+
+    def take_back(self, request: Request) -> None:
+        """Queues a request that has lost its pages on the decode side, to be prefilled with all tokens that it has."""
+        self.away.discard(request)
+        request.preemptions += 1
+        self.preemptions += 1
+        request.num_computed_tokens, request.num_prefill_tokens, request.drafts = 0, len(request), []
+        self.add(request)
+
+    def ended_away(self, request: Request) -> None:
+        """Forgets a request that has ended on the decode side; :meth:`sent` frees its pages here."""
+        self.away.discard(request)
 
     def finish(self, request: Request) -> None:
+        self.away.discard(request)
         if request not in self.sending:
             super().finish(request)
         elif request in self._running:

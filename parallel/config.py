@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dsa_engine.config.checks import integer, is_number, number
 from dsa_engine.config.fields import BOOL, POSITIVE_INT, Kind, Options, choice, documented, option
 from dsa_engine.parallel.context_parallel import CpLayout
-from dsa_engine.parallel.experts import MoeDispatch
+from dsa_engine.parallel.experts import CombineDtype, MoeDispatch
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.mesh import Mesh
@@ -36,6 +36,8 @@ class MeshOptions(Protocol):
     def moe_dispatch(self) -> MoeDispatch: ...
     @property
     def decode_dispatch(self) -> MoeDispatch: ...
+    @property
+    def moe_combine_dtype(self) -> CombineDtype: ...
     @property
     def moe_chunk_size(self) -> int | None: ...
     @property
@@ -96,6 +98,15 @@ class ParallelConfig(Options):
         'the same in decode steps. CUDA graphs need the static shapes of "all_gather", so this is what "auto" takes on '
         "CUDA.",
         help="the same in decode",
+    )
+    moe_combine_dtype: CombineDtype = option(
+        choice(CombineDtype),
+        "auto",
+        'numbers of the experts\' sums on their way back: "auto" is the dtype of the run; "fp8" sends codes and '
+        "scales, about half of bfloat16's bytes, in an all-to-all and between machines. A sum that travels is rounded "
+        "once: docs/QUANTIZATION.md has the cost in accuracy, and tokens depend on how experts are divided over ranks. "
+        '"all_gather" adds sums on their way, which codes do not allow, and keeps the dtype of the run.',
+        help="numbers of the experts' sums on their way back; fp8: about half of bfloat16's bytes, less exact",
     )
     moe_chunk_size: int | None = option(
         POSITIVE_INT,
@@ -161,6 +172,15 @@ class ParallelConfig(Options):
         "seconds after which a collective that does not complete ends the run.",
         help="for a collective",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.moe_combine_dtype == "fp8" and self.moe_dispatch == self.decode_dispatch == "all_gather":
+            raise ValueError(
+                "moe_combine_dtype 'fp8': moe_dispatch and decode_dispatch are both 'all_gather', which adds sums on "
+                "their way back, and codes cannot be added; use 'all_to_all', 'by_machine' or 'auto' for one of them, "
+                "or leave it out"
+            )
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make another kind of mesh."""

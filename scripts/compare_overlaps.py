@@ -1,8 +1,9 @@
 """Gain of CUDA graphs and of each overlap in decode: time per output token with all of them, and without each.
 
-Two batches are compared if ``--enable-dbo`` turns them on. For an emulated rank a second table has what it waits for.
-One process creates the model anew for each variant; caches are filled with random rows. If a variant leaves the device
-in an error, another process measures the others. On a CPU there is nothing to turn off, and all rows do the same work.
+Two batches and the prefetch of weights are compared if ``--enable-dbo`` and ``--prefetch-weights`` turn them on. For an
+emulated rank a second table has what it waits for. One process creates the model anew for each variant; caches are
+filled with random rows. If a variant leaves the device in an error, another process measures the others. On a CPU there
+is nothing to turn off, and all rows do the same work.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dsa_engine.measure.report import format_table, read_so_far, run_report, wri
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.output_files import check_outputs
 
-TWO_BATCHES = "two batches"
+TWO_BATCHES, PREFETCH = "two batches", "prefetch of weights"
 # Names of the features and the options that turn them off.
 FEATURES: dict[str, dict[str, bool]] = {
     "CUDA graphs": {"enforce_eager": True},
@@ -34,7 +35,10 @@ FEATURES: dict[str, dict[str, bool]] = {
     "overlap of the shared expert": {"no_overlap_shared_expert": True},
     "overlap of the indexer": {"no_overlap_indexer": True},
     TWO_BATCHES: {"enable_dbo": False},
+    PREFETCH: {"prefetch_weights": False},
 }
+# Features that are off by default, and the options that turn them on.
+ASKED_FOR = {TWO_BATCHES: "--enable-dbo", PREFETCH: "--prefetch-weights"}
 VARIANTS: dict[str, dict[str, bool]] = {
     "nothing": {},
     **FEATURES,
@@ -56,15 +60,16 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.output_len < 2 or min(args.repeat, args.batch_size) < 1:
         raise ValueError("--output-len must be at least 2, --repeat and --batch-size at least 1")
+    absent = {name for name in ASKED_FOR if not all(vars(args)[option] for option in FEATURES[name])}
     if args.only is None:
-        args.only = [name for name in VARIANTS if name != TWO_BATCHES or args.enable_dbo]
+        args.only = [name for name in VARIANTS if name not in absent]
     else:
         args.only = args.only.split(",")
     for name in args.only:
         if name not in VARIANTS:
             raise ValueError(f"--only {name!r} is none of {', '.join(VARIANTS)}")
-    if TWO_BATCHES in args.only and not args.enable_dbo:
-        raise ValueError(f"--only {TWO_BATCHES!r} needs --enable-dbo, which turns them on")
+        if name in absent:
+            raise ValueError(f"--only {name!r} needs {ASKED_FOR[name]}, which turns it on")
     if args.add and (not args.json or args.json == "-"):
         raise ValueError("--add adds to the file that --json names; name one")
     return args

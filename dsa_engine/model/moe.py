@@ -10,11 +10,14 @@ DeepSeek-V3 report, section 2.1.2, equations 12 to 16, for the normed input u_t 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.linear.prefetch_weights import prefetch_weights
+from dsa_engine.kernels.moe.block_scaled_experts import quantized_words
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -56,15 +59,24 @@ class MoE(Weighted):
         self.shared_load = 1 / top_k if routed else 0.0
         self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, self.shared_load, config.topk_group)
         held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
+        if mesh.config.moe_combine_dtype == "fp8":
+            words = quantized_words(hidden)
+            if words is None:
+                raise ValueError(
+                    f"moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4; this model has {hidden}"
+                )
+            self.expert_parallel.coded_sum_bytes = 4 * words
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size
         self.max_pairs = runtime.max_tokens * mesh.choices(top_k) if chunk is None else chunk
         self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
+    def forward(
+        self, x: torch.Tensor, batch: ForwardBatch, upcoming: Sequence[torch.Tensor] = ()
+    ) -> Pass[list[torch.Tensor]]:
         """``x [T, hidden]`` -> the routed experts' sums and, if it is not among them, the shared expert's output,
         ``[T, hidden]`` each, which are to be added. The shared expert is launched when the tokens are on their way, so
-        that they do not wait for it.
+        that they do not wait for it; so is the prefetch of ``upcoming`` weights when the sums are.
         """
         config = self.config
         with stage("MoE gate"):
@@ -102,7 +114,11 @@ class MoE(Weighted):
             self._serve(dispatch, number, counts=batch.live is None)
         yield "MoE combine"
         with stage("MoE combine"):
-            return [dispatch.combine(), *([shared()] if shared else [])]
+            prefetched = self.streams.prefetch.run(lambda: _prefetched(upcoming)) if upcoming else None
+            sums = [dispatch.combine(), *([shared()] if shared else [])]
+            if prefetched is not None:
+                prefetched()
+            return sums
 
     def _serve(self, dispatch: Dispatch, number: int, counts: bool) -> None:
         """Runs one round.
@@ -117,6 +133,11 @@ class MoE(Weighted):
         del received  # room for what comes back
         with stage("MoE combine"):
             dispatch.send_back(number, sums)
+
+
+def _prefetched(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    prefetch_weights(weights)
+    return ()
 
 
 def _with_shared(experts: torch.Tensor, weights: torch.Tensor, shared: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,3 +11,4 @@ from typing import Literal
 
 DispatchMethod = Literal["all_to_all", "all_gather", "by_machine"]
 MoeDispatch = Literal[DispatchMethod, "auto"]  # what the options offer
+CombineDtype = Literal["auto", "fp8"]

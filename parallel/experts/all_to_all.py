@@ -5,6 +5,9 @@ the routing; under skewed routing, nearly all tokens of all ranks may choose the
 other how many token-expert pairs each of them is to serve. If the most loaded rank has more than fit at a time, all
 ranks send in rounds: skew costs time and not memory. A rank's own sums come back one by one and are added at the end,
 in the order of a token's choices: the same bits, for any number of rounds.
+
+With ``coded_sums`` the sending rank quantises its sums once, to codes in e4m3 with a scale for each 128, a power of
+two. They are added in float32 as before.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.moe.block_scaled_experts import quantize_tokens
 from dsa_engine.kernels.moe.combine import combine as weighted_sum
+from dsa_engine.kernels.moe.combine_codes import combine_codes
 from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.moe.token_ranks import token_ranks
@@ -97,6 +102,7 @@ class AllToAllDispatch(Dispatch):
         source, choice_rows: see :class:`Rounds`.
         plans: the sizes of each round.
         rank: this rank's number in the placement, if it is not that in the group.
+        coded_sums: sums travel back as codes and scales.
     """
 
     def __init__(
@@ -110,13 +116,15 @@ class AllToAllDispatch(Dispatch):
         choice_rows: torch.Tensor,
         plans: list[RecvPlan],
         rank: int | None = None,
+        coded_sums: bool = False,
     ):
         self._group, self._placement = group, placement
         self._tokens, self._experts, self._weights = tokens, experts, weights
         self._source, self._choice_rows = source, choice_rows
         self._plans = plans
         self._rank = group.index if rank is None else rank
-        self._returned: torch.Tensor | None = None  # [rows, hidden]: at most k rows a token, under any routing
+        self._coded_sums = coded_sums
+        self._returned: torch.Tensor | None = None  # [rows, hidden or words]: at most k rows a token, under any routing
         self._first = [0, *accumulate(sum(plan.send) for plan in plans)]  # first row of each round
         self._returning: Callable[[], None] = lambda: None
         self._start(0)
@@ -138,6 +146,9 @@ class AllToAllDispatch(Dispatch):
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         send, receive, _ = self._plans[number]
+        self._hidden, self._dtype = sums.shape[1], sums.dtype
+        if self._coded_sums:
+            sums = quantize_tokens(sums, power_of_two=True)
         if self._returned is None:
             self._returned = sums.new_empty(len(self._source), sums.shape[1])
         into = self._returned[self._first[number] : self._first[number + 1]]
@@ -148,6 +159,8 @@ class AllToAllDispatch(Dispatch):
     def combine(self) -> torch.Tensor:
         assert self._returned is not None
         self._returning()
+        if self._coded_sums:
+            return combine_codes(self._returned, self._choice_rows, self._hidden, self._dtype)
         return weighted_sum(self._returned, self._choice_rows)
 
     def _start(self, number: int) -> None:

@@ -5,7 +5,8 @@ passed on inside by another one. The sums of a machine's ranks are added in floa
 choices, and cross back as one row in the tokens' dtype; those of the machines are added in float32 at home.
 
 In float32 the sums differ from those of the all-to-all by their order only. In bfloat16 a machine's sum is rounded once
-more before it crosses, as float32 rows would double what the slow links carry back.
+more before it crosses, as float32 rows would double what the slow links carry back. With ``coded_sums`` it is rounded
+to codes and scales instead, once, and only there: inside a machine sums travel in the tokens' dtype.
 
 Both all-to-alls have rounds, so that skew costs time and not memory: a round along the rail brings a rank as many
 choices as it may serve in a round itself (`all_to_all.py: rounds_needed`), and is passed on in rounds of its own. The

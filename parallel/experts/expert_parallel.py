@@ -51,6 +51,8 @@ class ExpertParallel:
         choice: chooses for "auto".
         groups, top_groups: those of the model's router.
         even: spread choices evenly over the ranks instead of routing them (:meth:`.mesh.Mesh.even_routing`).
+        coded_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail; None:
+            sums travel in the tokens' dtype.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ExpertParallel:
         self.choice = choice
         self.groups, self.top_groups = 1, 1
         self.even = False
+        self.coded_sum_bytes: int | None = None
         self._tables = MachineTables(machines, placement) if machines else None
 
     @property
@@ -94,7 +97,7 @@ class ExpertParallel:
             max_pairs: bound on the token-expert pairs that a rank serves in a round
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
                 if there may be more, the host waits for their number.
-            sum_bytes: of a token's sum on its way back; default: those of the token.
+            sum_bytes: of a token's sum in the tokens' dtype; default: those of the token.
         """
         experts = self.to_physical(experts)
         if self.group.size == 1:
@@ -183,7 +186,10 @@ class ExpertParallel:
         else:
             source, choice_rows, counts = in_rounds(plan, rows, rounds)
             plans = self.exchange_rounds(counts)
-        return AllToAllDispatch(group, self.placement, tokens, experts, weights, source, choice_rows, plans)
+        coded = self.coded_sum_bytes is not None
+        return AllToAllDispatch(
+            group, self.placement, tokens, experts, weights, source, choice_rows, plans, coded_sums=coded
+        )
 
     def _by_machine(
         self,
@@ -208,8 +214,9 @@ class ExpertParallel:
         def pass_on(number: int, brought: Received) -> Dispatch:
             return self._inside(groups.machine, tables.inner, brought, ways[number].inside, inner_rounds[number])
 
+        plans, coded = [way.along for way in ways], self.coded_sum_bytes is not None
         rail = AllToAllDispatch(
-            groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, [way.along for way in ways], 0
+            groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, plans, 0, coded
         )
         return self._on_two_levels(rail, pass_on, inner_rounds)
 
@@ -242,7 +249,7 @@ class ExpertParallel:
         """What "auto" is for a step, the same on every rank."""
         assert self.choice is not None
         sent = tokens.shape[1] * tokens.dtype.itemsize
-        row = RowBytes.of(sent, choices, sent if sum_bytes is None else sum_bytes)
+        row = RowBytes.of(sent, choices, sum_bytes, self.coded_sum_bytes)
         routing = Routing(choices, self.groups, self.top_groups)
         return self.choice.method(max_tokens, max_pairs, row, routing, self.placement.held)
 

@@ -21,24 +21,28 @@ from dsa_engine.parallel.links import Links
 
 
 class RowBytes(NamedTuple):
-    """Bytes of a token on its way to experts, with its choices and weights, and of a sum on its way back."""
+    """Bytes of a token on its way to experts, with its choices and weights, and of a sum on its way back: in an
+    all-to-all or along a rail (``back``), and in a reduce-scatter or inside a machine (``plain``)."""
 
     there: int
     back: int
+    plain: int
 
     @classmethod
-    def of(cls, token: int, choices: int, back: int | None = None) -> RowBytes:
+    def of(cls, token: int, choices: int, back: int | None = None, coded: int | None = None) -> RowBytes:
         """Rows of ``token`` bytes and so many choices, as `kernels/moe/pack_tokens.py` packs them.
 
         Args:
             back: bytes of a sum; default: ``token``.
+            coded: bytes of a sum that travels as codes and scales; default: none does.
         """
-        words = -(-token // 4) + 2 * choices
-        return cls(-(-words // 4) * 16, token if back is None else back)
+        words, plain = -(-token // 4) + 2 * choices, token if back is None else back
+        return cls(-(-words // 4) * 16, plain if coded is None else coded, plain)
 
 
 def quantized_bytes(hidden: int) -> int:
-    """Bytes of a token on its way to FP8 experts: codes, and a scale for each 128 (`block_scaled_experts.py`)."""
+    """Bytes of a token on its way to FP8 experts, and of a sum that comes back so: codes, and a scale for each 128
+    (`block_scaled_experts.py`)."""
     return hidden + 4 * -(-hidden // 128)
 
 
@@ -192,11 +196,11 @@ def collectives(
     if method == "all_gather":
         rows = max(tokens.counts)
         gathered = gathered_parts("all_gather", machines, rank, rows * row.there)
-        return [*gathered, *gathered_parts("reduce_scatter", machines, rank, rows * row.back)]
+        return [*gathered, *gathered_parts("reduce_scatter", machines, rank, rows * row.plain)]
     if method == "all_to_all" or not has_two_levels(machines):
         counts = gathered_parts("all_gather", machines, rank, 8 * size)
         sent, received = tokens.ranks[rank], [of[rank] for of in tokens.ranks]
-        return [*counts, *_there_and_back(world, rank, sent, received, row)]
+        return [*counts, *_there_and_back(world, rank, sent, received, row.there, row.back)]
     home = machines[rank]
     (rail,) = [rail for rail in rails_of(machines) if rank in rail]
     inside = [one for one in world if machines[one] == home]
@@ -207,13 +211,15 @@ def collectives(
         rank,
         [mine.get(one, 0) for one in rail],
         [tokens.machines[one][home] if peers[one][home] == rank else 0 for one in rail],
-        row,
+        row.there,
+        row.back,
     )
     passed = {
         taker: [sum(tokens.ranks[one][to] for one in world if peers[one][home] == taker) for to in inside]
         for taker in inside
     }
-    into, out = _there_and_back(inside, rank, passed[rank], [passed[one][inside.index(rank)] for one in inside], row)
+    taken = [passed[one][inside.index(rank)] for one in inside]
+    into, out = _there_and_back(inside, rank, passed[rank], taken, row.there, row.plain)
     return [*gathered_parts("all_gather", machines, rank, 16 * size), there, into, out, home_again]
 
 
@@ -237,13 +243,13 @@ def _even(kind: Kind, ranks: Sequence[int], rank: int, part: float) -> Collectiv
 
 
 def _there_and_back(
-    ranks: Sequence[int], rank: int, sent: Sequence[float], received: Sequence[float], row: RowBytes
+    ranks: Sequence[int], rank: int, sent: Sequence[float], received: Sequence[float], there: int, back: int
 ) -> tuple[Collective, Collective]:
     index = ranks.index(rank)
 
     def nbytes(rows: Sequence[float], each: int) -> tuple[int, ...]:
         return tuple(0 if i == index else round(n * each) for i, n in enumerate(rows))
 
-    there = Collective("all_to_all", tuple(ranks), index, nbytes(sent, row.there), nbytes(received, row.there))
-    back = Collective("all_to_all", tuple(ranks), index, nbytes(received, row.back), nbytes(sent, row.back))
-    return there, back
+    tokens = Collective("all_to_all", tuple(ranks), index, nbytes(sent, there), nbytes(received, there))
+    sums = Collective("all_to_all", tuple(ranks), index, nbytes(received, back), nbytes(sent, back))
+    return tokens, sums

@@ -73,6 +73,8 @@ def steps() -> Iterator[Step]:
         ("+ two batches in prefill", {"two_batches": True}, {}),
         ("+ 64 redundant experts", {"redundant": RANKS}, {"redundant": RANKS}),
         ("+ three drafts", {}, {"drafts": 3}),
+        ("+ prefetch of weights in decode", {}, {"prefetch_weights": True}),
+        ("+ sums in FP8 in prefill", {"combine_dtype": "fp8"}, {}),
     )
     for name, of_prefill, of_decode in changes:
         prefill, decode = replace(prefill, **of_prefill), replace(decode, **of_decode)
@@ -148,6 +150,7 @@ def emulated(how: Deployment, tokens: int, decodes: bool) -> tuple[Layer, Layer]
 def emulated_engine(how: Deployment, tokens: int) -> Engine:
     """The engine of rank 0, with a model of three layers."""
     split = {"moe_dispatch": how.dispatch, "decode_dispatch": how.dispatch, "tp_size": how.tp_size}
+    split["moe_combine_dtype"] = "fp8" if how.combine_dtype == "fp8" else "auto"
     llm = LLM(
         "deepseek_v32",
         device="cpu",
@@ -190,7 +193,8 @@ def _planned(engine: Engine, placed: Placed, stages: dict[str, StageTime], total
     tokens = expected(moe.expert_parallel.placement.held, machines, routing, [rows] * RANKS)
     back = 2 * config.hidden_size
     sent = quantized_bytes(config.hidden_size) if how.dispatch_dtype == "fp8" else back
-    row = RowBytes.of(sent, config.num_experts_per_tok, back)
+    coded = quantized_bytes(config.hidden_size) if how.combine_dtype == "fp8" else None
+    row = RowBytes.of(sent, config.num_experts_per_tok, back, coded)
     of_layer = collectives(how.dispatch, tokens, machines, row, 0)  # type: ignore[arg-type]
     waited = sum(stages[name].communicated for name in (DISPATCH, COMBINE))
     hidden = sum(stages[name].hidden for name in (DISPATCH, COMBINE))

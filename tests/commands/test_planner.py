@@ -140,6 +140,11 @@ def test_each_change_of_the_exchange_shortens_it(config: ModelConfig) -> None:
     crossing, direct = codes.seconds("by_machine", 2048), codes.seconds("all_to_all", 2048)
     across = 7 * 2048 * codes.reached(8) * 7_456 / 45e9
     assert across < crossing.dispatch < 1.6 * across and crossing.dispatch < 0.7 * direct.dispatch
+    both = exchange.ExpertExchange(config, ranks.links, 64, narrow=True, narrow_sums=True)
+    assert both.seconds("all_gather", 8) == codes.seconds("all_gather", 8), "a reduce-scatter cannot add codes"
+    for dispatch, least in (("all_to_all", 0.5), ("by_machine", 0.55)):  # inside machines bfloat16 stays
+        before, after = (one.seconds(dispatch, 2048) for one in (codes, both))
+        assert after.dispatch == before.dispatch and least < after.combine / before.combine < 0.7
     assert codes.method("auto", 2048) == "by_machine" and codes.method("auto", 1, static=True) == "all_gather"
 
 
@@ -163,6 +168,22 @@ def test_what_each_step_brings(config: ModelConfig) -> None:
     slow, fast = (predict_prefill(placed, reached, 131_072).stages["MoE experts"] for placed in (uneven, mended))
     assert slow.computed / fast.computed == pytest.approx(2 / 1.1, rel=0.02)
     assert mended.weight_bytes - uneven.weight_bytes == pytest.approx(mended.expert_bytes)
+
+
+def test_prefetched_weights_save_what_memory_takes_longer_for(config: ModelConfig) -> None:
+    """At most half of L2 in each of 57 layers: less on a device with faster memory, and nothing where none wait."""
+    saved = {}
+    for device, ranks in (("H100", 64), ("H200", 64), ("B200", 64), ("H200", 1)):
+        plain = Deployment(ranks, dispatch="all_gather", cache="fp8", beside_shared=True)
+        placed = [Placed(config, DEVICES[device], replace(plain, prefetch_weights=on)) for on in (False, True)]
+        off, on = (predict_decode(one, Efficiencies.assumed(), 64, 131_072, 1.0, 132_096) for one in placed)
+        changed = {n for n, time in off.stages.items() if abs(time.seconds - on.stages[n].seconds) > 1e-12}
+        assert changed == ({"MLA prolog"} if on.tpot < off.tpot else set())
+        saved[device, ranks] = off.tpot - on.tpot
+    for device, bandwidth in (("H100", 3.35e12), ("H200", 4.8e12)):
+        by_hand = 57 * (25 << 20) * (1 / (0.9 * bandwidth) - 1 / 5.5e12)
+        assert saved[device, 64] == pytest.approx(by_hand, rel=0.01)
+    assert saved["B200", 64] == saved["H200", 1] == 0
 
 
 def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:

@@ -1,5 +1,5 @@
 """Skewed routing with experts in order, then with replicas by the loads that were counted, then so by machine; then in
-order and by machine with FP8 weights: balance_worker.py FOLDER.
+order and by machine with FP8 weights, and by machine with sums that come back in FP8: balance_worker.py FOLDER.
 
 Every rank stores, of all runs: the tokens of all requests, and in each layer the logical experts that its own tokens
 chose and how many of these choices each rank must serve, the number of pairs that it served, and the experts of all
@@ -107,7 +107,8 @@ def main() -> None:
     by_machine = {"moe_dispatch": "by_machine", "decode_dispatch": "by_machine"}
     _, third = run(expert_loads=path, redundant_experts=8, **by_machine)
     fp8 = [run("fp8", **chosen)[1] for chosen in ({}, by_machine)]
-    torch.save([first, second, third, *fp8], folder / f"rank{rank}.pt")
+    _, coded = run(moe_combine_dtype="fp8", **by_machine)
+    torch.save([first, second, third, *fp8, coded], folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
 def _bytes_between_machines(*runs: list[dict[str, Any]]) -> None:
     """Bytes that cross are those of the choices: of tokens for each rank of the other machine, and for that machine.
-    To FP8 weights tokens travel as codes and scales."""
+    To FP8 weights tokens travel as codes and scales; of the last run sums do."""
     config = demo_config()
     hidden, k = config["hidden_size"], config["num_experts_per_tok"]
     numbers, fp8 = RowBytes.of(4 * hidden, k), RowBytes.of(quantized_bytes(hidden), k, 4 * hidden)
-    rows = zip(runs, (0, 0, 1, 0, 1), (numbers, numbers, numbers, fp8, fp8), strict=True)
+    coded = RowBytes.of(4 * hidden, k, coded=quantized_bytes(hidden))
+    rows = zip(runs, (0, 0, 1, 0, 1, 1), (numbers, numbers, numbers, fp8, fp8, coded), strict=True)
     for run, number, row in rows:
-        assert sum(rank["crossed_bytes"] for rank in run) == sum(rank["crossing"][number] for rank in run) * sum(row)
+        each = row.there + row.back
+        assert sum(rank["crossed_bytes"] for rank in run) == sum(rank["crossing"][number] for rank in run) * each
 
 
 def test_the_busiest_rank_serves_what_the_plan_says(
@@ -31,10 +33,11 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     done = fork_ranks(4, "balance_worker.py", tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
-    before, after, by_machine, *fp8 = ([rank[run] for rank in ranks] for run in range(5))
+    before, after, by_machine, *fp8, coded = ([rank[run] for rank in ranks] for run in range(6))
     assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after + by_machine), "the same tokens"
     assert all(rank["tokens"] == fp8[0][0]["tokens"] for run in fp8 for rank in run)
-    _bytes_between_machines(before, after, by_machine, *fp8)
+    assert all(rank["tokens"] == coded[0]["tokens"] for rank in coded)
+    _bytes_between_machines(before, after, by_machine, *fp8, coded)
     there, once = [sum(rank["crossing"][number] for rank in fp8[0]) for number in range(2)]
     in_ranks, in_machines = (sum(rank["crossed_bytes"] for rank in run) for run in fp8)
     print(

@@ -33,7 +33,7 @@ def test_an_emulated_rank_beside_the_planner(run: Callable[..., Any], tmp_path: 
     """Steps that the page has too: equal bytes in decode; in prefill more by what even choices reach."""
     run("studies/communication_steps.py", "--emulate", 256, "--json", tmp_path / "steps.json")
     emulated = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))["emulated"]
-    assert len(emulated) == 8
+    assert len(emulated) == 9
     for one in emulated:
         ratios = {key: one["emulated"][key] / one["planner"][key] for key in one["planner"]}
         print(one["step"], ratios)

@@ -10,6 +10,7 @@ import torch
 from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
+from dsa_engine.kernels.moe.block_scaled_experts import quantize_tokens
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens_reference
 from dsa_engine.kernels.rows.segment import Segment, Segments
 
@@ -146,6 +147,9 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "block_scaled_experts": _block_experts,
     "block_scaled_linear": lambda m: ((m.normal(T, HIDDEN), *(x.squeeze(0) for x in m.blocks(1, 256, HIDDEN))), {}),
     "combine": lambda m: ((m.normal(T * 4, HIDDEN), m.order(T * 4).view(T, 4), m.floats(T, 4)), {}),
+    "combine_codes": lambda m: (
+        (quantize_tokens(m.normal(T * 4, HIDDEN), True), m.order(T * 4).view(T, 4), HIDDEN, BF16), {},
+    ),
     "choose_replicas": lambda m: ((m.whole(EXPERTS, T, CHOICES), _two_replicas(), 3), {}),
     "dense_mla": _dense,
     "dequantize_blocks": lambda m: ((*(x.squeeze(0) for x in m.blocks(1, 256, 256)), (128, 128)), {"dtype": BF16}),

@@ -39,6 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of a token on its way to FP8 experts; default: fp8",
     )
     parser.add_argument(
+        "--combine-dtype",
+        choices=DISPATCH_DTYPES,
+        help="numbers of the experts' sums on their way back, except in an all-gather dispatch; default: bfloat16",
+    )
+    parser.add_argument(
+        "--prefetch-weights",
+        action=argparse.BooleanOptionalAction,
+        help="in decode, the next layer's first weights come into the L2 cache while sums travel back; default: no",
+    )
+    parser.add_argument(
         "--enable-dbo",
         dest="two_batches",
         action=argparse.BooleanOptionalAction,

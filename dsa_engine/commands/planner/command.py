@@ -54,7 +54,7 @@ def run_plan(args: argparse.Namespace) -> None:
     names: tuple[str, ...] = (
         "cp_size", "tp_size", "chunk", "drafts", "weights", "cache", "moe_dispatch", "decode_dispatch"
     )  # fmt: skip
-    names += ("dispatch_dtype", "two_batches", "redundant_experts", "imbalance")
+    names += ("dispatch_dtype", "combine_dtype", "prefetch_weights", "two_batches", "redundant_experts", "imbalance")
     fixed = {name: getattr(args, name) for name in names}
     planner = Planner(config, device, reached, {name: value for name, value in fixed.items() if value is not None})
     about: dict[str, Any] = {"model": args.model, "device": device.to_json(), "efficiencies": reached.source}

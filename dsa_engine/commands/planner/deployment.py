@@ -48,6 +48,8 @@ class Deployment:
         drafts: number of drafts in a decode step.
         balanced: experts have equal loads in every step, as with perfect replicas; else tokens choose independently.
         dispatch_dtype: "fp8": tokens travel as codes where the experts' format quantises them so; or "bfloat16".
+        combine_dtype: "fp8": sums travel back as codes, except in an all-gather dispatch; or "bfloat16".
+        prefetch_weights: in decode, the next layer's first weights come into L2 while sums travel back.
         beside_shared: the shared expert runs beside the dispatch.
         two_batches: a step is cut into two halves, and tokens of one travel while the other computes.
         redundant: replicas of experts on all ranks together.
@@ -64,6 +66,8 @@ class Deployment:
     drafts: int = 0
     balanced: bool = False
     dispatch_dtype: str = "bfloat16"
+    combine_dtype: str = "bfloat16"
+    prefetch_weights: bool = False
     beside_shared: bool = False
     two_batches: bool = False
     redundant: int = 0
@@ -93,6 +97,7 @@ class Placed:
             how.ranks,
             narrow=how.dispatch_dtype == "fp8" and how.weights == "fp8" and narrow,
             imbalance=how.imbalance,
+            narrow_sums=how.combine_dtype == "fp8",
         )
 
     @cached_property

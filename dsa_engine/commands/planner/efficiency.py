@@ -54,6 +54,10 @@ _MEMORY = {"sparse flash attention": 0.6, "lightning indexer": 0.8, TOP_K: 0.5}
 # Part of the multiprocessors that a running collective holds: 20 of 132, as DeepSeek-V3's report gives them.
 COLLECTIVE = 20 / 132
 
+# Weights that a decode step brings into L2 (half of a Hopper's 50 MiB, as kernels/linear/prefetch_weights.py takes it),
+# and the rate at which products read them there; the rate is assumed.
+PREFETCHED, L2_BANDWIDTH = 25 << 20, 5.5e12
+
 OWN = "stages reach parts of the peak that were estimated by reading this project's kernels: nothing was measured"
 TUNED = "stages reach parts of the peak as kernels that others have published"
 

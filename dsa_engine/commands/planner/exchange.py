@@ -25,7 +25,8 @@ class ExpertExchange:
     """The exchange of one rank of ``ranks``, all with as many rows.
 
     Args:
-        narrow: tokens travel as 8-bit codes with scales; sums come back in bfloat16.
+        narrow: tokens travel as 8-bit codes with scales.
+        narrow_sums: sums come back so too, in an all-to-all or along a rail; else in bfloat16.
         imbalance: token-expert pairs of the busiest rank over the mean.
     """
 
@@ -36,12 +37,14 @@ class ExpertExchange:
         ranks: int,
         narrow: bool = False,
         imbalance: float = 1.0,
+        narrow_sums: bool = False,
     ):
         self.config, self.links, self.ranks, self.narrow = config, links, ranks, narrow
         self.imbalance = imbalance
         hidden = config.hidden_size
         sent = quantized_bytes(hidden) if narrow else 2 * hidden
-        self._rows = RowBytes.of(sent, config.num_experts_per_tok, 2 * hidden)
+        coded = quantized_bytes(hidden) if narrow_sums else None
+        self._rows = RowBytes.of(sent, config.num_experts_per_tok, 2 * hidden, coded)
 
     @property
     def machines(self) -> int:
@@ -64,13 +67,13 @@ class ExpertExchange:
         there: float
         back: float
         if dispatch == "all_gather":
-            there, back = self._rows
-            return Exchange(self._gathered("all_gather", rows * there), self._gathered("reduce_scatter", rows * back))
+            there, back = rows * self._rows.there, rows * self._rows.plain
+            return Exchange(self._gathered("all_gather", there), self._gathered("reduce_scatter", back))
         if dispatch == "by_machine" and self.machines > 1:
             return self._by_machine(rows)
         part = min(rows, rows * self.reached(self.ranks) * self.imbalance)
         counts = self._gathered("all_gather", 8 * self.ranks)  # tokens and choices for each rank
-        there, back = (even_seconds("all_to_all", self.ranks, round(part * row), self.links) for row in self._rows)
+        there, back = (even_seconds("all_to_all", self.ranks, round(part * row), self.links) for row in self._rows[:2])
         return Exchange(there + counts, back)
 
     def reached(self, parts: int) -> float:
@@ -88,15 +91,15 @@ class ExpertExchange:
 
     def _by_machine(self, rows: float) -> Exchange:
         """To the rank of the same number on each machine with an expert of the token, and on to the experts' ranks."""
-        across, inside = self._rail
+        (across, inside), row = self._rail, self._rows
         counts = self._gathered("all_gather", 16 * self.ranks)  # tokens and choices for each rank, on both levels
         on_machine = rows * self.machines * self.reached(self.machines)  # tokens that a rank of a machine passes on
         crossing = rows * self.reached(self.machines)
         forwarded = min(on_machine, rows * self.machines * self.reached(self.ranks) * self.imbalance)
         there, back = (
-            _seconds("all_to_all", self.machines, round(crossing * row), self.links, across)
-            + _seconds("all_to_all", self.links.machine_size, round(forwarded * row), self.links, inside)
-            for row in self._rows
+            _seconds("all_to_all", self.machines, round(crossing * crossed), self.links, across)
+            + _seconds("all_to_all", self.links.machine_size, round(forwarded * passed), self.links, inside)
+            for crossed, passed in ((row.there, row.there), (row.back, row.plain))
         )
         return Exchange(there + counts, back)
 

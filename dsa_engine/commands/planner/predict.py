@@ -8,7 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 from dsa_engine.commands.planner.deployment import Deployment, Placed
-from dsa_engine.commands.planner.efficiency import COLLECTIVE, TOP_K, Efficiencies, stage_seconds
+from dsa_engine.commands.planner.efficiency import (
+    COLLECTIVE,
+    L2_BANDWIDTH,
+    PREFETCHED,
+    TOP_K,
+    Efficiencies,
+    stage_seconds,
+)
 from dsa_engine.commands.planner.exchange import Exchange
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
@@ -177,6 +184,8 @@ def predict_decode(
         work = placed.dispatched(placed.costs.verification(part), rows, all_rows, dispatch)
         exchange = placed.exchange.seconds(dispatch, rows)
         stages = _timed("decode", placed, reached, work, eager=dispatch != "all_gather")
+        if how.prefetch_weights and len(parts) == 1:
+            _prefetch(stages, placed, reached, exchange.combine)
         _communicate(stages, placed, rows, 0, rows)
         batches.append(_Batch(stages, exchange, 1))
     stages = _passed(placed, batches)
@@ -186,6 +195,19 @@ def predict_decode(
     rows = own * (1 + how.drafts)
     room = placed.cache_room(rows) - own * longest * placed.token_bytes
     return DecodeStep(how, requests, seconds / tokens_per_step, tokens_per_step, room, stages, placed.expert_bytes)
+
+
+def _prefetch(stages: dict[str, StageTime], placed: Placed, reached: Efficiencies, combine: float) -> None:
+    """Shortens the prolog of each layer after one with experts: weights that memory delivers in the time of the combine
+    are read from L2. The time that the combine may lose to them is not modelled."""
+    name, moes = "MLA prolog", placed.config.mlp_layer_types.count("sparse")
+    if moes < 2 or name not in stages or stages[name].limit == "compute":
+        return
+    rate = placed.device.bandwidth * reached.of("decode", name).memory
+    held = placed.costs.weights.layers["sparse", placed.config.indexer_types[-1]][name]
+    brought = min(PREFETCHED, held, combine * rate)
+    saved = (moes - 1) * brought * max(0.0, 1 / rate - 1 / L2_BANDWIDTH)
+    stages[name] = replace(stages[name], computed=stages[name].computed - saved)
 
 
 def _drafting(placed: Placed, reached: Efficiencies, step: Decode) -> dict[str, StageTime]:

@@ -178,6 +178,8 @@ class Planner:
                             weights=weights,
                             cache=cache,
                             dispatch_dtype=self.fixed.get("dispatch_dtype", "fp8"),
+                            combine_dtype=self.fixed.get("combine_dtype", "bfloat16"),
+                            prefetch_weights=self.fixed.get("prefetch_weights", False),
                             beside_shared=True,
                             redundant=self.fixed.get("redundant_experts", 0),
                             imbalance=self.fixed.get("imbalance", 1.0),

@@ -87,13 +87,17 @@ def _cut(how: Deployment, prefill: bool) -> str:
     parts += [f"tp {how.tp_size}", _exchange(how), f"weights {how.weights}", f"caches {how.cache}"]
     if how.redundant:
         parts.append(f"{how.redundant} redundant experts")
-    return ", ".join(parts if prefill else [*parts, f"{how.drafts} drafts"])
+    if prefill:
+        return ", ".join(parts)
+    return ", ".join([*parts, f"{how.drafts} drafts", *(["prefetch of weights"] if how.prefetch_weights else [])])
 
 
 def _exchange(how: Deployment) -> str:
     parts = [how.dispatch]
     if how.dispatch_dtype == "fp8" and how.weights == "fp8":
         parts.append("tokens in fp8")
+    if how.combine_dtype == "fp8" and how.dispatch != "all_gather":
+        parts.append("sums in fp8")
     options = {"two batches": how.two_batches}
     return " + ".join((*parts, *(name for name, on in options.items() if on)))
 

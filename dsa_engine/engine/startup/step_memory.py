@@ -132,6 +132,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
         limit, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
     else:
         limit, rounds, rows = max(chunk, k), cdiv(even, chunk), 2
+    rows += mesh.config.moe_combine_dtype == "fp8"  # codes beside sums
     more = max(0, min(limit, size * even) - even // rounds)
     return more * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 

@@ -12,8 +12,10 @@ from dsa_engine.kernels.grouped.grouped_matmul import (
     grouped_matmul_triton,
     torch_has_it,
 )
+from dsa_engine.kernels.moe.block_scaled_experts import quantized_words
 from dsa_engine.kernels.moe.choose_replicas import choose_replicas, choose_replicas_reference
 from dsa_engine.kernels.moe.combine import combine, combine_reference
+from dsa_engine.kernels.moe.combine_codes import combine_codes, combine_codes_reference
 from dsa_engine.kernels.moe.expert_order import expert_order, expert_order_reference
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, pack_tokens_reference
 from dsa_engine.kernels.moe.router import route, route_reference
@@ -92,6 +94,7 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         yield _replicas(make, tokens)
         yield _ranks(make, tokens)
         yield _combine(make, tokens)
+        yield _combine_codes(make, tokens)
         yield _gate(make, tokens)
         yield _pack(make, tokens)
         yield _unpack(make, tokens)
@@ -162,6 +165,23 @@ def _combine(make: Inputs, tokens: int) -> KernelCase:
         flops=2.0 * y.numel(),
         bytes=float(y.nbytes * (1 + 1 / CHOICES)),
         baselines={"torch index_add": lambda: combine_reference(y, rows_of, weights)},
+    )
+
+
+def _combine_codes(make: Inputs, tokens: int) -> KernelCase:
+    """Zeros: any words would be codes and scales, also of NaN."""
+    width = quantized_words(HIDDEN) or 0
+    words = torch.empty(tokens * CHOICES, width, dtype=torch.int32, device=make.device)
+    if not make.untouched:
+        words.zero_()
+    rows_of = torch.randperm(tokens * CHOICES, device=make.device).int().view(tokens, CHOICES)
+    return KernelCase(
+        "sum of rows in FP8",
+        shape=f"{tokens} tokens",
+        run=lambda: combine_codes(words, rows_of, HIDDEN, make.dtype),
+        flops=2.0 * tokens * CHOICES * HIDDEN,
+        bytes=float(words.nbytes + tokens * HIDDEN * make.dtype.itemsize),
+        baselines={"torch index_add": lambda: combine_codes_reference(words, rows_of, HIDDEN, make.dtype)},
     )
 
 

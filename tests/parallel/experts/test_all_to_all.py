@@ -112,10 +112,13 @@ class ThreadGroup(Group):
         return lambda: gathered
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype) -> None:
-    """Three ranks with different numbers of tokens, most of which want the same rank; experts that only scale."""
-    size, k, hidden = 3, 4, 5
+@pytest.mark.parametrize(
+    ("dtype", "coded"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
+)
+def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype, coded: bool) -> None:
+    """Three ranks with different numbers of tokens, most of which want the same rank; experts that only scale. Also
+    if sums come back as codes."""
+    size, k, hidden = 3, 4, 132 if coded else 5
     placement = ExpertPlacement.contiguous(10, size, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     counts = (40, 0, 7)
@@ -134,6 +137,7 @@ def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype) -> N
 
         def rank(index: int) -> torch.Tensor:
             parallel = ExpertParallel(ThreadGroup(tuple(range(size)), index, None, room=room), placement)
+            parallel.coded_sum_bytes = 4 * (33 + 2) if coded else None
             dispatch = parallel.dispatch(
                 tokens[index], chosen[index], weights[index], "all_to_all", max(counts), max_pairs
             )

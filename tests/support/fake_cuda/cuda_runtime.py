@@ -108,6 +108,7 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         "get_device_properties": lambda *_: SimpleNamespace(
             multi_processor_count=_MULTIPROCESSORS,
             total_memory=device.memory,
+            L2_cache_size=50 << 20,
             name=f"fake sm_{device.capability}",
             major=device.capability // 10,
             minor=device.capability % 10,

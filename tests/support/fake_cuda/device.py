@@ -139,7 +139,7 @@ class FakeDevice:
 
     def launch(self, launch: Launch) -> None:
         """Records a launch on the current stream."""
-        self.launches.append(launch)
+        self.launches.append(launch._replace(stream=self.stream))
         self.reached[self.stream][self.stream] += 1
         if not self.capturing:
             self.streams_used.add(self.stream)

@@ -13,6 +13,7 @@ class Launch(NamedTuple):
     kind: str  # "torch", "triton", "collective", "copy" (from the host), "graph" (a replay of many)
     name: str
     dtypes: tuple[torch.dtype, ...] = ()  # dtypes of the factors of a matrix product of PyTorch
+    stream: int = 0  # number of its stream; 0 is the default one
 
 
 class Capture(NamedTuple):

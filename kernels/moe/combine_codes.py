@@ -1,0 +1,87 @@
+"""The sum of the rows that come back for each token in FP8: codes in e4m3, and a scale for each 128 of them.
+
+out[t] = Σ_j codes[pair_rows[t, j]] · scales[pair_rows[t, j]]        in the order of j, in float32
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.formats.e4m3 import converts_e4m3, decode_e4m3
+from dsa_engine.kernels.moe.block_scaled_experts import codes_and_scales, quantized_words
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+_SCALED = 128  # codes with the same scale
+
+
+def combine_codes_reference(
+    words: torch.Tensor, pair_rows: torch.Tensor, hidden: int, dtype: torch.dtype
+) -> torch.Tensor:
+    codes, scales = codes_and_scales(words, hidden)
+    out = torch.zeros(pair_rows.shape[0], hidden, dtype=torch.float32, device=words.device)
+    for pair_row in pair_rows.t():
+        token = (pair_row >= 0).nonzero().flatten()
+        rows = pair_row[token]
+        by_column = scales[rows].repeat_interleave(_SCALED, dim=1)[:, :hidden]
+        # No token is named twice in a choice, so nothing depends on the order in which rows are added.
+        out.index_add_(0, token, codes[rows].float().mul_(by_column))
+    return out.to(dtype)
+
+
+@triton.jit
+def combine_codes_kernel(
+    codes, scales, pair_rows, out, row_bytes, row_words, width,
+    K: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """Part of one token a program: its K rows are loaded at once."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        pair_row = tl.load(pair_rows + token * K + j).to(tl.int64)
+        here = inside & (pair_row >= 0)
+        code = tl.load(codes + pair_row * row_bytes + columns, mask=here, other=0)
+        scale = tl.load(scales + pair_row * row_words + columns // SCALED, mask=here, other=0.0)
+        total += decode_e4m3(code, CONVERTS) * scale
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@operation(waits=True)
+def combine_codes(words: torch.Tensor, pair_rows: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sum of every token's rows: the same bits each time.
+
+    Args:
+        words: int32 ``[R, quantized_words(hidden)]``, as :func:`.block_scaled_experts.quantize_tokens` makes them.
+        pair_rows: int32 ``[T, k]``, rows of ``words``; −1 is left out.
+        hidden: numbers of a row.
+        dtype: of the result.
+
+    Returns:
+        ``[T, hidden]``; zeros for a token whose rows are all left out.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] != quantized_words(hidden):
+        raise ValueError(f"{words.dtype} {tuple(words.shape)} are no codes and scales of rows of {hidden} numbers")
+    if pair_rows.dim() != 2 or pair_rows.dtype != torch.int32:
+        raise ValueError(f"pair_rows must be int32 [T, k], not {pair_rows.dtype} {tuple(pair_rows.shape)}")
+    if not runs_triton(words):
+        return combine_codes_reference(words, pair_rows, hidden, dtype)
+    tokens, k = pair_rows.shape
+    words = words.contiguous()
+    out = torch.empty(tokens, hidden, dtype=dtype, device=words.device)
+    if out.numel():
+        codes, scales = codes_and_scales(words, hidden)
+        # 8 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
+        block = min(1024, next_power_of_2(hidden))
+        combine_codes_kernel[(tokens, cdiv(hidden, block))](
+            codes.view(torch.uint8), scales, pair_rows.contiguous(), out, codes.stride(0), scales.stride(0), hidden,
+            K=k, BLOCK=block, SCALED=_SCALED, CONVERTS=converts_e4m3(words), num_warps=max(1, block // 256),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,59 @@
+"""``moe_combine_dtype``: what it refuses, and the bytes of an engine's sums, on one emulated rank of two. The prefetch
+of weights beside them, which a CPU does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.model import moe
+from dsa_engine.parallel.collective_log import CollectiveLog
+from dsa_engine.parallel.experts.traffic import quantized_bytes
+
+
+def test_sums_that_are_added_on_their_way_are_refused() -> None:
+    both = {"moe_dispatch": "all_gather", "decode_dispatch": "all_gather"}
+    with pytest.raises(ValueError, match="moe_combine_dtype 'fp8': moe_dispatch and decode_dispatch are both 'all_g"):
+        ParallelConfig(moe_combine_dtype="fp8", **both)
+    with pytest.raises(ValueError, match="moe_combine_dtype must be one of auto, fp8, not 'e4m3'"):
+        ParallelConfig(moe_combine_dtype="e4m3")  # type: ignore[arg-type]
+    assert ParallelConfig(moe_combine_dtype="fp8").decode_dispatch == "all_gather"
+
+
+def test_rows_that_are_no_words_are_refused(tiny_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(ValueError, match="'fp8' needs a hidden_size that is a multiple of 4; this model has 66"):
+        tiny_llm(64, parallel=ParallelConfig(moe_combine_dtype="fp8"), hf_overrides={"hidden_size": 66})
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_bytes_of_an_engine(dtype: Any, tiny_llm: Callable[..., LLM]) -> None:
+    """In prefill sums of float32 or codes come back; in decode a reduce-scatter adds float32."""
+    llm = tiny_llm(128, parallel=EmulatedConfig(emulate_world=2, moe_combine_dtype=dtype), max_num_batched_tokens=64)
+    group, hidden = llm.engine.mesh.ep, llm.engine.config.hidden_size
+    group.log = log = CollectiveLog()
+    llm.generate([list(range(5, 45))], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    back = [one for one in log.collectives if one.kind == "all_to_all" and one.asynchronous][1::2]
+    row = quantized_bytes(hidden) if dtype == "fp8" else 4 * hidden
+    assert back and all(sum(one.sent) and sum(one.sent) % row == sum(one.received) % row == 0 for one in back)
+    rows = [sum(one.received) // row for one in back]
+    assert all(10 <= count <= 20 for count in rows), "of 20 tokens those that choose the other rank's experts"
+    added = {one.sent for one in log.collectives if one.kind == "reduce_scatter"}
+    assert added == {(0, 4 * hidden)}
+
+
+def test_prefetch_on_a_cpu(tiny_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps name the next layer's weights, nothing is done, and the tokens are the same."""
+    named: list[int] = []
+    monkeypatch.setattr(moe, "prefetch_weights", lambda weights: named.append(len(weights)))
+    tokens = []
+    for enabled in (False, True):
+        layers = {"num_hidden_layers": 3}
+        llm = tiny_llm(64, parallel=EmulatedConfig(emulate_world=2), hf_overrides=layers, prefetch_weights=enabled)
+        outs = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        tokens.append(outs[0].token_ids)
+        assert len(named) == 3 * enabled, "one of three layers in each of three decode steps"
+    assert tokens[0] == tokens[1]

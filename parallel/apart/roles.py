@@ -23,12 +23,17 @@ def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelCon
         ValueError: there are not enough ranks, or a part cannot be divided as its options say.
     """
     rank, ranks_that_prefill, size = _position(prefill)
-    for part, config, ranks in (("prefill", prefill, ranks_that_prefill), ("decode", decode, size - ranks_that_prefill)):
+    for part, config, ranks in (
+        ("prefill", prefill, ranks_that_prefill),
+        ("decode", decode, size - ranks_that_prefill),
+    ):
         sizes = {"tp_size": config.tp_size} | ({"cp_size": config.cp_size or 1} if part == "prefill" else {})
         for name, wanted in sizes.items():
             if ranks % wanted:
                 option = name if part == "prefill" or wanted == prefill.tp_size else f"decode_options: {name}"
-                raise ValueError(f"{option} {wanted} does not divide the {ranks} rank(s) that {part}; see prefill_ranks")
+                raise ValueError(
+                    f"{option} {wanted} does not divide the {ranks} rank(s) that {part}; see prefill_ranks"
+                )
     return prefill if rank < ranks_that_prefill else decode
 
 

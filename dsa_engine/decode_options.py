@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsa_engine.options import EngineOptions
@@ -54,8 +54,8 @@ def options_of_decode(options: EngineOptions) -> EngineOptions:
         raise ValueError(
             "decode_options are those of the ranks that decode, with prefill_ranks; give that too, or leave them out"
         )
-    of_ranks = {"record_expert_loads": None} | {name: own[name] for name in _OF_RANKS if name in own}
-    of_engine = dict.fromkeys(_OF_PREFILL) | {name: own[name] for name in _OF_ENGINE if name in own}
+    of_ranks: dict[str, Any] = {"record_expert_loads": None} | {name: own[name] for name in _OF_RANKS if name in own}
+    of_engine: dict[str, Any] = dict.fromkeys(_OF_PREFILL) | {name: own[name] for name in _OF_ENGINE if name in own}
     try:
         parallel = replace(options.parallel, **of_ranks)
         return replace(options, parallel=parallel, decode_options={}, **of_engine)

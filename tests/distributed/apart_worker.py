@@ -2,8 +2,8 @@
 
 Cases: ``options`` of ``LLM``, and ``parallel`` of its ranks; ``generate``, a list of ``[prompt, params]`` that run
 together; ``cancelled``, the number of streams that are closed early meanwhile; ``repeated``, how often all of that
-runs. Or ``soak``, a number of streams in threads that arrive at random. Or ``held``: the first request is streamed while a step of the second one does
-not end. ``killed``: this rank kills itself after some steps.
+runs. Or ``soak``, a number of streams in threads that arrive at random. Or ``held``: the first request is streamed
+while a step of the second one does not end. ``killed``: this rank kills itself after some steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The way of a prompt's cache rows from the ranks that prefill to the rank that decodes.
 
-Whole pages travel, as the caches store them, layer by layer under the prefill of the layers behind. Only the rows of
-the last chunk's last layer are left when the first token is sampled, unless the link is slower than the prefill.
+Whole pages travel, as the caches store them, layer by layer under the layers that are computed after them. The first
+step of a prefill asks for room, so they begin to leave under the second one, and only the rows of the last layer remain
+when the first token is sampled, unless the link is slower than the prefill. A prompt of one step leaves after it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dsa_engine.commands.planner.deployment import Placed
 from dsa_engine.commands.planner.predict import Prefill
 from dsa_engine.config.model import DTYPES
 from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.report import format_table
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model_folder import model_config
@@ -69,8 +71,16 @@ def _handover(
     """
     pages = pages_for(tokens, page_size)
     nbytes = pages * page_size * token_bytes
-    last = min(tokens, step) / tokens * nbytes / layers
-    return Handover(pages, nbytes, nbytes / rate, max(last / rate, nbytes / rate - ttft))
+    seconds, steps = nbytes / rate, cdiv(tokens, step)
+    *_, last = _seconds_of_steps(tokens, step, seconds)
+    exposed = seconds if steps == 1 else max(last / layers, seconds - ttft * (steps - 1) / steps)
+    return Handover(pages, nbytes, seconds, exposed)
+
+
+def _seconds_of_steps(tokens: int, step: int, seconds: float) -> list[float]:
+    """What leaves with each step from the second on, or after the only one, in ``seconds`` of the link for all."""
+    firsts = [0, *range(2 * step, tokens, step)]
+    return [seconds * (end - first) / tokens for first, end in zip(firsts, [*firsts[1:], tokens], strict=True)]
 
 
 @dataclass(frozen=True)
@@ -80,12 +90,15 @@ class CheckedHandovers:
 
     Attributes:
         predicted: their sums.
-        nbytes, exposed: bytes as counted, and seconds after the prefill as measured.
+        nbytes: bytes as counted.
+        predicted_after, after: seconds from the ends of the steps that send pages until these have left, as predicted
+            and as measured.
     """
 
     predicted: Handover
     nbytes: int
-    exposed: float
+    predicted_after: float
+    after: float
 
     @classmethod
     def read(cls, path: str) -> CheckedHandovers:
@@ -107,13 +120,17 @@ class CheckedHandovers:
         cached = config.with_mtp(1) if options["speculative_config"] else config
         stored = cache_format(config, cache_dtype(options["kv_cache_dtype"], DTYPES[run["dtype"]]))
         step = options["max_num_batched_tokens"] * (options["parallel"]["cp_size"] or ranks)
-        of_run = options["page_size"], cache_bytes_per_token(cached, stored), len(cached.indexer_types), step, rate
-        ways = []
+        layers = len(cached.indexer_types)
+        of_run = options["page_size"], cache_bytes_per_token(cached, stored), layers, step, rate
+        ways, after = list[Handover](), 0.0
         for load, prompt in prompts.items():
-            ttft = run["results"]["apart"][load]["median_ttft_ms"] / 1e3
-            ways += [_handover(prompt["input_len"], *of_run, ttft)] * prompt["requests"]
+            tokens, ttft = prompt["input_len"], run["results"]["apart"][load]["median_ttft_ms"] / 1e3
+            way, steps = _handover(tokens, *of_run, ttft), cdiv(tokens, step)
+            of_steps = _seconds_of_steps(tokens, step, way.seconds)
+            one = way.seconds if steps == 1 else sum(max(s / layers, s - ttft / steps) for s in of_steps)
+            ways, after = ways + [way] * prompt["requests"], after + one * prompt["requests"]
         total = (sum(getattr(way, field.name) for way in ways) for field in fields(Handover))
-        return cls(Handover(*total), sent["bytes_sent"], sent["exposed_ms"] / 1e3 / ranks)
+        return cls(Handover(*total), sent["bytes_sent"], after, sent["exposed_ms"] / 1e3 / ranks)
 
     @property
     def verdict(self) -> str:
@@ -125,19 +142,15 @@ class CheckedHandovers:
         )
 
     def to_json(self) -> dict[str, Any]:
-        measured = {"nbytes": self.nbytes, "exposed": self.exposed}
-        return {"predicted": self.predicted.to_json(), "measured": measured, "verdict": self.verdict}
+        predicted = self.predicted.to_json() | {"after_steps": self.predicted_after}
+        measured = {"nbytes": self.nbytes, "after_steps": self.after}
+        return {"predicted": predicted, "measured": measured, "verdict": self.verdict}
 
     def table(self) -> str:
-        way = self.predicted
+        way, after, measured = self.predicted, 1e3 * self.predicted_after, 1e3 * self.after
         rows = [
-            ("bytes", way.nbytes, self.nbytes, f"{way.nbytes / self.nbytes:.4g}"),
+            ("bytes", way.nbytes, self.nbytes, f"{way.nbytes / self.nbytes:.4g}" if self.nbytes else ""),
             ("ms on the link", way.seconds * 1e3, "", ""),
-            (
-                "ms after the prefill",
-                way.exposed * 1e3,
-                self.exposed * 1e3,
-                f"{way.exposed / self.exposed:.2f}" if self.exposed else "",
-            ),
+            ("ms after their steps", after, measured, f"{after / measured:.3g}" if measured else ""),
         ]
         return f"{format_table(('handovers', 'predicted', 'measured', 'ratio'), rows)}\nHandovers: {self.verdict}"

@@ -1,4 +1,4 @@
-"""The all-gather of a group that spans machines: along rails between machines, then inside each machine.
+"""Collectives of a group that spans machines, in two levels: along rails between machines, and inside each machine.
 
 A group has k ranks on each of m machines, n in all, and each rank has a part of b bytes. A machine lacks
 ``(n − k) · b``, and no all-gather brings less over its link. A ring in order of rank, as Gloo runs it, and NCCL over
@@ -16,18 +16,22 @@ Fewer bytes are not always faster. If the ranks of a machine share its adapter, 
 rails are faster by the ratio above. If each rank has an adapter, the links inside decide: a ring uses both kinds of
 link at once, and rails use them in turn. For parts of 1 MB on 2 × 8 H100s, :class:`.links.Links` models 66 µs for the
 ring and 85 µs for rails, so on NCCL the ring stays.
+
+With few bytes the steps decide. A ring of 64 ranks on 8 machines takes 63, rails 7 and then 7 inside: for the rows of a
+decode step, 84 and 42 µs before the first byte (:func:`.traffic.largest_part`). A reduce-scatter takes the same ways
+back, and adds the sums of a machine before they cross.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
 from dsa_engine.parallel.collective_log import Collective
-from dsa_engine.parallel.experts.traffic import has_two_levels, rails_of
+from dsa_engine.parallel.experts.traffic import are_equal_neighbours, largest_part, rails_of
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.links import Links
 
@@ -41,8 +45,7 @@ def gathers_by_machine(machines: Sequence[int], links: Links | None) -> bool:
         machines: the machine of each rank of the group. They must have equally many ranks, one machine after the other.
         links: links for the comparison of times; None: the ranks of a machine share its adapter.
     """
-    sizes = set(Counter(machines).values())
-    if not has_two_levels(machines) or len(sizes) > 1 or list(machines) != sorted(machines):
+    if not are_equal_neighbours(machines):
         return False
     if links is None:
         return True
@@ -63,19 +66,20 @@ def bytes_between(machines: Sequence[int], part: int, by_machine: bool) -> int:
     return borders * (len(machines) - 1) * part
 
 
-@dataclass
-class GatherByMachine(Group):
-    """A group whose all-gathers run along ``rail`` and then inside ``machine``; its other collectives are the
-    backend's. Bytes and log entries of an all-gather are those of the two groups."""
+@dataclass(frozen=True)
+class TwoLevels:
+    """Carries all-gathers and reduce-scatters of a group; bytes and log entries are those of ``rail`` and ``machine``.
 
-    rail: Group = field(kw_only=True)
-    machine: Group = field(kw_only=True)
+    Attributes:
+        rail, machine: the ranks of this rank's rail, and those of its machine in the group.
+        max_part: bytes of a rank up to which they are carried; others are the backend's.
+    """
 
-    @property
-    def parts(self) -> tuple[Group, ...]:
-        return self.rail, self.machine
+    rail: Group
+    machine: Group
+    max_part: int = sys.maxsize
 
-    def _gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         """The gather along the rail starts here, and that inside the machine when the first is waited for: it is the
         shorter one, and CPU ranks have no stream to order it after the first."""
         between = self.rail.all_gather_async(rows) if asynchronous else lambda: self.rail.all_gather(rows)
@@ -85,10 +89,22 @@ class GatherByMachine(Group):
             by_rail = gathered.view(self.machine.size, self.rail.size, *rows.shape)
             return by_rail.transpose(0, 1).flatten(0, 2)
 
-        if asynchronous:
-            return wait
-        result = wait()
-        return lambda: result
+        return _waited(wait, asynchronous)
+
+    def reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+        """The sums inside the machine start here, and those along the rail when the first are waited for."""
+        parts = rows.view(self.rail.size, self.machine.size, -1, *rows.shape[1:])
+        by_rail = parts.transpose(0, 1).flatten(0, 2)
+        reduce, machine = self.rail.reduce_scatter, self.machine
+        inside = machine.reduce_scatter_async(by_rail) if asynchronous else lambda: machine.reduce_scatter(by_rail)
+        return _waited(lambda: reduce(inside()), asynchronous)
+
+
+def _waited(wait: Callable[[], torch.Tensor], asynchronous: bool) -> Callable[[], torch.Tensor]:
+    if asynchronous:
+        return wait
+    result = wait()
+    return lambda: result
 
 
 def gather_group(
@@ -98,8 +114,7 @@ def gather_group(
     device: torch.device,
     make: Callable[[Sequence[Sequence[int]]], Group],
 ) -> Group:
-    """``group``, or one of the same ranks that gathers by machine where that is better. Every rank of the mesh calls
-    this.
+    """``group``, or the same ranks that gather by machine where that is better. Every rank of the mesh calls this.
 
     Args:
         group: this rank's one of ``groups``, which are disjoint and hold all ranks of the mesh.
@@ -119,9 +134,17 @@ def gather_group(
             inside += [[rank] for rank in ranks]
             rails += [[rank] for rank in ranks]
     machine, rail = make(inside), make(rails)
-    if rail.size == 1:
+    return group if rail.size == 1 else replace(group, levels=TwoLevels(rail, machine))
+
+
+def with_small_parts(group: Group, machines: Sequence[int], make: Callable[[Sequence[Sequence[int]]], Group]) -> Group:
+    """``group`` of all ranks of the mesh, or the same that gathers and reduces small parts in two levels, if that is
+    faster by the modelled links. Every rank calls this, with arguments as of :func:`gather_group`."""
+    limit = largest_part(tuple(machines))
+    if limit == 0:
         return group
-    return GatherByMachine(group.ranks, group.index, group.handle, rail=rail, machine=machine)
+    inside = [[rank for rank, machine in enumerate(machines) if machine == one] for one in dict.fromkeys(machines)]
+    return replace(group, levels=TwoLevels(make(rails_of(machines)), make(inside), limit))
 
 
 def _ring(machines: Sequence[int], part: int) -> Collective:

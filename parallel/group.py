@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel.collective_log import Collective, CollectiveLog, Event, Kind
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.gather_by_machine import TwoLevels
 
 Result = TypeVar("Result")
 
@@ -34,6 +37,7 @@ class Group:
     handle: dist.ProcessGroup | None  # None: alone
     bytes_sent: int = 0  # payload of this rank in collectives
     log: CollectiveLog | None = None  # records each collective, while one is set
+    levels: TwoLevels | None = None  # carries all-gathers and reduce-scatters of few bytes
 
     @property
     def size(self) -> int:
@@ -46,7 +50,7 @@ class Group:
     @property
     def parts(self) -> tuple[Group, ...]:
         """The groups that carry collectives of this one; none, if it carries all of them itself."""
-        return ()
+        return () if self.levels is None else (self.levels.rail, self.levels.machine)
 
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts gathering ``rows [R, ...]``, R the same on every rank.
@@ -168,6 +172,8 @@ class Group:
         if self.alone:
             return lambda: rows
         rows = rows.contiguous()
+        if self.levels is not None and rows.nbytes <= self.levels.max_part:
+            return self.levels.gather(rows, asynchronous)
         event = self._count("all_gather", rows.nbytes, asynchronous=asynchronous)
         return self._started(event, self._start_gather(rows, asynchronous), asynchronous)
 
@@ -175,6 +181,8 @@ class Group:
         if self.alone:
             return lambda: rows
         rows = rows.contiguous()
+        if self.levels is not None and rows.nbytes // self.size <= self.levels.max_part:
+            return self.levels.reduce(rows, asynchronous)
         event = self._count("reduce_scatter", rows.nbytes // self.size, asynchronous=asynchronous)
         return self._started(event, self._start_reduce(rows, asynchronous), asynchronous)
 

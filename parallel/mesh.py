@@ -35,7 +35,7 @@ from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
 from dsa_engine.parallel.experts.traffic import has_two_levels, rails_of
 from dsa_engine.parallel.failure.joining import join_run
 from dsa_engine.parallel.failure.reporter import report_failures
-from dsa_engine.parallel.gather_by_machine import gather_group
+from dsa_engine.parallel.gather_by_machine import gather_group, with_small_parts
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 
@@ -155,9 +155,9 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All but ``host``: world, ep, cp, tp, and those inside and between machines of experts and cp."""
+        """All but ``host``: world, ep, cp, tp, and those inside and between machines of cp and experts."""
         by_machine = (self.machine_groups.machine, self.machine_groups.rail) if self.machine_groups else ()
-        return self.world, self.ep, self.cp, self.tp, *by_machine, *self.cp.parts
+        return self.world, self.ep, self.cp, self.tp, *by_machine, *self.cp.parts, *self.ep.parts
 
     @property
     def processes(self) -> Group:
@@ -259,6 +259,7 @@ class Mesh:
         if self.communicates:
             cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
             self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
+        self.ep = with_small_parts(self.ep, self.machines, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
         if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
             self.machine_groups = self._make_machine_groups()

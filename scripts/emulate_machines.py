@@ -29,6 +29,7 @@ from types import FrameType
 INSIDE = "--inside"  # first argument of the process that runs in the outer namespace
 NETWORK = "10.77.0"  # in the outer namespace only
 PORT = 29500
+START = Path(__file__).resolve().parents[1] / "docs" / "clusters" / "start.sh"
 TOOLS = ("unshare", "setpriv", "ip", "tc", "mount", "sh", "hostname", "sysctl")
 MARK_OF_LOSS = "emulate_machines:"
 
@@ -43,6 +44,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default="1gbit",
         help="bandwidth of each machine's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit); or one "
         "for each machine: 1gbit,100mbit",
+    )
+    parser.add_argument(
+        "--rdzv-backend",
+        choices=("c10d", "static"),
+        default="c10d",
+        help="torchrun's: c10d orders the machines by their host names (default); static by their numbers, started by "
+        "docs/clusters/start.sh",
     )
     parser.add_argument(
         "--lose",
@@ -150,9 +158,7 @@ class Machines:
             name = f"machine-{number}"
             words = ["ip", "netns", "exec", name, "unshare", "--uts", "--pid", "--fork", "--mount-proc"]
             words += ["--kill-child=KILL", "sh", "-c", 'hostname "$0" && exec "$@"', name]
-            words += [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self._args.machines)]
-            words += ["--nproc-per-node", str(self._args.ranks), "--rdzv-backend", "c10d", "--rdzv-id", "machines"]
-            words += ["--rdzv-endpoint", f"machine-0:{PORT}", *self._args.command]
+            words += [*self._launcher(number), *self._args.command]
             environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
             process = subprocess.Popen(
                 words,
@@ -164,6 +170,23 @@ class Machines:
                 start_new_session=True,
             )
             self._processes.append(process)
+
+    def _launcher(self, number: int) -> list[str]:
+        """The words that start torchrun on a machine."""
+        machines, ranks = str(self._args.machines), str(self._args.ranks)
+        if self._args.rdzv_backend == "static":
+            variables = {
+                "MACHINES": machines,
+                "NUMBER": number,
+                "FIRST_HOST": "machine-0",
+                "RANKS": ranks,
+                "PORT": PORT,
+            }
+            variables |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            variables |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            return ["env", *(f"{name}={value}" for name, value in variables.items()), "sh", str(START)]
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", machines, "--nproc-per-node", ranks]
+        return [*words, "--rdzv-backend", "c10d", "--rdzv-id", "machines", "--rdzv-endpoint", f"machine-0:{PORT}"]
 
     def wait(self) -> int:
         """Prints what the machines print, each line after the machine's name, until all have ended.

@@ -208,29 +208,61 @@ def test_the_planner_agrees_with_the_table_of_hardware(case: tuple[str, str, str
 CLUSTERS = ROOT / "docs" / "clusters"
 
 
+def start(tmp_path: Path, *command: str) -> list[list[str]]:
+    """The words of every torchrun that a recipe starts; Slurm has two tasks here."""
+    programs = {
+        "torchrun": 'echo "$NCCL_SOCKET_IFNAME" "$@"',
+        "scontrol": "echo node1; echo node2",
+        "srun": 'shift 2; for n in 0 1; do SLURM_NODEID=$n "$@"; done',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]"}
+    machine = {"MACHINES": "2", "NUMBER": "1", "FIRST_HOST": "node1", "NETWORK": "ib0"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | (slurm if "bash" in command else machine)
+    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    return [line.split() for line in done.stdout.splitlines()]
+
+
 def test_recipes_for_clusters(tmp_path: Path) -> None:
-    """The files of docs/CLUSTERS.md are well formed, and start torchrun with commands and options that exist."""
-    for name in ("start.sh", "dsa-engine.sbatch"):
-        subprocess.run(["bash", "-n", str(CLUSTERS / name)], check=True)
-    launcher = tmp_path / "torchrun"
-    launcher.write_text('#!/bin/sh\nprintf "%s\\n" "$NCCL_SOCKET_IFNAME" "$@"\n')
-    launcher.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MACHINES": "2", "FIRST_HOST": "a", "NETWORK": "ib0"}
-    command = ["sh", str(CLUSTERS / "start.sh"), "-m", "dsa_engine", "doctor"]
-    words = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=True).stdout.split()
-    assert words[0] == "ib0" and words[-3:] == ["-m", "dsa_engine", "doctor"]
-    lws, service = yaml.safe_load_all((CLUSTERS / "leaderworkerset.yaml").read_text(encoding="utf-8"))
-    template = lws["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    """The files of docs/CLUSTERS.md are well formed, and start torchrun with commands and options that exist. Every
+    machine has its number, and the first one serves."""
+    serve = ["-m", "dsa_engine", "serve", "/srv/DeepSeek-V3.2", "--tp-size=8", "--kv-cache-dtype=fp8", "--host=0.0.0.0"]
+    (by_hand,) = start(tmp_path, "sh", "docs/clusters/start.sh", *serve)
+    assert by_hand.pop(0) == "ib0"
+    slurm = start(tmp_path, "bash", "docs/clusters/dsa-engine.sbatch", *serve)
+    assert [words[-4:] for words in slurm[:2]] == [["dsa_engine", "doctor", "--device", "cuda"]] * 2
+    together, service = yaml.safe_load_all((CLUSTERS / "leaderworkerset.yaml").read_text(encoding="utf-8"))
+    template = together["spec"]["leaderWorkerTemplate"]["workerTemplate"]
     (container,) = template["spec"]["containers"]
     assert set(template["metadata"]["labels"].items()) <= set(service["spec"]["selector"].items())
-    numbered = [word.replace("$(LWS_GROUP_SIZE)", "2") for word in container["args"]]
-    for launched in (words[1:], numbered):
+    pods = [[word.replace("$(LWS_GROUP_SIZE)", "2") for word in container["args"]]]
+    pods = [[word.replace("$(LWS_WORKER_INDEX)", number) for word in pods[0]] for number in "01"]
+    for launched, number in ((by_hand, 1), (slurm[2], 0), (slurm[3], 1), (pods[0], 0), (pods[1], 1)):
         parsed = get_args_parser().parse_args(launched)
-        assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend, parsed.module) == ("2", "8", "c10d", True)
-        assert parsed.training_script == "dsa_engine"
+        assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend, parsed.module) == ("2", "8", "static", True)
+        assert (parsed.node_rank, parsed.rdzv_endpoint, parsed.training_script) == (number, "", "dsa_engine")
+        assert parsed.master_addr in ("node1", "$(LWS_LEADER_ADDRESS)") and parsed.training_script_args == serve[2:]
     parser = argparse.ArgumentParser()
     COMMANDS["serve"].add_arguments(parser)
-    assert parser.parse_args(parsed.training_script_args[1:]).model_tag == "/srv/DeepSeek-V3.2"
+    assert parser.parse_args(serve[3:]).model_tag == "/srv/DeepSeek-V3.2"
     commands = [pair for file in CLUSTERS.iterdir() for pair in command_lines(f"```\n{file.read_text()}\n```")]
     for name, options in commands:
         assert set(options) <= options_of(name), name
+
+
+def test_the_recipe_of_8_and_8_pods() -> None:
+    """It differs from the other one only in what divides the pods."""
+    texts = [(CLUSTERS / name).read_text(encoding="utf-8") for name in ("leaderworkerset.yaml", "prefill-decode.yaml")]
+    (together, service), (apart, same_service) = (list(yaml.safe_load_all(text)) for text in texts)
+    assert service == same_service
+    annotations = apart["metadata"].pop("annotations")
+    assert list(annotations) == ["leaderworkerset.sigs.k8s.io/subgroup-exclusive-topology"]
+    pods, ours = (one["spec"]["leaderWorkerTemplate"] for one in (apart, together))
+    half = pods.pop("subGroupPolicy")["subGroupSize"]
+    assert pods["size"] == 2 * half == 16
+    pods["size"] = ours["size"]
+    (container,), (other,) = (one["workerTemplate"]["spec"]["containers"] for one in (pods, ours))
+    container["args"].remove(f"--prefill-ranks={half * container['resources']['limits']['nvidia.com/gpu']}")
+    assert apart == together

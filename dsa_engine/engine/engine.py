@@ -15,7 +15,7 @@ another request at once: the device works in order, so the new request overwrite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
+from dsa_engine.engine.jobs import finished
 from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.messages import Add, Run
@@ -31,7 +32,7 @@ from dsa_engine.engine.requests.new_request import check_prompt, new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampling.result import RequestTokens, StepResult, check_finite
+from dsa_engine.engine.sampling.result import RequestTokens, StepResult
 from dsa_engine.engine.tiers import PageTiers
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -104,7 +105,7 @@ class Engine:
             raise ValueError(
                 f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {self._max_drafts}"
             )
-        self._check_idle()
+        self.check_idle()
         if self.tiers.disk is not None:
             raise RuntimeError("a cache_folder is for one number of drafts; leave it out")
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
@@ -282,57 +283,15 @@ class Engine:
             ValueError: logits that are not finite.
             RuntimeError: other requests are running.
         """
-        return self._finished(Run(-1, "prefill", prompt))
+        self.check(prompt)
+        return finished(self, Run(-1, "prefill", prompt))
 
     def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
         """float32 CPU logits ``[len, vocab]`` at every position of a prompt; otherwise like :meth:`prefill`."""
-        return self._finished(Run(-1, "prompt_logits", prompt))
+        self.check(prompt)
+        return finished(self, Run(-1, "prompt_logits", prompt))
 
-    def _finished(self, run: Run) -> torch.Tensor:
-        self.check(run.prompt_ids)
-        job = self.job(run)
-        while True:
-            try:
-                next(job)
-            except StopIteration as end:
-                return check_finite(end.value)
-
-    def job(self, run: Run) -> Generator[None, None, torch.Tensor]:
-        """Computes a chunk of a prompt at each ``next``, and returns the logits of :meth:`prefill` or
-        :meth:`prompt_logits`. Its pages are free when it ends or is closed.
-
-        Raises:
-            RuntimeError: other requests are running.
-        """
-        self._check_idle()
-        prompt, logits = run.prompt_ids, torch.empty(0)
-        if run.job == "reset_prefix_cache":
-            self.scheduler.prefix_cache.reset()
-        if run.job in ("wait", "reset_prefix_cache"):
-            return logits
-        if run.job == "prompt_logits":
-            logits = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
-        block = max(1, self.workspace // (8 * self.config.vocab_size))  # rows whose logits are made at a time
-        request = Request(-1, prompt, SamplingParams(max_tokens=1), reads_prefix_cache=False)
-        with self.progress(len(prompt), "tokens", "prefill") as bar:
-            try:
-                self.scheduler.add(request)
-                while not request.prefilled:
-                    (chunk,) = self.scheduler.schedule()
-                    with self.tiers.moving([chunk]):
-                        if run.job == "prompt_logits":
-                            self.runner.all_logits(chunk, logits, block)
-                        elif (last := self.runner.last_logits([chunk])) is not None:
-                            logits = last
-                    if self.rebalancing is not None:
-                        self.rebalancing.turn()
-                    self.scheduler.computed([chunk])
-                    bar.update(chunk.length)
-                    yield
-            finally:
-                self.finish(request, "length" if request.prefilled else "abort")
-        return logits.cpu()
-
-    def _check_idle(self) -> None:
+    def check_idle(self) -> None:
+        """Raises ``RuntimeError`` if requests are running."""
         if self.scheduler.has_work:
             raise RuntimeError("the engine is busy with other requests; finish them first")

@@ -28,6 +28,7 @@ import torch
 
 from dsa_engine.engine.callers import Callers, Sent
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.jobs import run_job
 from dsa_engine.engine.mailbox import waking_together
 from dsa_engine.engine.requests.messages import Abort, Add, Message, Run, Shutdown
 from dsa_engine.engine.requests.request import Request
@@ -236,7 +237,7 @@ class EngineLoop:
         assert isinstance(run, Run)
         try:
             if self._job is None:
-                self._job = self.engine.job(run)
+                self._job = run_job(self.engine, run)
             next(self._job)
             return
         except StopIteration as end:

@@ -72,8 +72,7 @@ class ModelRunner:
         step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
         if self.graphs is not None and self._is_static(step) and self._fits_graph(step):
             step = self.graphs.pad(step, self.num_drafts)
-        # A graph with drafts moves its rows on the device, and is not cut.
-        if self._two_batches is not None and not (step.bucket and self.num_drafts):
+        if self._two_batches is not None:
             step = self._two_batches.cut(step, chunks, self._config, layout)
         self._observed(step)
         return step

@@ -16,7 +16,7 @@ chosen several of that rank's experts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -211,7 +211,13 @@ class ExpertParallel:
         rail = AllToAllDispatch(
             groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, [way.along for way in ways], 0
         )
-        return ByMachineDispatch(rail, pass_on, inner_rounds)
+        return self._on_two_levels(rail, pass_on, inner_rounds)
+
+    def _on_two_levels(
+        self, rail: Dispatch, inside: Callable[[int, Received], Dispatch], rounds: Sequence[int]
+    ) -> Dispatch:
+        """See :class:`.by_machine.ByMachineDispatch`."""
+        return ByMachineDispatch(rail, inside, rounds)
 
     def _inside(
         self, machine: Group, rank_of: torch.Tensor, brought: Received, whole: RecvPlan, rounds: int

@@ -9,6 +9,7 @@ along its rail to each machine that serves it, and from there to the ranks that 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from dsa_engine.parallel.collective_log import Collective, Kind
 from dsa_engine.parallel.experts import DispatchMethod
+from dsa_engine.parallel.links import Links
 
 
 class RowBytes(NamedTuple):
@@ -98,6 +100,30 @@ def has_two_levels(machines: Sequence[int]) -> bool:
     return 1 < len(set(machines)) < len(machines)
 
 
+def are_equal_neighbours(machines: Sequence[int]) -> bool:
+    """Whether there are two levels, and machines have equally many ranks, one machine after the other."""
+    equal = len(set(Counter(machines).values())) == 1
+    return has_two_levels(machines) and equal and list(machines) == sorted(machines)
+
+
+@lru_cache(maxsize=64)
+def largest_part(machines: tuple[int, ...]) -> int:
+    """The largest part of a rank, in bytes, that all ranks gather faster along rails and then inside machines than in
+    one ring; 0: none. By the modelled :class:`.links.Links`; rails take fewer steps and carry a byte for longer."""
+    if not are_equal_neighbours(machines):
+        return 0
+    links, parts = Links(), (0, 1 << 20)
+    gains = []
+    for part in parts:
+        ring, two_levels = (
+            sum(links.seconds(one, machines) for one in _of_all("all_gather", machines, 0, part, limit))
+            for limit in (-1, part)
+        )
+        gains.append(ring - two_levels)
+    a_byte = (gains[0] - gains[1]) / parts[1]
+    return 0 if gains[0] <= 0 else sys.maxsize if a_byte <= 0 else int(gains[0] / a_byte)
+
+
 def expected(
     held: Sequence[Sequence[int]], machines: Sequence[int], routing: Routing, counts: Sequence[float]
 ) -> Tokens:
@@ -165,12 +191,12 @@ def collectives(
     world = range(size)
     if method == "all_gather":
         rows = max(tokens.counts)
-        gathered = _even("all_gather", world, rank, rows * row.there)
-        return [gathered, _even("reduce_scatter", world, rank, rows * row.back)]
+        gathered = gathered_parts("all_gather", machines, rank, rows * row.there)
+        return [*gathered, *gathered_parts("reduce_scatter", machines, rank, rows * row.back)]
     if method == "all_to_all" or not has_two_levels(machines):
-        counts = _even("all_gather", world, rank, 8 * size)
+        counts = gathered_parts("all_gather", machines, rank, 8 * size)
         sent, received = tokens.ranks[rank], [of[rank] for of in tokens.ranks]
-        return [counts, *_there_and_back(world, rank, sent, received, row)]
+        return [*counts, *_there_and_back(world, rank, sent, received, row)]
     home = machines[rank]
     (rail,) = [rail for rail in rails_of(machines) if rank in rail]
     inside = [one for one in world if machines[one] == home]
@@ -188,7 +214,21 @@ def collectives(
         for taker in inside
     }
     into, out = _there_and_back(inside, rank, passed[rank], [passed[one][inside.index(rank)] for one in inside], row)
-    return [_even("all_gather", world, rank, 16 * size), there, into, out, home_again]
+    return [*gathered_parts("all_gather", machines, rank, 16 * size), there, into, out, home_again]
+
+
+def gathered_parts(kind: Kind, machines: Sequence[int], rank: int, part: float) -> list[Collective]:
+    """An all-gather or reduce-scatter of parts of all ranks, in one level or in two (:func:`largest_part`)."""
+    return _of_all(kind, machines, rank, part, largest_part(tuple(machines)))
+
+
+def _of_all(kind: Kind, machines: Sequence[int], rank: int, part: float, limit: int) -> list[Collective]:
+    if part > limit or limit == 0 < part:
+        return [_even(kind, range(len(machines)), rank, part)]
+    (rail,) = [rail for rail in rails_of(machines) if rank in rail]
+    inside = [one for one, machine in enumerate(machines) if machine == machines[rank]]
+    both = [_even(kind, rail, rank, part), _even(kind, inside, rank, part * len(rail))]
+    return both if kind == "all_gather" else both[::-1]
 
 
 def _even(kind: Kind, ranks: Sequence[int], rank: int, part: float) -> Collective:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-_PEERS_S = 1.0  # time for the peers of a lost rank to fail too, before they count as lost themselves
+_PEERS_S = 1.5  # time for the peers of a lost rank to answer, or to fail too, before they count as lost themselves
 _OWN_S = 0.5  # time for the main thread to fail by itself after another rank has failed
 _AFTER_S = 0.3  # the others end after the first rank: torchrun reports the process whose end it sees first
 _LAST_S = 30.0  # limit for an end that is itself held up (by a full pipe, say)
@@ -165,6 +165,7 @@ class _Reporter:
 
     def _end_with(self, store: dist.Store) -> None:
         """Ends this process, from the watching thread, because another rank has failed."""
+        store.set(_answer_key(self._rank), "")
         first, code = store.get("first").decode(), 1
         with suppress(Exception):  # the first rank may have been killed before it had shown its error
             store.wait(["shown"], STORE_WAIT)
@@ -221,13 +222,15 @@ class _Reporter:
                         continue
                     known = self.store.check([f"process {rank}"])
                     states[rank] = state_of(self.store.get(f"process {rank}").decode()) if known else "unknown"
+                    if states[rank] == "unknown" and self.store.check([_answer_key(rank)]):
+                        states[rank] = "running"
         return states
 
     def _lost(self, seen: dict[int, State]) -> str:
         """A sentence on the ranks that may have caused a transport error that no rank has explained.
 
-        For ranks of this machine it is known whether they live. A stopped one is woken: torchrun, which ends the ranks,
-        would wait half a minute for it.
+        For ranks of this machine it is known whether they live; those of other machines live if they have answered by
+        now. A stopped one is woken: torchrun, which ends the ranks, would wait half a minute for it.
 
         Args:
             seen: the states of the ranks when the transport failed.
@@ -235,7 +238,8 @@ class _Reporter:
         assert self.store is not None
         time.sleep(_PEERS_S)
         now = self._states()
-        gone = {rank: state for rank, state in seen.items() if rank in now and state != "running"}
+        seen = {rank: now[rank] if state == "unknown" else state for rank, state in seen.items() if rank in now}
+        gone = {rank: state for rank, state in seen.items() if state != "running"}
         gone = gone or {rank: state for rank, state in now.items() if state != "running"}
         silent: dict[State, list[int]] = {}
         for rank, state in (gone or now).items():  # if one has ended, the running ranks wait for it
@@ -246,6 +250,11 @@ class _Reporter:
             return "every rank has failed in its communication, and none for a reason of its own"
         words = (f"rank {', '.join(map(str, ranks))}: {FATES[state]}" for state, ranks in silent.items())
         return "no word from " + "; from ".join(words)
+
+
+def _answer_key(rank: int) -> str:
+    """The store's key that a rank sets when it has read that another one has failed."""
+    return f"answers {rank}"
 
 
 def is_transport_error(error: BaseException) -> bool:

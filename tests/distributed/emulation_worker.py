@@ -1,8 +1,8 @@
 """Counts the work of one rank: emulation_worker.py CASES.json FOLDER on several ranks; :func:`run_case` in one process.
 
 A case is a dictionary: ``name``, ``world_size``, ``parallel`` (of ``ParallelConfig``), ``options`` (of ``LLM``),
-``prompts``, ``output_len`` and ``loads``. A true run assigns experts by the same rule as an emulated one, as no
-emulation can know the choices of another rank's router.
+``prompts``, ``output_len``, ``loads``, and ``machines`` of the ranks (default: all are on one). A true run assigns
+experts by the same rule as an emulated one, as no emulation can know the choices of another rank's router.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +24,7 @@ from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.expert_parallel import AssignedExpertParallel
 from dsa_engine.measure.emulation.mesh import follow_steps
+from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.collective_log import CollectiveLog
 
 
@@ -31,8 +34,11 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     parallel = ParallelConfig(**case["parallel"])
     if emulate_rank is not None:
         emulation = {"emulate_world": case["world_size"], "emulate_rank": emulate_rank, "expert_loads": loads}
+        if "machines" in case:
+            emulation["machine_size"] = case["machines"].count(0)
         parallel = EmulatedConfig(**case["parallel"], **emulation)
-    llm = LLM("demo-random", parallel=parallel, **case["options"])
+    with patch.object(Mesh, "_exchange_machines", lambda _: case["machines"]) if "machines" in case else nullcontext():
+        llm = LLM("demo-random", parallel=parallel, **case["options"])
     engine, mesh = llm.engine, llm.engine.mesh
     if emulate_rank is None:
         assign_experts(engine, loads)
@@ -88,13 +94,16 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 def assign_experts(engine: Engine, loads: tuple[float, ...] | None) -> None:
     """Makes true ranks choose experts as emulated ones do."""
     mesh, config = engine.mesh, engine.config
-    placement = mesh.expert_parallel(config.n_routed_experts, 0).placement
+    routed = mesh.expert_parallel(config.n_routed_experts, 0, config.n_group, top_groups=config.topk_group)
+    placement = routed.placement
     assigned = AssignedExperts(placement, mesh.rank, loads)
     assigned.limit(config.n_group, config.topk_group)
     engine.runner.observers.append(lambda step: assigned.begin_step([rank.rows for rank in step.ranks]))
     for layer in engine.model.layers:
         if layer.moe is not None:
-            layer.moe.expert_parallel = AssignedExpertParallel(mesh.ep, placement, assigned)
+            made = AssignedExpertParallel(mesh.ep, placement, assigned, routed.machines, routed.choice)
+            made.groups, made.top_groups = config.n_group, config.topk_group
+            layer.moe.expert_parallel = made
 
 
 def main() -> None:

@@ -35,6 +35,12 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after + by_machine), "the same tokens"
     assert all(rank["tokens"] == fp8[0][0]["tokens"] for run in fp8 for rank in run)
     _bytes_between_machines(before, after, by_machine, *fp8)
+    there, once = [sum(rank["crossing"][number] for rank in fp8[0]) for number in range(2)]
+    in_ranks, in_machines = (sum(rank["crossed_bytes"] for rank in run) for run in fp8)
+    print(
+        f"{in_ranks:,} bytes between machines, by machine {in_machines:,}: {there / once:.3f} times fewer, as planned"
+    )
+    assert in_ranks * once == in_machines * there and there > 1.5 * once
     assert len(before[0]["held"]) == 2
     recorded = ExpertLoads.read(tmp_path / "loads.json")
     assert torch.equal(sum(rank["chosen"] for rank in before), torch.tensor(recorded.loads).long()), "ranks added"

@@ -35,6 +35,12 @@ CASES = [
     case("two groups, tp across them", {"cp_size": 2, "tp_size": 4}, [290, 64, 65]),
     case("given loads", {"cp_size": 4, "tp_size": 2}, [273, 2], loads=LOADS),
     case("given loads, all_gather", {"moe_dispatch": "all_gather"}, [273, 2], loads=LOADS),
+    case(
+        "two machines, auto in decode",
+        {"cp_size": 2, "moe_dispatch": "by_machine", "decode_dispatch": "auto"},
+        [301, 290, 1],
+        machines=[0, 0, 1, 1],
+    ),
 ]
 
 

@@ -379,7 +379,7 @@ def test_quantised_products_too(
 def test_every_rank_reads_its_own_experts_only(
     world: int, runs: Runs, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    described = next(c for c in CASES[world] if c["parallel"]["tp_size"] == 1 and c["model"] == "v32")
+    described = next(c for c in CASES[world] if c["parallel"] == parallel(world, 1) and c["model"] == "v32")
     results = runs.ranks(world, tmp_path_factory.getbasetemp() / f"world{world}")
     read = [r[described["name"]]["bytes_read"] for r in results]
     experts = 2 * 12 * 3 * 48 * 96 * 4  # layers, experts, matrices, their size, float32

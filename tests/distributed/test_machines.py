@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,9 +54,43 @@ def emulate(demo_cache: Path) -> Emulate:
     return run
 
 
+def requests(lengths: Sequence[int]) -> list[list[Any]]:
+    """Greedy ones, and seeded ones with penalties."""
+    rng, always = random.Random(7), {"max_tokens": 12, "ignore_eos": True}
+    kinds = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3, "presence_penalty": 0.5}]
+    prompts = [[rng.randrange(4, 320) for _ in range(length)] for length in lengths]
+    return [[prompt, always | kinds[number % 2]] for number, prompt in enumerate(prompts)]
+
+
 @pytest.mark.parametrize(
-    ("machines", "ranks"), [(2, 1), *(pytest.param(m, r, marks=pytest.mark.slow) for m, r in ((2, 2), (4, 1)))]
+    ("machines", "ranks", "prefill"),
+    [(2, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2, 2), (4, 1, 2)))],
 )
+def test_one_engine_and_two_parts(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
+    """Tokens are those of one process. The kernel counts the pages on the links of the machines that prefill: all of
+    them, once, and a little more for headers and messages."""
+    options = {"model": "demo-random", "max_model_len": 512, "page_size": 8, "cache_memory": "16MiB"}
+    generate = requests((400, 5, 390, 300, 16, 450))
+    case = {"options": options, "generate": generate, "timeout": 120}
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    words = ["tests/distributed/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
+    done = emulate("--machines", machines, "--ranks", ranks, "--slow-link", "200mbit", "--", *words)
+    assert done.returncode == 0, done.stdout
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(machines * ranks)]
+    with LLM(**options, device="cpu") as llm:
+        alone = llm.generate([one[0] for one in generate], [SamplingParams(**one[1]) for one in generate])
+    assert results[0]["apart"] == results[0]["one engine"] == [one.outputs[0].token_ids for one in alone]
+    pages = sum(-(-len(prompt) // 8) for prompt, _ in generate) * results[0]["page_bytes"]
+    assert sum(one["sent"] for one in results) == sum(one["received"] for one in results) == pages
+    assert all(one["lost"] == 0 for one in results)
+    on_links = sum(one["link"] for one in results[:prefill:ranks])
+    print(f"{pages:,} bytes of pages, {on_links:,} on the links")
+    assert pages < on_links
+    assert on_links < 1.2 * pages or prefill > ranks, "only ranks of one context-parallel group send each other rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "ranks"), [(2, 1), (2, 2), (4, 1)])
 def test_generate(machines: int, ranks: int, emulate: Emulate) -> None:
     words = "key 4821 is 97. " * 20 + "key"
     options = ["--prompt", words, "--max-tokens", 6, "--temperature", 0, "--device", "cpu", "--max-model-len", 800]
@@ -82,20 +118,34 @@ def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_bench_disaggregated(emulate: Emulate, tmp_path: Path) -> None:
+    report = tmp_path / "out.json"
+    loads = ["--num-prompts", 2, "--output-len", 16, "--num-long", 2, "--long-input-len", 512, "--request-rate", 4]
+    options = ["--device", "cpu", "--cache-memory", "16MiB", "--prefill-ranks", 1, "--json", report]
+    done = emulate("--", "scripts/bench_disaggregated.py", *loads, *options)
+    assert done.returncode == 0, done.stdout
+    transfer = json.loads(report.read_text())["transfer"]
+    assert transfer["bytes_sent"] == transfer["bytes_of_pages"] > 0
+
+
+@pytest.mark.slow
 def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: Path) -> None:
     """Counted by the kernel, with the headers of TCP: 3 parts in a ring of 2 × 2 ranks, 2 along rails."""
     done = emulate("--ranks", 2, "--", "tests/distributed/gather_bytes.py", tmp_path / "bytes.json")
     assert done.returncode == 0, done.stdout
     counted = json.loads((tmp_path / "bytes.json").read_text())
-    assert counted["form"] == "GatherByMachine" and counted["equal"] == [True, True]
+    assert counted["form"] == "TwoLevels" and counted["equal"] == [True, True]
     ring, rails = counted["parts"]
     assert 3 <= ring < 3.2 and 2 <= rails < 2.2, counted
 
 
 @pytest.mark.slow
-def test_serve(emulate: Emulate, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("machines", "ranks", "prefill"), [(2, 2, 0), (2, 1, 1), (4, 1, 2)])
+def test_serve(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
-    done = emulate("--ranks", 2, "--", "tests/distributed/machine_server.py", answer, 8123)
+    shape = ["--machines", machines, "--ranks", ranks, "--rdzv-backend", "static", "--"]
+    options = ["--prefill-ranks", prefill] if prefill else []
+    done = emulate(*shape, "tests/distributed/machine_server.py", answer, 8123, *options)
     assert done.returncode == 0, done.stdout
     (choice,) = json.loads(answer.read_text())["choices"]
     params = SamplingParams(temperature=0.0, max_tokens=6)
@@ -111,22 +161,48 @@ def test_doctor_names_the_slow_machine(emulate: Emulate) -> None:
         assert f"machine-0: {line}" in done.stdout, done.stdout
 
 
+def check_loss(done: subprocess.CompletedProcess[str], lost: int, how: str) -> None:
+    """The run has ended with its error, and names the ranks of the lost machine, which has one, and no others."""
+    said = [line for line in done.stdout.splitlines() if not line.startswith(f"machine-{lost}: ")]
+    print(*(line for line in said if "[rank" in line), sep="\n")
+    assert done.returncode == 1, done.stdout
+    assert f"emulate_machines: machine-{lost} is lost ({how})" in said
+    if lost > 0:
+        assert re.findall(r"no word from rank (.*?): it hangs", "\n".join(said)) == [str(lost)], done.stdout
+    else:  # after a kill torchrun sees the loss at once too, and may have ended the rank before it says anything
+        reason = "its peers and the store of the run are gone"
+        reason += "|Connection was likely closed|RendezvousConnectionError" if how == "kill" else ""
+        assert any(re.search(reason, line) for line in said), done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "kill"])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_machine_that_disappears_ends_the_run(lost: int, how: str, emulate: Emulate) -> None:
     """Machine 0 has the store of the run; its loss leaves no process to ask for a reason."""
     loss = ["--lose", how, "--lose-at", LOADED, "--lost-machine", lost]
-    options = ["--seq-len", 256, "--warmup", 0, "--repeat", 100_000, "--device", "cpu", "--timeout", 5]
+    options = ["--seq-len", 256, "--warmup", 0, "--repeat", 100_000, "--device", "cpu", "--timeout", 15]
     done = emulate(*loss, "--", "scripts/bench_prefill.py", *options)
-    assert done.returncode == 1, done.stdout
-    assert f"machine-{lost} is lost ({how})" in done.stdout
-    if lost == 1:
-        assert "machine-0: [rank 0] no word from rank 1" in done.stdout
-    else:  # after a kill torchrun sees the loss at once too, and may have ended the rank before it says anything
-        reason = "its peers and the store of the run are gone"
-        reason += "|Connection was likely closed|RendezvousConnectionError" if how == "kill" else ""
-        assert re.search(f"machine-1: .*({reason})", done.stdout), done.stdout
+    check_loss(done, lost, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cut", "kill"])
+@pytest.mark.parametrize(
+    ("machines", "prefill", "lost", "backend"),
+    [(2, 1, 0, "static"), (2, 1, 1, "c10d"), (4, 2, 1, "static"), (4, 2, 3, "c10d")],
+)
+def test_a_machine_that_disappears_while_pages_travel(
+    machines: int, prefill: int, lost: int, backend: str, how: str, emulate: Emulate, tmp_path: Path
+) -> None:
+    """A machine of either side, with the leader of its side or without."""
+    options = {"model": "demo-random", "max_model_len": 512, "page_size": 8, "cache_memory": "16MiB"}
+    case = {"options": options, "generate": requests([400] * 6), "timeout": 15, "endless": True}
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    loss = ["--lose", how, "--lose-at", "pages are on their way", "--lost-machine", lost]
+    words = ["tests/distributed/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
+    done = emulate("--machines", machines, "--slow-link", "10mbit", "--rdzv-backend", backend, *loss, "--", *words)
+    check_loss(done, lost, how)
 
 
 @pytest.mark.slow

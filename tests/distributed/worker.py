@@ -139,7 +139,7 @@ def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], t
 
 
 def preempt_now_and_then(llm: LLM) -> None:
-    """Every fifth step, three times, the youngest request that decodes loses its pages."""
+    """Every third step, three times, the youngest request that decodes loses its pages."""
     engine, steps = llm.engine, 0
     original = engine.step
 
@@ -148,7 +148,7 @@ def preempt_now_and_then(llm: LLM) -> None:
         sampled = original()
         steps += 1
         decoding = [request for request in engine.scheduler.running if request.prefilled]
-        if steps % 5 == 0 and decoding and engine.scheduler.preemptions < 3:
+        if steps % 3 == 0 and decoding and engine.scheduler.preemptions < 3:
             engine.scheduler.preempt(decoding[-1])
         return sampled
 

@@ -220,3 +220,23 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
         seen = captured, len(device.launches)
     print(world, how, seen)
     assert all(measured <= held for measured, held in zip(seen, WITH_DRAFTS[world, how], strict=True)), seen
+
+
+def test_two_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
+    """The model's pass in the graph of a step is cut, and the passes of the MTP module are not; a replay waits for
+    nothing new and is launched ahead."""
+    options = {"speculative_config": {"num_speculative_tokens": 3}, "dbo_decode_token_threshold": 2}
+    with FakeDevice() as device:
+        engine = fake_engine(device, "deepseek_v32", 8, enable_dbo=True, **options)
+        for _ in range(16):
+            add_filled(engine, 100_000, replace(GREEDY, max_tokens=200))
+        with device.watched():
+            engine.step()
+        (captured,) = device.captures
+        sums = sum(launch.name == "reduce_scatter" for launch in captured.launches)
+        assert sums == 2 * 2 + 3, "two halves in two layers, three passes of the module"
+        for ahead in (1, 2):
+            with device.watched():
+                engine.step()
+            assert device.waits == ["event in graph_step.py:<lambda>"] and device.count("graph") == 1
+            assert engine.launched_ahead == ahead and len(device.launches) <= WITH_DRAFTS[8, "greedy"][1]

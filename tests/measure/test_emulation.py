@@ -51,8 +51,6 @@ CPU = torch.device("cpu")
         ({"emulate_world": 2, "expert_loads": (1, -1)}, "expert_loads must be numbers of at least 0"),
         ({"emulate_world": 2, "expert_loads": ("1",)}, "expert_loads must be numbers of at least 0"),
         ({"emulate_world": 2, "expert_loads": (float("nan"),)}, "expert_loads must be numbers of at least 0"),
-        ({"emulate_world": 2, "moe_dispatch": "by_machine"}, "moe_dispatch 'by_machine' cannot be emulated yet"),
-        ({"emulate_world": 2, "decode_dispatch": "auto"}, "decode_dispatch 'auto' cannot be emulated yet; emulate all"),
         ({"emulate_world": 2, "machine_size": 0}, "machine_size must be a positive integer, not 0"),
         ({"emulate_world": 2, "cp_size": 0}, "cp_size must be a positive integer, not 0"),
     ],

@@ -132,3 +132,12 @@ def test_ranges_are_there_for_a_profiler_only(monkeypatch: pytest.MonkeyPatch) -
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, stage("MoE gate"):
         pass
     assert made == ["MoE gate"] and "MoE gate" in {event.key for event in profile.key_averages()}
+
+
+def test_a_pass_on_a_clock_with_other_seconds() -> None:
+    """Stages take what is given, in proportion to their parts; those that are not given take no time."""
+    timer = StageTimer(torch.device("cpu"))
+    timer._marks = [("other", 10.0), ("MoE gate", 11.0), ("other", 14.0), ("MoE gate", 20.0), ("", 21.0)]
+    clock = timer.retimed({"MoE gate": 8.0, "MoE shared": 5.0})
+    assert clock.seconds(10.0, 21.0) == clock.seconds(0.0, 30.0) == 8.0
+    assert clock.seconds(10.0, 12.0) == 2.0 and clock.seconds(13.0, 20.5) == 3.0

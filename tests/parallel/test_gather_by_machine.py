@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
-from dsa_engine.parallel.gather_by_machine import GatherByMachine, bytes_between, gather_group, gathers_by_machine
+from dsa_engine.parallel.gather_by_machine import TwoLevels, bytes_between, gather_group, gathers_by_machine
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.links import Link, Links
 from tests.support.gloo_ranks import gloo_group
@@ -47,11 +47,12 @@ def test_the_same_rows_and_fewer_bytes_between_machines(asynchronous: bool) -> N
             return gloo_group(store, mine, rank)
 
         group = gather_group(plain, [range(len(MACHINES))], MACHINES, torch.device("cpu"), make)
-        assert isinstance(group, GatherByMachine) and (group.rail.size, group.machine.size) == (2, 2)
+        levels = group.levels
+        assert levels is not None and (levels.rail.size, levels.machine.size) == (2, 2)
         gathers = [one.all_gather_async if asynchronous else one.all_gather for one in (plain, group)]
         begun = [gather(rows[rank]) for gather in gathers]
         gathered = [one() if asynchronous else one for one in begun]
-        by_rails = crossing(group.rail, MACHINES) + crossing(group.machine, MACHINES)
+        by_rails = crossing(levels.rail, MACHINES) + crossing(levels.machine, MACHINES)
         return gathered, crossing(plain, MACHINES), by_rails, sum(part.bytes_sent for part in group.parts)
 
     with ThreadPoolExecutor(len(MACHINES)) as ranks:
@@ -90,7 +91,43 @@ def test_each_context_parallel_group_has_rails_of_its_own(monkeypatch: pytest.Mo
     mesh = Mesh(ParallelConfig(cp_size=4), 6, 8, torch.device("cpu"))
     made.clear()
     mesh.set_machines([0, 0, 0, 0, 1, 1, 2, 2])
-    assert isinstance(mesh.cp, GatherByMachine) and mesh.cp.ranks == (4, 5, 6, 7) and mesh.cp.index == 2
-    assert (mesh.cp.rail.ranks, mesh.cp.machine.ranks) == ((4, 6), (6, 7))
+    levels = mesh.cp.levels
+    assert levels is not None and mesh.cp.ranks == (4, 5, 6, 7) and mesh.cp.index == 2
+    assert (levels.rail.ranks, levels.machine.ranks) == ((4, 6), (6, 7))
     assert made == [(4, 5), (6, 7), (4, 6), (5, 7)], "the first group is inside a machine"
-    assert mesh.cp.rail in mesh.groups and mesh.cp.machine in mesh.groups
+    assert levels.rail in mesh.groups and levels.machine in mesh.groups and mesh.ep.levels is None
+
+
+def test_sums_and_gathers_of_small_parts() -> None:
+    """Both ways of a dispatch that gathers, along rails for parts up to the limit, beside the backend's own."""
+    whole, parts, inside = dist.HashStore(), (dist.HashStore(), dist.HashStore()), ((0, 1), (2, 3))
+    given = torch.randint(-9, 9, (len(MACHINES), len(MACHINES) * ROWS, COLUMNS)).float()  # exact sums, in any order
+
+    def run(rank: int) -> list[torch.Tensor]:
+        group = gloo_group(whole, range(len(MACHINES)), rank)
+        rail, machine = (
+            gloo_group(store, next(ranks for ranks in of if rank in ranks), rank)
+            for store, of in zip(parts, (((0, 2), (1, 3)), inside), strict=True)
+        )
+        results = []
+        for limit in (given[0].nbytes, 0):
+            group.levels = TwoLevels(rail, machine, limit)
+            begun = group.all_gather_async(given[rank]), group.reduce_scatter_async(given[rank])
+            results += [group.reduce_scatter(given[rank]), *(wait() for wait in begun)]
+        assert group.log is not None and [one.kind for one in group.log.collectives] == [
+            "all_gather",
+            "reduce_scatter",
+            "reduce_scatter",
+        ], "without the limit"
+        assert rail.log is not None and [max(one.sent) for one in rail.log.collectives] == [
+            given[0].nbytes,
+            given[0].nbytes // 4,
+            given[0].nbytes // 4,
+        ]
+        return results
+
+    with ThreadPoolExecutor(len(MACHINES)) as ranks:
+        for rank, results in enumerate(ranks.map(run, range(len(MACHINES)))):
+            summed = given.sum(dim=0).chunk(len(MACHINES))[rank]
+            for number, wanted in enumerate((summed, given.flatten(0, 1), summed) * 2):
+                assert torch.equal(results[number], wanted)

@@ -170,6 +170,9 @@ def test_only_ranks_that_may_be_the_cause_are_named(
     said = reporter._lost(reporter._states())
     assert said.startswith("no word from rank 2, 5: it hangs, or its process has ended without an error of its own")
     assert "1" not in said and "3" not in said, "they live, and wait for the others"
+    store.set("answers 5", "")
+    before = {2: "unknown", 5: "unknown"}
+    assert reporter._lost(before).startswith("no word from rank 2: "), "the other one has answered since"
     store.set("2", "has failed")
     store.set("5", "has failed")
     assert reporter._lost(reporter._states()) == "no word from rank 1, 3: it hangs, though its process is alive"

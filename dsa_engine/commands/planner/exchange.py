@@ -10,7 +10,7 @@ from dsa_engine.commands.planner.choices import DISPATCHES
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.parallel.collective_log import Collective, Kind
 from dsa_engine.parallel.experts.placement import contiguous
-from dsa_engine.parallel.experts.traffic import Routing, RowBytes, quantized_bytes, reached_part
+from dsa_engine.parallel.experts.traffic import Routing, RowBytes, largest_part, quantized_bytes, reached_part
 from dsa_engine.parallel.links import Links
 
 
@@ -65,11 +65,11 @@ class ExpertExchange:
         back: float
         if dispatch == "all_gather":
             there, back = self._rows
-            return Exchange(self._even("all_gather", rows * there), self._even("reduce_scatter", rows * back))
+            return Exchange(self._gathered("all_gather", rows * there), self._gathered("reduce_scatter", rows * back))
         if dispatch == "by_machine" and self.machines > 1:
             return self._by_machine(rows)
         part = min(rows, rows * self.reached(self.ranks) * self.imbalance)
-        counts = even_seconds("all_gather", self.ranks, 8 * self.ranks, self.links)  # tokens and choices for each rank
+        counts = self._gathered("all_gather", 8 * self.ranks)  # tokens and choices for each rank
         there, back = (even_seconds("all_to_all", self.ranks, round(part * row), self.links) for row in self._rows)
         return Exchange(there + counts, back)
 
@@ -77,13 +77,19 @@ class ExpertExchange:
         """The part of all tokens that chooses an expert of one of ``parts`` equal parts of consecutive experts."""
         return _reached(self.config, parts)
 
-    def _even(self, kind: Kind, part: float) -> float:
-        return even_seconds(kind, self.ranks, round(part), self.links)
+    def _gathered(self, kind: Kind, part: float) -> float:
+        """Seconds of an all-gather or reduce-scatter over all ranks, in one level or in two as the engine has it."""
+        size, on_machine = round(part), self.links.machine_size
+        if part > largest_part(tuple(rank // on_machine for rank in range(self.ranks))):
+            return even_seconds(kind, self.ranks, size, self.links)
+        along, inside = self.machines, on_machine
+        rail = _seconds(kind, along, size, self.links, 1)
+        return rail + _seconds(kind, inside, along * size, self.links, on_machine)
 
     def _by_machine(self, rows: float) -> Exchange:
         """To the rank of the same number on each machine with an expert of the token, and on to the experts' ranks."""
         across, inside = self._rail
-        counts = even_seconds("all_gather", self.ranks, 8 * self.ranks, self.links)
+        counts = self._gathered("all_gather", 16 * self.ranks)  # tokens and choices for each rank, on both levels
         on_machine = rows * self.machines * self.reached(self.machines)  # tokens that a rank of a machine passes on
         crossing = rows * self.reached(self.machines)
         forwarded = min(on_machine, rows * self.machines * self.reached(self.ranks) * self.imbalance)

@@ -43,7 +43,7 @@ class Run:
     """A job that needs the engine for itself: it waits for the requests before it, and the requests after it wait.
 
     Attributes:
-        job: a prefill, see :meth:`.engine.Engine.job`; "wait" computes nothing.
+        job: a prefill, see :func:`.jobs.run_job`; "wait" computes nothing.
     """
 
     id: int

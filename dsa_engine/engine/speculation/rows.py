@@ -17,13 +17,17 @@ from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.slots_of import slots_of
-from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.forward_batch import ForwardBatch, Halves
 from dsa_engine.model.model import Model
 
 
 @dataclass(frozen=True)
 class StaticRows:
-    """``each`` rows of every request of a bucket; makes batches of them on the device."""
+    """``each`` rows of every request of a bucket; makes batches of them on the device.
+
+    Attributes:
+        halves: those of the first and the second half of the requests, if the layers run them as two batches.
+    """
 
     each: int
     segments: Segments  # on the host rows see their maximum; on the device each batch writes what they see
@@ -31,20 +35,27 @@ class StaticRows:
     sequences: torch.Tensor  # [requests · each] int64, rows of the block tables
     offsets: torch.Tensor  # [each] int64: 0, 1, …
     frequencies: torch.Tensor
+    halves: tuple[StaticRows, ...] = ()
 
     @classmethod
-    def of(cls, bucket: Bucket, each: int, model: Model, max_visible: Sequence[int] = ()) -> StaticRows:
-        """``max_visible``: maximum number of tokens that each request's rows see; default: the bucket's context."""
+    def of(
+        cls, bucket: Bucket, each: int, model: Model, max_visible: Sequence[int] = (), halved: bool = False
+    ) -> StaticRows:
+        """``max_visible``: maximum number of tokens that each request's rows see; default: the bucket's context.
+        ``halved``: as two batches."""
         device = model.runtime.mesh.device
         visible = max_visible or [bucket.context] * bucket.requests
         segments = [Segment(i * each, each, i, max(0, tokens - each)) for i, tokens in enumerate(visible)]
+        whole, half = Segments.of(segments, device), replace(bucket, requests=bucket.requests // 2)
+        halves = [cls.of(half, each, model)._reading(visible) for visible in whole.visible.chunk(2)] if halved else []
         return cls(
             each,
-            Segments.of(segments, device),
+            whole,
             Segments.of([], device),
             torch.arange(bucket.requests, device=device).repeat_interleave(each),
             torch.arange(each, device=device),
             model.config.rope.inverse_frequencies().to(device),
+            tuple(halves),
         )
 
     def batch(
@@ -60,7 +71,7 @@ class StaticRows:
         count, selects = len(positions), model.config.has_indexer
         cos, sin = model.config.rope.cos_sin(positions.clamp(min=0), self.frequencies)
         self.segments.visible.copy_(positions + 1)
-        return ForwardBatch(
+        whole = ForwardBatch(
             rows=count,
             input_ids=model.runtime.mesh.tp.all_gather(input_ids).view(-1, count),
             cos=cos,
@@ -77,6 +88,35 @@ class StaticRows:
             decodes=True,
             live=positions >= 0,
         )
+        return replace(whole, halves=self._halved(whole, selects)) if self.halves else whole
+
+    def _reading(self, visible: torch.Tensor) -> StaticRows:
+        """The same, if another batch writes what the rows see."""
+        return replace(self, segments=replace(self.segments, visible=visible))
+
+    def _halved(self, whole: ForwardBatch, selects: bool) -> Halves:
+        """The rows of the first requests of a batch and of the others; all are views."""
+
+        def half(number: int) -> ForwardBatch:
+            segments, count, live = self.halves[number].segments, whole.rows // 2, whole.live
+            assert live is not None
+            return replace(
+                whole,
+                rows=count,
+                input_ids=whole.input_ids.chunk(2, dim=1)[number],
+                cos=whole.cos.chunk(2)[number],
+                sin=whole.sin.chunk(2)[number],
+                dense_mqa=self.none if selects else segments,
+                sparse_mqa=segments if selects else self.none,
+                block_tables=whole.block_tables.chunk(2)[number],
+                slot_mapping=whole.slot_mapping.chunk(2)[number],
+                cp_rows=count,
+                tp_rows=count,
+                ep_rows=count,
+                live=live.chunk(2)[number],
+            )
+
+        return Halves((half(0), half(1)), None)
 
 
 class ChunkColumns(NamedTuple):

@@ -40,12 +40,6 @@ class EmulatedConfig(ParallelConfig):
             raise ValueError(
                 f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {world}, not {rank!r}"
             )
-        for name in ("moe_dispatch", "decode_dispatch"):
-            if world > 1 and (method := getattr(self, name)) in ("by_machine", "auto"):
-                raise ValueError(
-                    f"{name} {method!r} cannot be emulated yet; emulate all_to_all or all_gather, or ask "
-                    "dsa-engine plan"
-                )
         if self.prefill_ranks is not None:
             raise ValueError("emulate_world emulates one part of a run; leave out prefill_ranks")
         if loads is not None and world < 2:

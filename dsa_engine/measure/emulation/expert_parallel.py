@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.stand_ins import stand_in
-from dsa_engine.parallel.experts import MoeDispatch
+from dsa_engine.measure.emulation.two_levels import AllPeers, Arriving, StepInTwoLevels, plans
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
+from dsa_engine.parallel.experts.by_machine import MachineGroups, Way
+from dsa_engine.parallel.experts.choose_dispatch import DispatchChoice
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
@@ -20,8 +21,15 @@ from dsa_engine.parallel.group import Group
 class AssignedExpertParallel(ExpertParallel):
     """Assigned experts replace the router's, with the router's weights. The group may be a real one."""
 
-    def __init__(self, group: Group, placement: ExpertPlacement, assigned: AssignedExperts):
-        super().__init__(group, placement)
+    def __init__(
+        self,
+        group: Group,
+        placement: ExpertPlacement,
+        assigned: AssignedExperts,
+        machines: MachineGroups | None = None,
+        choice: DispatchChoice | None = None,
+    ):
+        super().__init__(group, placement, machines, choice)
         self.assigned = assigned
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
@@ -32,21 +40,18 @@ class AssignedExpertParallel(ExpertParallel):
 class EmulatedExpertParallel(AssignedExpertParallel):
     """Expert parallelism of an emulated rank: the counts and choices that other ranks would send are assigned too."""
 
-    def dispatch(
+    def __init__(
         self,
-        tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        method: MoeDispatch,
-        max_tokens: int,
-        max_pairs: int = sys.maxsize,
-        sum_bytes: int | None = None,
-    ) -> Dispatch:
-        dispatch = super().dispatch(tokens, experts, weights, method, max_tokens, max_pairs, sum_bytes)
-        if method == "all_gather":
-            return dispatch
-        rounds, counted = dispatch.rounds, self.assigned.step.tokens
-        return _Assigned(dispatch, stand_in(("rounds", rounds, counted), lambda: self._arriving(rounds)[0]))
+        group: Group,
+        placement: ExpertPlacement,
+        assigned: AssignedExperts,
+        machines: MachineGroups | None = None,
+        choice: DispatchChoice | None = None,
+    ):
+        super().__init__(group, placement, assigned, machines, choice)
+        self._peers = AllPeers(machines, placement) if machines else None
+        self._two_levels: StepInTwoLevels | None = None  # of the last step
+        self._passed_on: list[Arriving] = []  # in the rounds inside the machine that follow one along the rail
 
     def gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
@@ -74,6 +79,45 @@ class EmulatedExpertParallel(AssignedExpertParallel):
             ]
 
         return stand_in(("counts of rounds", len(made_up), self.assigned.step.tokens), make)
+
+    def exchange_ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
+        super().exchange_ways(sent, groups, takers)
+        step, rounds = self._in_two_levels(), len(sent)
+        return stand_in(("ways", rounds, step.step.tokens), lambda: step.ways(rounds))
+
+    def exchange_inside(self, sent: torch.Tensor, machine: Group) -> list[RecvPlan]:
+        return plans(super().exchange_inside(sent, machine), self._passed_on)
+
+    def _all_to_all(
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_pairs: int
+    ) -> Dispatch:
+        dispatch = super()._all_to_all(tokens, experts, weights, max_pairs)
+        rounds, counted = dispatch.rounds, self.assigned.step.tokens
+        return _Assigned(dispatch, stand_in(("rounds", rounds, counted), lambda: self._arriving(rounds)[0]))
+
+    def _on_two_levels(
+        self, rail: Dispatch, inside: Callable[[int, Received], Dispatch], rounds: Sequence[int]
+    ) -> Dispatch:
+        step, outer = self._in_two_levels(), rail.rounds
+
+        def make() -> tuple[list[torch.Tensor], list[list[Arriving]]]:
+            along = [step.taken(step.step.rank, number, outer) for number in range(outer)]
+            return along, [step.inside(number, outer, inner) for number, inner in enumerate(rounds)]
+
+        along, passed_on = stand_in(("two levels", *rounds, step.step.tokens), make)
+
+        def pass_on(number: int, brought: Received) -> Dispatch:
+            self._passed_on = passed_on[number]
+            return _Assigned(inside(number, brought), [one.choices for one in passed_on[number]])
+
+        return super()._on_two_levels(_Assigned(rail, along), pass_on, rounds)
+
+    def _in_two_levels(self) -> StepInTwoLevels:
+        step = self.assigned.step
+        assert self._peers is not None, "there are machines"
+        if self._two_levels is None or self._two_levels.step is not step:
+            self._two_levels = StepInTwoLevels(step, self._peers)
+        return self._two_levels
 
     def _arriving(self, rounds: int) -> tuple[list[torch.Tensor], list[list[int]]]:
         """The choices ``[R, k]`` of the tokens that come in each round, and the number of tokens from each rank. The

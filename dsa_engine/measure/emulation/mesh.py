@@ -54,9 +54,9 @@ class EmulatedMesh(Mesh):
     def _host_group(self) -> Group:
         return Group((self.rank,), 0, None)
 
-    def _group(self, size: int) -> EmulatedGroup:
-        first = self.rank - self.rank % size
-        return EmulatedGroup(tuple(range(first, first + size)), self.rank - first, None)
+    def _part(self, parts: Sequence[Sequence[int]]) -> EmulatedGroup:
+        (mine,) = [tuple(part) for part in parts if self.rank in part]
+        return EmulatedGroup(mine, mine.index(self.rank), None)
 
     @cached_property
     def _placements(self) -> LayerPlacements:
@@ -71,7 +71,7 @@ class EmulatedMesh(Mesh):
         if given is not None and not isinstance(given, (str, Path)):
             loads = given
         self.assigned.append(AssignedExperts(placement, self.rank, loads, self.config.route_shared_expert))
-        return EmulatedExpertParallel(self.ep, placement, self.assigned[-1])
+        return EmulatedExpertParallel(self.ep, placement, self.assigned[-1], self.machine_groups, self._dispatch_choice)
 
     @torch.inference_mode()  # as the steps, whose graphs hold tensors that are written here
     def begin_step(self, step: StepPlan) -> None:

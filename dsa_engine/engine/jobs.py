@@ -1,0 +1,63 @@
+"""Jobs: work that has the engine for itself, such as the logits of a prompt, and what waits for all requests to end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsa_engine.engine.requests.messages import Run
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.result import check_finite
+from dsa_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from dsa_engine.engine.engine import Engine
+
+
+def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
+    """Computes a chunk of a prompt at each ``next``, and returns the logits of :meth:`.Engine.prefill` or
+    :meth:`.Engine.prompt_logits`. The prompt's pages are free when the job ends or is closed.
+
+    Raises:
+        RuntimeError: other requests are running.
+    """
+    engine.check_idle()
+    prompt, logits = run.prompt_ids, torch.empty(0)
+    if run.job == "reset_prefix_cache":
+        engine.scheduler.prefix_cache.reset()
+    if run.job in ("wait", "reset_prefix_cache"):
+        return logits
+    if run.job == "prompt_logits":
+        logits = torch.empty(len(prompt), engine.config.vocab_size, dtype=torch.float32)
+    block = max(1, engine.workspace // (8 * engine.config.vocab_size))  # rows whose logits are made at a time
+    request = Request(-1, prompt, SamplingParams(max_tokens=1), reads_prefix_cache=False)
+    with engine.progress(len(prompt), "tokens", "prefill") as bar:
+        try:
+            engine.scheduler.add(request)
+            while not request.prefilled:
+                (chunk,) = engine.scheduler.schedule()
+                with engine.tiers.moving([chunk]):
+                    if run.job == "prompt_logits":
+                        engine.runner.all_logits(chunk, logits, block)
+                    elif (last := engine.runner.last_logits([chunk])) is not None:
+                        logits = last
+                if engine.rebalancing is not None:
+                    engine.rebalancing.turn()
+                engine.scheduler.computed([chunk])
+                bar.update(chunk.length)
+                yield
+        finally:
+            engine.finish(request, "length" if request.prefilled else "abort")
+    return logits.cpu()
+
+
+def finished(engine: Engine, run: Run) -> torch.Tensor:
+    """The logits of a job that is run to its end; raises ``ValueError`` if they are not finite."""
+    job = run_job(engine, run)
+    while True:
+        try:
+            next(job)
+        except StopIteration as end:
+            return check_finite(end.value)

@@ -23,6 +23,7 @@ from dsa_engine.config.fields import (
     options_of,
 )
 from dsa_engine.config.speculative import SpeculativeConfig
+from dsa_engine.decode_options import options_of_decode
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.vllm_options import answer
@@ -297,6 +298,14 @@ class EngineOptions(Options):
         "show progress: a bar on a terminal or in a notebook, elsewhere a line in the log every ten seconds.",
         help="no progress bars, and no lines instead of them",
     )
+    decode_options: dict[str, Any] = option(
+        JSON_OBJECT,
+        dict,
+        "with ``prefill_ranks``: options of the ranks that decode, where they differ, for example "
+        '``{"tp_size": 2, "cache_memory": "60GiB"}``.',
+        help="with --prefill-ranks: options of the ranks that decode, where they differ, such as "
+        '{"tp_size": 2, "cache_memory": "60GiB"}',
+    )
     parallel: ParallelConfig = option(
         Kind(instance_of(ParallelConfig), parse=None),
         ParallelConfig,
@@ -321,6 +330,8 @@ class EngineOptions(Options):
             raise ValueError(f"{tiers[0]} needs enable_prefix_caching=True: it holds pages of the prefix cache")
         if self.cache_folder_size is not None and self.cache_folder is None:
             raise ValueError("cache_folder_size is the size of a cache_folder; give that too, or leave it out")
+        if self.decode_options:
+            options_of_decode(self)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -10,8 +10,11 @@ requests. Without --prefill-ranks the last pass is left out.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from dsa_engine.arguments import add_engine_arguments, add_json_argument, argument_parser, llm_from, reported, run
 from dsa_engine.commands.bench.serving.datasets import RandomPrompts
@@ -30,6 +33,7 @@ from dsa_engine.system.sizes import format_bytes
 ALONE, BESIDE, APART = "one engine, alone", "one engine", "apart"
 DECODING, LONG = "decoding", "long"
 WARMUP = 1  # requests of each load before those that count
+PROBE, PROBES = 16 << 20, 5  # bytes that are sent to measure the link, and how often
 
 Pass = dict[str, ServingResult]  # the result of each load
 
@@ -61,7 +65,8 @@ def main() -> None:
     rank, ranks = launched_rank()
     passes: dict[str, Pass] = {}
     transfer: dict[str, Any] | None = None
-    with llm_from(argparse.Namespace(**vars(args) | {"prefill_ranks": None})) as llm:
+    in_one = argparse.Namespace(**vars(args) | {"prefill_ranks": None, "decode_options": "{}"})
+    with llm_from(in_one) as llm:
         if rank > 0:
             llm.follow()
         else:
@@ -74,8 +79,9 @@ def main() -> None:
                 llm.follow()
             else:
                 passes[APART] = measure_side_by_side(llm, loads, WARMUP)
+        rate = link_rate(llm)
         if rank < args.prefill_ranks:
-            transfer = sent(llm, loads.values())
+            transfer = sent(llm, loads) | {"prefill_ranks": args.prefill_ranks, "link_bytes_per_s": rate}
     if rank > 0:
         return
     results = {name: {load: one.to_json() for load, one in each.items()} for name, each in passes.items()}
@@ -90,7 +96,7 @@ def main() -> None:
             print(f"\n{transfer_line(transfer)}")
 
 
-def sent(llm: LLM, loads: Iterable[ServingLoad]) -> dict[str, Any]:
+def sent(llm: LLM, loads: Mapping[str, ServingLoad]) -> dict[str, Any]:
     """The transfer of all ranks that prefill, beside the bytes of the pages of all prompts; each of them calls it when
     the engine is closed."""
     engine = llm.engine
@@ -98,9 +104,14 @@ def sent(llm: LLM, loads: Iterable[ServingLoad]) -> dict[str, Any]:
     assert sender is not None
     mine = [float(sender.bytes_sent), float(sender.bytes_hidden), sender.exposed_s]
     total = [sum(values) for values in zip(*from_all_ranks(engine, mine), strict=True)]
-    lengths = [n for load in loads for ((n, _),) in [*load.lengths(), *load.lengths()[:1] * WARMUP]]
-    pages = sum(pages_for(length, engine.cache.page_size) for length in lengths)
+    prompts = {}
+    for name, load in loads.items():
+        lengths = [one for (one,) in load.lengths()]
+        goes = lengths[0][1] > 1  # a request of one token ends where it is prefilled
+        prompts[name] = {"input_len": lengths[0][0], "requests": (len(lengths) + WARMUP) * goes}
+    pages = sum(one["requests"] * pages_for(one["input_len"], engine.cache.page_size) for one in prompts.values())
     return {
+        "prompts": prompts,
         "pages": pages,
         "page_bytes": engine.cache.page_bytes,
         "bytes_of_pages": pages * engine.cache.page_bytes,
@@ -108,6 +119,24 @@ def sent(llm: LLM, loads: Iterable[ServingLoad]) -> dict[str, Any]:
         "hidden": total[1] / total[0] if total[0] else None,
         "exposed_ms": total[2] * 1e3,
     }
+
+
+def link_rate(llm: LLM) -> float:
+    """Bytes per second from the first rank that prefills to the first that decodes, with nothing else under way; all
+    ranks call it when the engine is closed."""
+    engine = llm.engine
+    assert engine.side is not None
+    first, mesh, seconds = engine.side.first_rank, engine.mesh, []
+    if mesh.run_rank != first:
+        return 0.0
+    rows = torch.ones(PROBE, dtype=torch.uint8, device=mesh.device)
+    link = engine.side.links[min(engine.side.links)]
+    for _ in range(PROBES):
+        begun = time.perf_counter()
+        (link.send if first == 0 else link.recv)(rows, 1 - link.index)
+        rows[-1].item()  # it has come
+        seconds.append(time.perf_counter() - begun)
+    return PROBE / min(seconds)
 
 
 def transfer_line(transfer: Mapping[str, Any]) -> str:

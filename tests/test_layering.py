@@ -41,7 +41,7 @@ LAYERS = (
     ("engine.requests",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "options", "text"),
+    ("checkpoint", "decode_options", "options", "text"),
     ("sampling_params",),
     ("outputs",),
     ("system",),

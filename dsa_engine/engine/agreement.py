@@ -31,6 +31,7 @@ def start_facts(folder: Path, options: EngineOptions) -> dict[str, str]:
         if name == "parallel":
             facts |= {part: repr(own) for part, own in vars(value).items() if part not in ("ranks", "expert_loads")}
             facts["expert_loads"] = _content(value.expert_loads)
+            facts["expert_loads of decode_options"] = _content(options.decode_options.get("expert_loads"))
         elif name not in _MAY_DIFFER:
             facts[name] = json.dumps(value, sort_keys=True, default=_plain)
     for name in MODEL_FILES:

@@ -127,7 +127,7 @@ class Attention(Weighted):
                 rows = gathering()
             with stage("MLA prolog"):
                 self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping, cache_format)
-        if cache.sender is not None:
+        if cache.sender is not None and not batch.first_half:
             cache.sender.arrive(self.layer)
 
         if indexer and index_query and key_pool is not None:

@@ -92,6 +92,7 @@ class ForwardBatch:
     decodes: bool  # whether this is a decode step of all ranks
     live: torch.Tensor | None  # [T] bool: rows that are tokens, in a padded step; None where all are
     halves: Halves | None = None  # the layers run these instead
+    first_half: bool = False  # whether the other half of the step stores rows of its layers after this one
 
     @property
     def mha_rows(self) -> int:

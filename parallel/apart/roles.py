@@ -16,14 +16,50 @@ if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig
 
 
+def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelConfig:
+    """Of both parts' options, those of the part that this rank belongs to.
+
+    Raises:
+        ValueError: there are not enough ranks, or a part cannot be divided as its options say.
+    """
+    rank, ranks_that_prefill, size = _position(prefill)
+    for part, config, ranks in (
+        ("prefill", prefill, ranks_that_prefill),
+        ("decode", decode, size - ranks_that_prefill),
+    ):
+        sizes = {"tp_size": config.tp_size} | ({"cp_size": config.cp_size or 1} if part == "prefill" else {})
+        for name, wanted in sizes.items():
+            if ranks % wanted:
+                option = name if part == "prefill" or wanted == prefill.tp_size else f"decode_options: {name}"
+                raise ValueError(
+                    f"{option} {wanted} does not divide the {ranks} rank(s) that {part}; see prefill_ranks"
+                )
+    return prefill if rank < ranks_that_prefill else decode
+
+
 def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping[str, str]] | None) -> Mesh:
     """The mesh of this rank's part of the run. The decode part has context-parallel groups of one rank, as it prefills
     nothing.
 
+    Args:
+        config: the options of this part.
+
     Raises:
-        ValueError: there are not enough ranks, the parts cannot be divided as the options say, or see
+        ValueError: there are not enough ranks, the part cannot be divided as the options say, or see
             :meth:`Mesh.create`.
     """
+    rank, prefill, size = _position(config)
+    members = range(prefill) if rank < prefill else range(prefill, size)
+    own = config if rank < prefill else replace(config, cp_size=1)
+    mesh = Mesh.create(own, device, members, same)
+    mesh.run_ranks = list(range(size))
+    if same is not None:
+        compare(same(), mesh.run_ranks, rank, config.timeout)
+    return mesh
+
+
+def _position(config: ParallelConfig) -> tuple[int, int, int]:
+    """This rank, the number of ranks that prefill, and that of all."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else launched_rank()
     prefill = config.prefill_ranks
     assert prefill is not None
@@ -32,17 +68,4 @@ def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping
             f"prefill_ranks {prefill} leaves no rank to decode: the run has {size} rank(s); start more with torchrun, "
             "or lower prefill_ranks"
         )
-    for name, wanted, part, ranks in (
-        ("cp_size", config.cp_size or 1, "prefill", prefill),
-        ("tp_size", config.tp_size, "prefill", prefill),
-        ("tp_size", config.tp_size, "decode", size - prefill),
-    ):
-        if ranks % wanted:
-            raise ValueError(f"{name} {wanted} does not divide the {ranks} rank(s) that {part}; see prefill_ranks")
-    members = range(prefill) if rank < prefill else range(prefill, size)
-    own = config if rank < prefill else replace(config, cp_size=1)
-    mesh = Mesh.create(own, device, members, same)
-    mesh.run_ranks = list(range(size))
-    if same is not None:
-        compare(same(), mesh.run_ranks, rank, config.timeout)
-    return mesh
+    return rank, prefill, size

@@ -230,7 +230,9 @@ def test_a_slow_link_shows_after_the_prefill(config: ModelConfig, capsys: pytest
         prefill = predict_prefill(placed, Efficiencies.assumed(), 32_768)
         way = predict_handover(placed, prefill, 32_768)
         last_layer = way.seconds * 8 * 1024 / 32_768 / 61
-        assert way.exposed == pytest.approx(last_layer if hidden else way.seconds - prefill.ttft)
+        assert way.exposed == pytest.approx(last_layer if hidden else way.seconds - prefill.ttft * 3 / 4)
+    at_once = predict_handover(placed, prefill, 8 * 1024)  # its only step asks for room
+    assert at_once.exposed == at_once.seconds
     plan = Planner(config, H200, Efficiencies.assumed(), FIXED).best(Demand(32, 32_768), split=True)
     print_plan("Split", plan, Demand(32, 32_768))
     assert "handover               " in (shown := capsys.readouterr().out) and "a request in 512 pages: " in shown

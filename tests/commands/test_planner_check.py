@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsa_engine.commands.planner import check
 from dsa_engine.commands.planner.check import Check, CheckCase, Checked
+from dsa_engine.commands.planner.handover import CheckedHandovers
 from dsa_engine.llm import LLM
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.model.profile_stages import STAGES
@@ -77,3 +80,35 @@ def test_real_runs_have_all_stages(made: Check) -> None:
         table = one.to_json()
         assert table["predicted_over_measured"] == one.ratio > 0 and "ratio" in one.table()
     assert made.is_leader and "emulated rank 0 of 4" in made.title
+
+
+def handovers(path: Path, **sent: Any) -> CheckedHandovers:
+    """The check of a file of ``scripts/bench_disaggregated.py``: 3 prompts of 70 tokens and 2 of 600, on a link of 1 MB
+    a second, with steps of 256 tokens of 2 ranks."""
+    options = {"max_num_batched_tokens": 128, "page_size": 64, "kv_cache_dtype": "auto", "parallel": {"cp_size": None}}
+    prompts = {"decoding": {"input_len": 70, "requests": 3}, "long": {"input_len": 600, "requests": 2}}
+    transfer = {"prompts": prompts, "prefill_ranks": 2, "link_bytes_per_s": 1e6, "exposed_ms": 40.0} | sent
+    run = {
+        "dtype": "float32",
+        "options_in_force": options | {"model": "demo-random", "hf_overrides": {}, "speculative_config": {}},
+        "results": {"apart": {name: {"median_ttft_ms": 3e6} for name in prompts}},
+        "transfer": transfer,
+    }
+    path.write_text(json.dumps(run))
+    return CheckedHandovers.read(str(path))
+
+
+def test_handovers_beside_those_of_a_run(made: Check, tmp_path: Path) -> None:
+    engine, pages = made._small[0].engine, 3 * 2 + 2 * 10
+    page_bytes, layers = engine.cache.page_bytes, engine.config.num_hidden_layers
+    one = handovers(tmp_path / "a.json", bytes_sent=pages * page_bytes)
+    assert (one.predicted.pages, one.predicted.nbytes, one.after) == (pages, one.nbytes, 0.02)
+    assert "the bytes are equal" in one.table() and one.to_json()["measured"]["nbytes"] == one.nbytes
+    # Prompts of one step leave after it; of the others, the last layer of the second and of the third step.
+    assert one.predicted_after == pytest.approx((3 * 2 + 2 * 10 / layers) * page_bytes / 1e6)
+    assert one.predicted.exposed == pytest.approx((3 * 2 + 2 * 10 * 88 / 600 / layers) * page_bytes / 1e6)
+    again = handovers(tmp_path / "a.json", bytes_sent=(pages + 1) * page_bytes)
+    assert f"the bytes DIFFER by {page_bytes:,}: " in again.verdict
+    (tmp_path / "b.json").write_text('{"transfer": null}')
+    with pytest.raises(ValueError, match="b.json is no JSON of scripts/bench_disaggregated.py with --prefill-ranks"):
+        CheckedHandovers.read(str(tmp_path / "b.json"))

@@ -1,9 +1,9 @@
 """Runs cases with prefill apart from decode: apart_worker.py PREFILL_RANKS CASES.json FOLDER.
 
-Cases: ``options`` of ``LLM``; ``generate``, a list of ``[prompt, params]`` that run together; ``cancelled``, the number
-of streams that are closed early meanwhile; ``repeated``, how often all of that runs. Or ``soak``, a number of
-streams in threads that arrive at random. Or ``held``: the first request is streamed while a step of the second one does
-not end. ``killed``: this rank kills itself after some steps.
+Cases: ``options`` of ``LLM``, and ``parallel`` of its ranks; ``generate``, a list of ``[prompt, params]`` that run
+together; ``cancelled``, the number of streams that are closed early meanwhile; ``repeated``, how often all of that
+runs. Or ``soak``, a number of streams in threads that arrive at random. Or ``held``: the first request is streamed
+while a step of the second one does not end. ``killed``: this rank kills itself after some steps.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ def counts(llm: LLM) -> dict[str, Any]:
     return {
         "lost": sum(engine.cache.pages - free for free in engine.scheduler.free_pages),
         "preemptions": engine.scheduler.preemptions,
+        "pages": engine.cache.pages,
+        "tp_size": engine.mesh.tp.size,
+        "moved": engine.rebalancing.times if engine.rebalancing else 0,
+        "to_host": engine.cache.transfer.bytes_to_host if engine.cache.transfer else 0,
+        "to_disk": engine.tiers.disk.stores.pages_written if engine.tiers.disk else 0,
         "page_bytes": engine.cache.page_bytes,
         "sent": side.sender.bytes_sent if side.sender else 0,
         "hidden": side.sender.bytes_hidden if side.sender else 0,
@@ -137,7 +142,7 @@ def plain(request: Any) -> list[Any]:
 
 def main() -> None:
     prefill, case, folder = int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
-    parallel = ParallelConfig(prefill_ranks=prefill, timeout=case.get("timeout", 300))
+    parallel = ParallelConfig(prefill_ranks=prefill, timeout=case.get("timeout", 300), **case.get("parallel", {}))
     llm = LLM(device="cpu", parallel=parallel, **case["options"])
     rank, result = int(os.environ["RANK"]), dict[str, Any]()
     if rank == case.get("killed"):

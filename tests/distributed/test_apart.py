@@ -17,8 +17,19 @@ from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from quantized_sizes import INDEXER, SIZES
 
 MODEL = {"model": "demo-random", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 32}
-SMALL = MODEL | {"cache_memory": "384KiB"}  # 26 pages, where a request needs up to 16
+SMALL = MODEL | {"cache_memory": "384KiB"}  # 27 pages, where a request needs up to 16
 
+# Each part with its own tensor parallelism and caches; tiers of the prefix cache; experts that move; two batches.
+EACH_ITS_OWN = {
+    "options": {
+        "host_cache_memory": "256KiB",
+        "cache_folder": "pages",
+        "enable_dbo": True,
+        "dbo_prefill_token_threshold": 4,
+        "decode_options": {"tp_size": 2, "cache_memory": "448KiB", "dbo_decode_token_threshold": 2},
+    },
+    "parallel": {"rebalance_every": 3},
+}
 ONE_MODULE = SIZES | INDEXER | {"num_nextn_predict_layers": 1, "indexer_types": ["full", "shared"]}
 
 
@@ -63,7 +74,8 @@ def single(case: dict[str, Any]) -> list[Any]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with LLM(device="cpu", **case["options"] | {"cache_memory": "16MiB"}) as llm:
+    options = {name: value for name, value in case["options"].items() if name not in EACH_ITS_OWN["options"]}
+    with LLM(device="cpu", **options | {"cache_memory": "16MiB"}) as llm:
         prompts, params = zip(*case["generate"], strict=True)
         done = llm.generate(list(prompts), [SamplingParams(**one) for one in params], use_tqdm=False)
         return [module.plain(one) for one in done]
@@ -95,15 +107,27 @@ def test_one_rank_each(apart: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "prefill, decode",
-    [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)],
+    "prefill, decode, own",
+    [(2, 2, EACH_ITS_OWN), *(pytest.param(*ranks, {}, marks=pytest.mark.slow) for ranks in ((2, 2), (2, 1), (1, 2)))],
+    ids=["2-2, each its own", "2-2", "2-1", "1-2"],
 )
-def test_several_ranks(apart: Callable[..., Any], prefill: int, decode: int) -> None:
-    case = {"options": SMALL | {"max_num_batched_tokens": 16}, "generate": requests(16), "cancelled": 4}
+def test_several_ranks(
+    apart: Callable[..., Any], tmp_path: Path, prefill: int, decode: int, own: dict[str, Any]
+) -> None:
+    options = SMALL | {"max_num_batched_tokens": 16} | own.get("options", {})
+    if own:
+        options["cache_folder"] = str(tmp_path / "pages")
+    case = own | {"options": options, "generate": requests(16), "cancelled": 4}
     results = apart(prefill, decode, case)
     check(prefill, results, single(case))
     assert all(result["sent"] > 0 for result in results[:prefill])
     assert all(result["received"] > 0 for result in results[prefill:])
+    if own:
+        assert all(result["moved"] for result in results)
+        assert all(result["to_host"] and result["to_disk"] for result in results[:prefill])
+        assert not any(result["to_host"] or result["to_disk"] for result in results[prefill:])
+        assert [result["pages"] for result in results] == [27, 27, 32, 32]
+        assert [result["tp_size"] for result in results] == [1, 1, 2, 2]
 
 
 def test_tokens_come_during_a_step(apart: Callable[..., Any]) -> None:

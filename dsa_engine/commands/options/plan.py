@@ -76,6 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check",
         action="store_true",
         help="measure small and larger runs of the demo model here, and predict the larger from the small; also under "
-        "torchrun",
+        "torchrun. With --measured: compare the handovers of these files of scripts/bench_disaggregated.py",
     )
     parser.add_argument("--json", metavar="PATH", help="write the plans here too; '-': to standard output")

@@ -12,6 +12,7 @@ from dsa_engine.commands.planner.check import Check
 from dsa_engine.commands.planner.choices import AXES
 from dsa_engine.commands.planner.devices import DEVICES, Device, device_named
 from dsa_engine.commands.planner.efficiency import Efficiencies, read_measured
+from dsa_engine.commands.planner.handover import CheckedHandovers
 from dsa_engine.commands.planner.plan import CannotCut, Demand, NothingFits, demand_json
 from dsa_engine.commands.planner.published import POINTS, published_table
 from dsa_engine.commands.planner.search import Planner
@@ -100,6 +101,9 @@ def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dic
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.measured:
+        _check_handovers(args)
+        return
     check = Check("demo-random" if args.model in RELEASED_CONFIGS else args.model)
     runs = check.run()
     if not check.is_leader:
@@ -112,6 +116,19 @@ def _check(args: argparse.Namespace) -> None:
         print(f"{check.title[0].upper()}{check.title[1:]}; medians of turns")
         for one in runs:
             print("\n" + one.table())
+
+
+def _check_handovers(args: argparse.Namespace) -> None:
+    checked = {path: CheckedHandovers.read(path) for path in args.measured.split(",")}
+    try:
+        if args.json:
+            write_json(args.json, {"handovers": {path: one.to_json() for path, one in checked.items()}})
+    finally:
+        print(
+            "\n\n".join(
+                f"{path}, times modelled from the rate of its link\n{one.table()}" for path, one in checked.items()
+            )
+        )
 
 
 def _sweep(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:

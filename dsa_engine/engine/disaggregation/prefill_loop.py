@@ -195,6 +195,7 @@ class PrefillLoop(SideLoop):
         journey = self._journeys.pop(number, None)
         request = self._departing.pop(number, None) if journey is None else journey.request
         if request is not None:
+            self.engine.tiers.ended(request)
             self._scheduler.sent(request)
 
     def _abort(self, ids: Sequence[int]) -> None:

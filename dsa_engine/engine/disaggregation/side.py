@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.decode_options import options_of_decode
 from dsa_engine.engine.disaggregation.leader_line import LeaderLine
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.engine.disaggregation.sending_tiers import SendingTiers
@@ -21,6 +22,7 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
 from dsa_engine.parallel.apart.pair_groups import pair_groups
+from dsa_engine.parallel.apart.roles import part_options
 from dsa_engine.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -102,22 +104,21 @@ class Side:
         return LeaderLine(outgoing, incoming, self.mesh.config.timeout, deliver, broken)
 
 
+def own_options(options: EngineOptions) -> EngineOptions:
+    """The options in force on this rank: those of its part, if the run has two.
+
+    Raises:
+        ValueError: there are not enough ranks, or a part cannot be divided as its options say.
+    """
+    prefill = options.parallel
+    if prefill.prefill_ranks is None:
+        return options
+    decode = options_of_decode(options)
+    return options if part_options(prefill, decode.parallel) is prefill else decode
+
+
 def _refuse(options: EngineOptions, modules: int) -> None:
-    """Raises ``ValueError`` for options that have no meaning, or none yet, in two parts."""
-    refused = {
-        "cache_folder": options.cache_folder is not None,
-        "host_cache_memory": options.host_cache_memory is not None,
-        "kv_offloading_size": options.kv_offloading_size is not None,
-        "enable_dbo": options.enable_dbo,
-    }
-    for name, given in refused.items():
-        if given:
-            raise ValueError(
-                f"{name}={getattr(options, name)!r} is not possible with prefill_ranks "
-                f"{options.parallel.prefill_ranks}; leave one of them out"
-            )
-    if options.parallel.rebalance_every is not None:
-        raise ValueError("rebalance_every is not possible with prefill_ranks; leave one of them out")
+    """Raises ``ValueError`` for what does not work yet in two parts."""
     if modules > 1:
         raise ValueError(
             f"prefill_ranks {options.parallel.prefill_ranks} is possible with one MTP module, not with {modules}: give "

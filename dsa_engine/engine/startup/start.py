@@ -18,7 +18,7 @@ import torch
 from dsa_engine.checkpoint.part_digests import PartDigests
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
-from dsa_engine.engine.disaggregation.side import Side
+from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.load_recorder import LoadRecorder, check_record, count_loads
 from dsa_engine.engine.rebalancing import Rebalancing
@@ -67,7 +67,8 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     modules = mtp_modules(folder, config, options)
     relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
     max_model_len = limited_model_len(config, options)
-    mesh = options.parallel.create_mesh(options.device, partial(start_facts, folder, options))
+    same, options = partial(start_facts, folder, options), own_options(options)
+    mesh = options.parallel.create_mesh(options.device, same)
     check_record(mesh)
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
     stored = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))  # raises before anything loads

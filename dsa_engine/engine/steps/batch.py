@@ -41,7 +41,7 @@ def build_batch(
         replace(_build(half, config, mesh, tables, sampled, of), decodes=step.decodes)
         for half, of in zip(step.halves, into, strict=True)
     )
-    order = row_order(step, mesh.rank)
+    order, first = row_order(step, mesh.rank), replace(first, first_half=True)
     return replace(batch, halves=Halves((first, second), None if order is None else upload(order, mesh.device)))
 
 

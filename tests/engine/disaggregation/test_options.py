@@ -8,26 +8,55 @@ import pytest
 import torch
 
 from dsa_engine import ParallelConfig
-from dsa_engine.engine.disaggregation.side import _refuse
+from dsa_engine.engine.disaggregation.side import _refuse, own_options
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 
 
-@pytest.mark.parametrize(
-    "name, value", [("cache_folder", "/tmp/x"), ("host_cache_memory", "1GiB"), ("enable_dbo", True)]
-)
-def test_engine_options(name: str, value: Any) -> None:
-    options = EngineOptions("demo", parallel=ParallelConfig(prefill_ranks=1), **{name: value})
-    with pytest.raises(ValueError, match=f"{name}=.* is not possible with prefill_ranks 1"):
-        _refuse(options, modules=1)
-
-
-def test_modules_and_rebalancing() -> None:
+def test_modules() -> None:
     options = EngineOptions("demo", parallel=ParallelConfig(prefill_ranks=1))
     _refuse(options, modules=1)
     with pytest.raises(ValueError, match="one MTP module, not with 2"):
         _refuse(options, modules=2)
+
+
+def test_options_of_the_ranks_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They replace those of both parts on the ranks that decode; the tiers are those of the ranks that prefill."""
+    given: dict[str, Any] = {"tp_size": 2, "cache_memory": "3MiB", "enable_dbo": True, "decode_dispatch": "all_to_all"}
+    parallel = ParallelConfig(prefill_ranks=3, cp_size=3, record_expert_loads="loads.json")
+    options = EngineOptions("demo", cache_memory="8MiB", max_num_seqs=5, parallel=parallel, decode_options=given)
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    for rank in range(5):
+        monkeypatch.setenv("RANK", str(rank))
+        own = own_options(options)
+        decodes = rank > 2
+        assert (own.cache_memory, own.enable_dbo) == (("3MiB", True) if decodes else ("8MiB", False))
+        assert (own.parallel.tp_size, own.parallel.record_expert_loads) == ((2, None) if decodes else (1, "loads.json"))
+        assert own.parallel.decode_dispatch == ("all_to_all" if decodes else "all_gather")
+        assert own.max_num_seqs == 5 and own.parallel.prefill_ranks == 3
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match="decode_options: tp_size 2 does not divide the 3 rank.* that decode"):
+        own_options(options)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="prefill_ranks 3 leaves no rank to decode: the run has 3"):
+        own_options(options)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ({"kv_cache_dtype": "fp8"}, "decode_options: 'kv_cache_dtype' cannot differ .* options that can are cache_mem"),
+        ({"tp_size": 0}, "decode_options: tp_size"),
+        ({"cache_memory": "many"}, "decode_options: cache_memory"),
+    ],
+)
+def test_decode_options_that_are_not_possible(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        EngineOptions("demo", parallel=ParallelConfig(prefill_ranks=1), decode_options=given)
+    with pytest.raises(ValueError, match="with prefill_ranks; give that too|cannot differ"):
+        EngineOptions("demo", decode_options=given)
 
 
 def test_runs() -> None:

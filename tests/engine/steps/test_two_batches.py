@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Chunk, Request
@@ -56,7 +59,8 @@ def entered() -> Iterator[Stages]:
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("decodes", [False, True], ids=["prefill", "decode"])
 def test_tokens_travel_under_the_other_half(entered: Stages, demo_cache: object, dispatch: str, decodes: bool) -> None:
-    """Between the start of each exchange and the wait for it, the other half computes: attention or experts."""
+    """Between the start of each exchange and the wait for it, the other half computes: attention or experts. A layer's
+    pages may leave when both halves have stored their rows."""
     options = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
     parallel = EmulatedConfig(emulate_world=2, moe_dispatch=dispatch, decode_dispatch=dispatch)  # type: ignore[arg-type]
     with LLM("demo-random", device="cpu", progress=False, parallel=parallel, max_model_len=512, **options) as llm:
@@ -68,8 +72,15 @@ def test_tokens_travel_under_the_other_half(entered: Stages, demo_cache: object,
         log = CollectiveLog(mark=lambda: len(entered), stage=lambda: entered[-1])
         engine.mesh.ep.log = log
         entered.clear()
+        cache, stored = engine.cache, dict[int, Any]()
+        cache.sender = SimpleNamespace(  # type: ignore[assignment]
+            arrive=lambda layer: stored.setdefault(layer, [pool.clone() for pool in cache.page_words()[layer]])
+        )
         engine.step()
-        engine.mesh.ep.log = None
+        engine.mesh.ep.log = cache.sender = None
+        for layer, pools in stored.items():  # once both halves have stored their rows
+            assert all(torch.equal(*pair) for pair in zip(cache.page_words()[layer], pools, strict=True)), layer
+        assert len(stored) == engine.config.num_hidden_layers
         layers = sum(layer.moe is not None for layer in engine.model.layers)
     travels = [number for number, one in enumerate(log.collectives) if one.asynchronous]
     assert len(travels) == 2 * 2 * layers, "there and back, for each half and layer"

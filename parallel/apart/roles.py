@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelConfig:
-    """Of both parts' options, those of the part that this rank belongs to.
+    """The options of the part that this rank belongs to, out of those of both.
 
     Raises:
         ValueError: there are not enough ranks, or a part cannot be divided as its options say.

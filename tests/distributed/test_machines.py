@@ -69,8 +69,8 @@ def requests(lengths: Sequence[int]) -> list[list[Any]]:
 def test_one_engine_and_two_parts(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
     """Tokens are those of one process. The kernel counts the pages on the links of the machines that prefill: all of
     them, once, and a little more for headers and messages."""
-    options = {"model": "demo-random", "max_model_len": 512, "page_size": 8, "cache_memory": "16MiB"}
-    generate = requests((400, 5, 390, 300, 16, 450))
+    options = {"model": "demo-random", "max_model_len": 128, "page_size": 8, "cache_memory": "4MiB"}
+    generate = requests((115, 5, 90, 16))
     case = {"options": options, "generate": generate, "timeout": 120}
     (tmp_path / "case.json").write_text(json.dumps(case))
     words = ["tests/distributed/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from dsa_engine.engine.disaggregation.messages import LineBroken
@@ -70,7 +71,9 @@ class SideLoop(EngineLoop):
             sys.excepthook(type(self.error), self.error, self.error.__traceback__)
 
     def _close_transfers(self) -> None:
-        """Waits until all pages that are under way have come."""
+        """Waits until all pages that are under way have come, and counts them."""
         for end in (self.side.sender, self.side.receiver):
             if end is not None:
                 end.close()
+                with suppress(RuntimeError):  # a link failed, and no request needs its pages any more
+                    end.poll()

@@ -82,6 +82,8 @@ class Lane:
 
     def close(self) -> None:
         """Waits for all work and ends the thread."""
+        if self._stream is not None:
+            self._stream.synchronize()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()

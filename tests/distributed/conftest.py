@@ -6,18 +6,20 @@ import importlib.util
 import itertools
 import json
 import os
+import runpy
 import select
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
+PROGRAMS = HERE / "programs"
 
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -40,7 +42,7 @@ def launch_with(
 ) -> Any:
     """Runs a launcher on a script; returns the finished process with its output."""
     process = subprocess.Popen(
-        [*launcher, str(HERE / script), *map(str, arguments)],
+        [*launcher, str(PROGRAMS / script), *map(str, arguments)],
         stdin=None if stdin is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -75,7 +77,7 @@ def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
     This is for tests of the ranks' results, in which the launcher has no part: starting it and each rank takes seconds.
     """
-    command = [sys.executable, str(HERE / "rank_server.py")]
+    command = [sys.executable, str(PROGRAMS / "rank_server.py")]
     folder, numbers = tmp_path_factory.mktemp("ranks"), itertools.count()
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
@@ -92,7 +94,7 @@ def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             described = {
                 "ranks": ranks,
-                "script": str(HERE / script),
+                "script": str(PROGRAMS / script),
                 "arguments": [*map(str, arguments)],
                 "environment": environment() | where,
             }
@@ -124,10 +126,6 @@ def deepspeed() -> Launch:
 
 
 @pytest.fixture(scope="session")
-def worker() -> ModuleType:
-    """The worker script as a module, to run cases in this process."""
-    spec = importlib.util.spec_from_file_location("distributed_worker", HERE / "worker.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def worker() -> SimpleNamespace:
+    """The names of the worker script, to run cases in this process."""
+    return SimpleNamespace(**runpy.run_path(str(PROGRAMS / "worker.py")))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,15 +70,12 @@ def apart(fork_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 
 def single(case: dict[str, Any]) -> list[Any]:
     """The outputs of one process, with room for all."""
-    spec = importlib.util.spec_from_file_location("apart_worker", Path(__file__).parent / "apart_worker.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    plain = runpy.run_path(str(Path(__file__).parent / "programs" / "apart_worker.py"))["plain"]
     options = {name: value for name, value in case["options"].items() if name not in EACH_ITS_OWN["options"]}
     with LLM(device="cpu", **options | {"cache_memory": "16MiB"}) as llm:
         prompts, params = zip(*case["generate"], strict=True)
         done = llm.generate(list(prompts), [SamplingParams(**one) for one in params], use_tqdm=False)
-        return [module.plain(one) for one in done]
+        return [plain(one) for one in done]
 
 
 def assert_same(outputs: list[Any], expected: list[Any]) -> None:

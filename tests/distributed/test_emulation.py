@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,12 +45,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def worker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("emulation_worker", Path(__file__).with_name("emulation_worker.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def worker() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "programs" / "emulation_worker.py")))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +64,7 @@ def truth(
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("described", CASES, ids=lambda c: c["name"])
 def test_counts_of_a_true_run(
-    described: dict[str, Any], rank: int, truth: list[dict[str, Any]], worker: ModuleType
+    described: dict[str, Any], rank: int, truth: list[dict[str, Any]], worker: SimpleNamespace
 ) -> None:
     true, emulated = truth[rank][described["name"]], worker.run_case(described, emulate_rank=rank)
     seconds = [run.pop("seconds") for run in (true, emulated)]
@@ -91,7 +87,7 @@ def test_the_true_ranks_share_the_work(truth: list[dict[str, Any]]) -> None:
 
 
 def test_prefill_of_a_true_run(
-    fork_ranks: Callable[..., Any], demo_cache: Path, tmp_path: Path, worker: ModuleType
+    fork_ranks: Callable[..., Any], demo_cache: Path, tmp_path: Path, worker: SimpleNamespace
 ) -> None:
     """The benchmark's counts, with a router in the true run, where shapes depend on the batch alone."""
     report = tmp_path / "out.json"

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,7 +225,7 @@ class Runs:
     def __init__(
         self,
         fork_ranks: Callable[..., Any],
-        worker: ModuleType,
+        worker: SimpleNamespace,
         oracle: Callable[..., Any],
         ids: Callable[..., list[int]],
         fp8: Path,
@@ -290,7 +290,7 @@ class Runs:
 @pytest.fixture(scope="session")
 def runs(
     fork_ranks: Callable[..., Any],
-    worker: ModuleType,
+    worker: SimpleNamespace,
     oracle: Callable[..., Any],
     random_ids: Callable[..., list[int]],
     tmp_path_factory: pytest.TempPathFactory,

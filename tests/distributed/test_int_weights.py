@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +58,7 @@ def test_tokens_do_not_depend_on_ranks(
     world: int,
     stored: dict[str, Path],
     fork_ranks: Callable[..., Any],
-    worker: ModuleType,
+    worker: SimpleNamespace,
     random_ids: Callable[..., list[int]],
     tmp_path: Path,
 ) -> None:

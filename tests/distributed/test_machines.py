@@ -73,7 +73,7 @@ def test_one_engine_and_two_parts(machines: int, ranks: int, prefill: int, emula
     generate = requests((115, 5, 90, 16))
     case = {"options": options, "generate": generate, "timeout": 120}
     (tmp_path / "case.json").write_text(json.dumps(case))
-    words = ["tests/distributed/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
+    words = ["tests/distributed/programs/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
     done = emulate("--machines", machines, "--ranks", ranks, "--slow-link", "200mbit", "--", *words)
     assert done.returncode == 0, done.stdout
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(machines * ranks)]
@@ -131,7 +131,7 @@ def test_bench_disaggregated(emulate: Emulate, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: Path) -> None:
     """Counted by the kernel, with the headers of TCP: 3 parts in a ring of 2 × 2 ranks, 2 along rails."""
-    done = emulate("--ranks", 2, "--", "tests/distributed/gather_bytes.py", tmp_path / "bytes.json")
+    done = emulate("--ranks", 2, "--", "tests/distributed/programs/gather_bytes.py", tmp_path / "bytes.json")
     assert done.returncode == 0, done.stdout
     counted = json.loads((tmp_path / "bytes.json").read_text())
     assert counted["form"] == "TwoLevels" and counted["equal"] == [True, True]
@@ -145,7 +145,7 @@ def test_serve(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_pa
     answer = tmp_path / "answer.json"
     shape = ["--machines", machines, "--ranks", ranks, "--rdzv-backend", "static", "--"]
     options = ["--prefill-ranks", prefill] if prefill else []
-    done = emulate(*shape, "tests/distributed/machine_server.py", answer, 8123, *options)
+    done = emulate(*shape, "tests/distributed/programs/machine_server.py", answer, 8123, *options)
     assert done.returncode == 0, done.stdout
     (choice,) = json.loads(answer.read_text())["choices"]
     params = SamplingParams(temperature=0.0, max_tokens=6)
@@ -200,7 +200,7 @@ def test_a_machine_that_disappears_while_pages_travel(
     case = {"options": options, "generate": requests([400] * 6), "timeout": 15, "endless": True}
     (tmp_path / "case.json").write_text(json.dumps(case))
     loss = ["--lose", how, "--lose-at", "pages are on their way", "--lost-machine", lost]
-    words = ["tests/distributed/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
+    words = ["tests/distributed/programs/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
     done = emulate("--machines", machines, "--slow-link", "10mbit", "--rdzv-backend", backend, *loss, "--", *words)
     check_loss(done, lost, how)
 

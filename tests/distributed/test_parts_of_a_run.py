@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 def test_equal_to_single_process(
     fork_ranks: Callable[..., Any],
-    worker: ModuleType,
+    worker: SimpleNamespace,
     oracle: Callable[..., Any],
     random_ids: Callable[..., list[int]],
     assert_same_logits: Callable[..., None],

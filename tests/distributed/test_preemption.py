@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,7 +70,7 @@ def requests(random_ids: Callable[..., list[int]]) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Any, requests: dict[str, list[Any]], worker: ModuleType) -> list[dict[str, Any]]:
+def alone(model: Any, requests: dict[str, list[Any]], worker: SimpleNamespace) -> list[dict[str, Any]]:
     """The results of each request in a batch of one, in this process."""
     pairs = [{"prompts": [p], "params": [q]} for p, q in zip(requests["prompts"], requests["params"], strict=True)]
     options = OPTIONS | LARGE | {"enable_prefix_caching": False}
@@ -88,7 +88,7 @@ def test_one_by_one_with_preemption(
     requests: dict[str, list[Any]],
     alone: list[dict[str, Any]],
     fork_ranks: Callable[..., Any],
-    worker: ModuleType,
+    worker: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
     cases = [

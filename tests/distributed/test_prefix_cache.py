@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +89,7 @@ def folders(base_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def conversations(
-    folders: dict[str, str], worker: ModuleType, random_ids: Callable[..., list[int]]
+    folders: dict[str, str], worker: SimpleNamespace, random_ids: Callable[..., list[int]]
 ) -> dict[str, list[dict[str, Any]]]:
     """By model: batches of prompts, each the continuation of the last, with the tokens of a single process."""
     made = {}

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +73,7 @@ def test_the_same_tokens(
     stored: Callable[[str, str | None], Path],
     random_ids: Callable[..., list[int]],
     fork_ranks: Callable[..., Any],
-    worker: ModuleType,
+    worker: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
     params = {"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True, "logprobs": 2}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,7 +110,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
 class Wanted:
     """The worker's case for a model, and its expected results."""
 
-    def __init__(self, folder: Path, model: str, generate: dict[str, Any], worker: ModuleType, base: dict[str, Any]):
+    def __init__(
+        self, folder: Path, model: str, generate: dict[str, Any], worker: SimpleNamespace, base: dict[str, Any]
+    ):
         config = base | {"model_type": model} | MODELS[model]
         write_random_checkpoint(folder, config, fp8=False)
         if model == "deepseek_v3 x3":  # its modules have other embeddings and heads than the model
@@ -133,7 +135,7 @@ class Wanted:
 
 @pytest.fixture(scope="module")
 def wanted(
-    worker: ModuleType, random_ids: Callable[..., list[int]], base_config: dict[str, Any], tmp_path_factory: Any
+    worker: SimpleNamespace, random_ids: Callable[..., list[int]], base_config: dict[str, Any], tmp_path_factory: Any
 ) -> Callable[[str], Wanted]:
     made: dict[str, Wanted] = {}
     prompts = [random_ids(length, seed=length) for length in LENGTHS]
@@ -156,7 +158,7 @@ def test_the_same_tokens(
     world: int,
     wanted: Callable[[str], Wanted],
     fork_ranks: Callable[..., Any],
-    worker: ModuleType,
+    worker: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
     cases = [described | wanted(described["model"]).of_all for described in CASES[world]]

@@ -182,6 +182,14 @@ class ParallelConfig(Options):
                 "or leave it out"
             )
 
+    def run_position(self) -> tuple[int, int]:
+        """The rank of this process, and the number of all ranks of the run."""
+        import torch.distributed as dist
+
+        from dsa_engine.parallel.launch_environment import launched_rank
+
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else launched_rank()
+
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make another kind of mesh."""
         if self.prefill_ranks is not None:

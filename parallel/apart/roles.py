@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from dsa_engine.parallel.agreement import compare
-from dsa_engine.parallel.launch_environment import launched_rank
 from dsa_engine.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -22,7 +19,7 @@ def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelCon
     Raises:
         ValueError: there are not enough ranks, or a part cannot be divided as its options say.
     """
-    rank, ranks_that_prefill, size = _position(prefill)
+    rank, ranks_that_prefill, size = position(prefill)
     for part, config, ranks in (
         ("prefill", prefill, ranks_that_prefill),
         ("decode", decode, size - ranks_that_prefill),
@@ -48,7 +45,7 @@ def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping
         ValueError: there are not enough ranks, the part cannot be divided as the options say, or see
             :meth:`Mesh.create`.
     """
-    rank, prefill, size = _position(config)
+    rank, prefill, size = position(config)
     members = range(prefill) if rank < prefill else range(prefill, size)
     own = config if rank < prefill else replace(config, cp_size=1)
     mesh = Mesh.create(own, device, members, same)
@@ -58,9 +55,13 @@ def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping
     return mesh
 
 
-def _position(config: ParallelConfig) -> tuple[int, int, int]:
-    """This rank, the number of ranks that prefill, and that of all."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else launched_rank()
+def position(config: ParallelConfig) -> tuple[int, int, int]:
+    """This rank, the number of ranks that prefill, and that of all.
+
+    Raises:
+        ValueError: there are not enough ranks.
+    """
+    rank, size = config.run_position()
     prefill = config.prefill_ranks
     assert prefill is not None
     if prefill >= size:

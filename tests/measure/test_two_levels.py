@@ -23,7 +23,7 @@ from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.experts.traffic import RowBytes, Tokens, collectives, rails_of
 from dsa_engine.parallel.group import Group
-from tests.support.gloo_ranks import gloo_group, on_ranks
+from gloo_ranks import gloo_group, on_ranks
 
 HIDDEN, K, EXPERTS, GROUPS, TOP_GROUPS = 8, 4, 24, 4, 2
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.gather_by_machine import TwoLevels, bytes_between, gather_group, gathers_by_machine
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.links import Link, Links
-from tests.support.gloo_ranks import gloo_group
+from gloo_ranks import gloo_group
 
 ROWS, COLUMNS = 3, 5
 MACHINES = (0, 0, 1, 1)

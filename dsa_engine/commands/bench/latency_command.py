@@ -19,7 +19,8 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
-from dsa_engine.measure.emulation.arguments import heading, measured_llm, title, to_json
+from dsa_engine.measure.emulation.arguments import check_part, heading, measured_llm, title, to_json
+from dsa_engine.measure.emulation.handover import handover_json, handover_line, modelled_handover, part_of
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
@@ -56,6 +57,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
         given = json_object(args.speculative_config, "--speculative-config")
         args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
     Early(args).check_lengths(max(args.input_len), args.output_len)
+    _check_part(args, metric)
     llm, links = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # check all before measuring any
@@ -85,11 +87,16 @@ class _Report:
         self._results: list[LatencyResult] = []
         self._scaled: list[dict[str, float]] = []  # milliseconds at full depth, per result
         self._listed: list[dict[str, Any]] = []
+        self._arriving: list[str] = []  # a line for each result of a rank that only decodes
 
     def add(self, result: LatencyResult) -> None:
         depth = self._depth
         scaled = _scaled(result, depth) if depth else {}
         listed = result.to_json() | self._fractions.of(result) | (depth.to_json(scaled) if depth else {})
+        if part_of(self._engine):
+            way = modelled_handover(self._engine, result.input_len, 0.0, self._links)
+            listed |= handover_json(way, "decode", way.nbytes)
+            self._arriving.append(handover_line(way, "decode", way.nbytes))
         self._results.append(result)
         self._scaled.append(scaled)
         self._listed.append(listed)
@@ -111,6 +118,8 @@ class _Report:
             return
         sizes = [size_of(result) for result in self._results]
         print_latencies(self._metric, self._results, heading(self._engine, self._links))
+        for line in dict.fromkeys(self._arriving):
+            print("\n" + line)
         print_peak_fractions(sizes, self._listed, self._fractions.ceilings)
         if self._depth:
             for size, times in zip(sizes, self._scaled, strict=True):
@@ -131,6 +140,17 @@ def _check(args: argparse.Namespace, metric: str) -> None:
     check_outputs(args.json, args.profile, args.plot)
     check_plot(args.plot)
     _acceptance(args, 0)
+
+
+def _check_part(args: argparse.Namespace, metric: str) -> None:
+    """A rank of a run in two parts only decodes here, on a cache that is filled."""
+    check_part(args, "decode", "dsa-engine bench prefill measures it")
+    if args.emulate_world is not None and args.prefill_ranks is not None and not _fills_cache(args):
+        if metric == "ttft":
+            raise ValueError("a rank that decodes gives no first token: use dsa-engine bench prefill or tpot")
+        raise ValueError(
+            "with --prefill-ranks an emulated rank does not prefill what it decodes: give --fill-cache random"
+        )
 
 
 def _measure(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
+from dsa_engine.measure.costs.handover import Handover
 from dsa_engine.measure.costs.model_costs import prefill_plans_of
+from dsa_engine.measure.emulation.handover import handover_json, modelled_handover, sending
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, watched
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
@@ -38,6 +40,8 @@ class PrefillResult:
     logits: torch.Tensor  # float32 [vocab], after the last token; without meaning for an emulated rank
     communication: Communication | None = None  # modelled, for an emulated rank
     stand_ins: float = 0.0  # seconds subtracted from each repeat: see Latency
+    handover: Handover | None = None  # modelled, for an emulated rank of the part that prefills
+    handover_bytes_sent: int = 0  # what this rank has sent of it
 
     @property
     def ttft(self) -> Latency:
@@ -55,6 +59,7 @@ class PrefillResult:
             "imbalance": self.imbalance,
             "stage_ms": [milliseconds(rank) for rank in self.stage_seconds],
             "watched_ms": self.watched_seconds * 1e3,
+            **handover_json(self.handover, "prefill", self.handover_bytes_sent),
         }
 
 
@@ -80,7 +85,8 @@ def measure_prefill(
         seconds.append(_timed(engine, prompt)[0])
     peak = float(peak_bytes(mesh.device))
     barrier(engine)
-    sent = -sum(group.bytes_sent for group in mesh.groups)
+    sent, pages = -sum(group.bytes_sent for group in mesh.groups), sending(engine)
+    handed_over = -pages.bytes_sent if pages else 0
     with watched(engine) as watch:
         watched_seconds, logits = _timed(engine, prompt)
     sent += sum(group.bytes_sent for group in mesh.groups)
@@ -90,7 +96,7 @@ def measure_prefill(
     pairs = [sum(step) for step in zip(*(plan.attention_pairs() for plan in plans), strict=True)]
     ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
     first = 3 + len(stages)
-    return PrefillResult(
+    result = PrefillResult(
         input_len=len(prompt),
         world_size=mesh.world_size,
         seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # the slowest rank's
@@ -104,6 +110,12 @@ def measure_prefill(
         communication=watch.communication(links or Links()),
         stand_ins=watch.stand_ins,
     )
+    if pages is None:
+        return result
+    way = modelled_handover(
+        engine, len(prompt), result.ttft.overlapped if repeat else watched_seconds, links or Links()
+    )
+    return replace(result, handover=way, handover_bytes_sent=handed_over + pages.bytes_sent)
 
 
 def _timed(engine: Engine, prompt: list[int]) -> tuple[float, torch.Tensor]:

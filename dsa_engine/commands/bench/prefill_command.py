@@ -17,7 +17,7 @@ from dsa_engine.commands.early import Early
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
-from dsa_engine.measure.emulation.arguments import heading, measured_llm, title, to_json
+from dsa_engine.measure.emulation.arguments import check_part, heading, measured_llm, title, to_json
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
@@ -39,6 +39,7 @@ def run_prefill(args: argparse.Namespace) -> None:
     text = read_text(args.prompt_file) if args.prompt_file else None
     early = Early(args)
     early.check([0] * max(args.seq_len) if text is None else early.tokenizer().encode(text))
+    check_part(args, "prefill", "dsa-engine bench tpot --fill-cache random measures it")
     llm, links = measured_llm(args)
     engine = llm.engine
     if not engine.mesh.communicates and args.dump_logits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsa_engine.commands.bench.prefill_benchmark import PrefillResult
+from dsa_engine.measure.emulation.handover import handover_line
 from dsa_engine.measure.report import format_table
 from dsa_engine.measure.stage_timer import mean_stages
 from dsa_engine.system.sizes import format_bytes
@@ -28,6 +29,8 @@ def print_prefill(result: PrefillResult, this_rank: int) -> None:
         (one + i, format_bytes(peak), f"{pairs:,}", format_bytes(sent)) for i, (peak, pairs, sent) in enumerate(ranks)
     ]
     print(format_table(("rank", "peak memory", "query-key pairs (causal)", "sent"), rows))
+    if result.handover is not None:
+        print("\n" + handover_line(result.handover, "prefill", result.handover_bytes_sent))
     means = mean_stages(result.stage_seconds)
     total = sum(means.values())
     stages = [

@@ -1,46 +1,21 @@
-"""The way of a prompt's cache rows from the ranks that prefill to the rank that decodes.
-
-Whole pages travel, as the caches store them, layer by layer under the layers that are computed after them. The first
-step of a prefill asks for room, so they begin to leave under the second one, and only the rows of the last layer remain
-when the first token is sampled, unless the link is slower than the prefill. A prompt of one step leaves after it.
-"""
+"""Handovers of a plan, and of runs of ``scripts/bench_disaggregated.py`` beside what is predicted for them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dsa_engine.commands.planner.deployment import Placed
 from dsa_engine.commands.planner.predict import Prefill
 from dsa_engine.config.model import DTYPES
-from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.measure.costs.handover import Handover, handover_of, seconds_of_steps
 from dsa_engine.measure.report import format_table
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model_folder import model_config
 from dsa_engine.options import EngineOptions
-
-
-@dataclass(frozen=True)
-class Handover:
-    """The handover of one request.
-
-    Attributes:
-        pages: number of pages of the prompt.
-        nbytes: bytes of these pages in all layers.
-        seconds: their time on the link of the rank that receives them.
-        exposed: seconds of it after the prefill has ended.
-    """
-
-    pages: int
-    nbytes: int
-    seconds: float
-    exposed: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def predict_handover(
@@ -55,32 +30,7 @@ def predict_handover(
     rate = placed.links.between.bandwidth_gb_s * 1e9
     layers = placed.config.num_hidden_layers + bool(placed.how.drafts)
     step = prefill.how.chunk * prefill.how.cp_size
-    return _handover(tokens, page_size, placed.token_bytes, layers, step, rate, prefill.ttft)
-
-
-def _handover(
-    tokens: int, page_size: int, token_bytes: int, layers: int, step: int, rate: float, ttft: float
-) -> Handover:
-    """The handover of a prompt.
-
-    Args:
-        token_bytes: bytes of a token in the caches of all ``layers``.
-        step: maximum number of a prompt's tokens that a step prefills.
-        rate: of the link, in bytes/s.
-        ttft: seconds of the prefill.
-    """
-    pages = pages_for(tokens, page_size)
-    nbytes = pages * page_size * token_bytes
-    seconds, steps = nbytes / rate, cdiv(tokens, step)
-    *_, last = _seconds_of_steps(tokens, step, seconds)
-    exposed = seconds if steps == 1 else max(last / layers, seconds - ttft * (steps - 1) / steps)
-    return Handover(pages, nbytes, seconds, exposed)
-
-
-def _seconds_of_steps(tokens: int, step: int, seconds: float) -> list[float]:
-    """What leaves with each step from the second on, or after the only one, in ``seconds`` of the link for all."""
-    firsts = [0, *range(2 * step, tokens, step)]
-    return [seconds * (end - first) / tokens for first, end in zip(firsts, [*firsts[1:], tokens], strict=True)]
+    return handover_of(tokens, page_size, placed.token_bytes, layers, step, rate, prefill.ttft)
 
 
 @dataclass(frozen=True)
@@ -125,8 +75,8 @@ class CheckedHandovers:
         ways, after = list[Handover](), 0.0
         for load, prompt in prompts.items():
             tokens, ttft = prompt["input_len"], run["results"]["apart"][load]["median_ttft_ms"] / 1e3
-            way, steps = _handover(tokens, *of_run, ttft), cdiv(tokens, step)
-            of_steps = _seconds_of_steps(tokens, step, way.seconds)
+            way, steps = handover_of(tokens, *of_run, ttft), cdiv(tokens, step)
+            of_steps = seconds_of_steps(tokens, step, way.seconds)
             one = way.seconds if steps == 1 else sum(max(s / layers, s - ttft / steps) for s in of_steps)
             ways, after = ways + [way] * prompt["requests"], after + one * prompt["requests"]
         total = (sum(getattr(way, field.name) for way in ways) for field in fields(Handover))

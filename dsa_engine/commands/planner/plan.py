@@ -7,9 +7,9 @@ from typing import Any
 
 from dsa_engine.commands.planner.choices import DRAFTS
 from dsa_engine.commands.planner.deployment import Deployment
-from dsa_engine.commands.planner.handover import Handover
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
+from dsa_engine.measure.costs.handover import Handover
 
 NEAR = 0.1  # part of the highest rate that a plan may lack if its latency is lower
 ASSUMED_ACCEPTANCE = AssumedAcceptance.default(max(DRAFTS)).rates

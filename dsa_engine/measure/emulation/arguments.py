@@ -13,6 +13,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.measure.emulation.handover import EmulatedSending, part_of
 from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.routing import check_loads
 from dsa_engine.model_folder import model_config
@@ -43,7 +44,30 @@ def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
         emulate_rank=args.emulate_rank or 0,
         machine_size=links.machine_size,
     )
-    return llm_from(args, parallel=parallel, enable_prefix_caching=False), links
+    llm = llm_from(args, parallel=parallel, enable_prefix_caching=False)
+    if part_of(llm.engine) == "prefill":
+        EmulatedSending(llm.engine)
+    return llm, links
+
+
+def check_part(args: argparse.Namespace, part: str, instead: str) -> None:
+    """Checks that an emulated rank, if the options describe one of a run in two parts, belongs to ``part``.
+
+    Args:
+        instead: what measures a rank of the other part.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if args.emulate_world is None or args.prefill_ranks is None:
+        return
+    rank = args.emulate_rank or 0
+    own = "prefill" if rank < args.prefill_ranks else "decode"
+    if own != part:
+        raise ValueError(
+            f"rank {rank} of --emulate-world {args.emulate_world} is one of those that {own}, with --prefill-ranks "
+            f"{args.prefill_ranks}; {instead}, or give another --emulate-rank"
+        )
 
 
 def _read_loads(path: str, config: ModelConfig) -> str | tuple[float, ...]:
@@ -72,9 +96,10 @@ def heading(engine: Engine, links: Links) -> str:
     mesh = emulated(engine.mesh)
     if mesh is None:
         return ""
-    loads = "given" if mesh.config.expert_loads else "balanced"
+    loads, part = "given" if mesh.config.expert_loads else "balanced", part_of(engine)
+    ranks = f"{mesh.world_size}" + (f" that {part}" if part else "")
     return (
-        f"EMULATED: rank {mesh.rank} of {mesh.world_size}, in one process, {loads} expert loads; tokens mean nothing.\n"
+        f"EMULATED: rank {mesh.rank} of {ranks}, in one process, {loads} expert loads; tokens mean nothing.\n"
         f"Computation is measured; communication is modelled, not measured: {links}."
     )
 
@@ -94,5 +119,6 @@ def to_json(engine: Engine, links: Links) -> dict[str, Any]:
         return {}
     loads = mesh.config.expert_loads
     given = list(loads) if isinstance(loads, tuple) else str(loads or "balanced")
-    about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": given}
+    about: dict[str, Any] = {"part": part_of(engine)} if part_of(engine) else {}
+    about |= {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": given}
     return {"emulated": {**about, "links": links.to_json()}}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from dsa_engine.config.checks import integer, is_integer
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.apart.roles import position
 from dsa_engine.parallel.device import choose_device
 
 
@@ -20,8 +21,8 @@ class EmulatedConfig(ParallelConfig):
     ``parallel``. The other ranks are made up, experts are assigned, and the resulting tokens mean nothing.
 
     Attributes:
-        emulate_world: number of ranks.
-        emulate_rank: the rank of this process.
+        emulate_world: number of ranks; with ``prefill_ranks`` those of both parts of the run.
+        emulate_rank: the rank of this process, which prefills if it is one of the first ``prefill_ranks``.
         expert_loads: experts are also assigned with these loads. Numbers do not change the placement without
             ``redundant_experts``.
         machine_size: number of consecutive ranks on a machine.
@@ -40,8 +41,6 @@ class EmulatedConfig(ParallelConfig):
             raise ValueError(
                 f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {world}, not {rank!r}"
             )
-        if self.prefill_ranks is not None:
-            raise ValueError("emulate_world emulates one part of a run; leave out prefill_ranks")
         if loads is not None and world < 2:
             raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
 
@@ -55,4 +54,14 @@ class EmulatedConfig(ParallelConfig):
             raise ValueError(
                 f"emulate_world {self.emulate_world} runs one rank in one process; start it without torchrun"
             )
-        return EmulatedMesh(self, choose_device(device))
+        return EmulatedMesh(self if self.prefill_ranks is None else self._of_part(), choose_device(device))
+
+    def run_position(self) -> tuple[int, int]:
+        return self.emulate_rank, self.emulate_world
+
+    def _of_part(self) -> EmulatedConfig:
+        """The same rank, in its part of the run alone. Each part begins on a machine that it does not share."""
+        rank, prefill, size = position(self)
+        if rank < prefill:
+            return replace(self, prefill_ranks=None, emulate_world=prefill)
+        return replace(self, prefill_ranks=None, emulate_world=size - prefill, emulate_rank=rank - prefill, cp_size=1)

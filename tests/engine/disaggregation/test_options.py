@@ -9,7 +9,6 @@ import torch
 
 from dsa_engine import ParallelConfig
 from dsa_engine.engine.disaggregation.side import _refuse, own_options
-from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 
@@ -62,6 +61,4 @@ def test_decode_options_that_are_not_possible(given: dict[str, Any], error: str)
 def test_runs() -> None:
     with pytest.raises(ValueError, match="leaves no rank to decode: the run has 1"):
         ParallelConfig(prefill_ranks=1).create_mesh("cpu")
-    with pytest.raises(ValueError, match="leave out prefill_ranks"):
-        EmulatedConfig(emulate_world=2, prefill_ranks=1)
     assert not Mesh(ParallelConfig(), 0, 1, torch.device("cpu")).has_counterpart

@@ -309,7 +309,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         ({"swap_space": 4}, "; requests that give way are computed again, nothing is swapped; leave it out$"),
         ({"cp_size": 2}, r"; it is one of ParallelConfig: parallel=ParallelConfig\(cp_size=2\)$"),
         ({"max_num_seq": 8}, "^there is no option 'max_num_seq'; did you mean 'max_num_seqs'\\?$"),
-        ({"x": 8}, "^there is no option 'x'; options are model, dtype, device, .*, progress, parallel$"),
+        ({"x": 8}, "^there is no option 'x'; options are model, dtype, device, .*, decode_options, parallel$"),
     ],
 )
 def test_options_of_the_wrong_type(demo_cache: Path, options: dict[str, Any], message: str) -> None:

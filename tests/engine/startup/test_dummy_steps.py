@@ -37,7 +37,10 @@ MOE: Any = SimpleNamespace(
 def four_ranks(machines: tuple[int, ...] | None = None, **options: Any) -> Any:
     groups = machines and SimpleNamespace(machines=machines)
     return SimpleNamespace(
-        world_size=4, config=SimpleNamespace(**options), choices=lambda top_k: top_k, machine_groups=groups
+        world_size=4,
+        config=SimpleNamespace(**{"moe_combine_dtype": "auto"} | options),
+        choices=lambda top_k: top_k,
+        machine_groups=groups,
     )
 
 

@@ -20,7 +20,7 @@ so it goes where its prefix is, unless that replica is more loaded than another 
 * A response that is not streamed gives no sign when its prefill ends. It counts as prefilled as soon as a request that
   came later to the replica gives output.
 
-Nothing here reads a clock or does I/O. ``scripts/simulate_routing.py`` compares the rule with others, and the
+Nothing here reads a clock or does I/O. ``scripts/studies/simulate_routing.py`` compares the rule with others, and the
 constants are the result.
 """
 

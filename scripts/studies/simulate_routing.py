@@ -1,6 +1,6 @@
 """Routing rules compared on a model of several replicas: hit rate, TTFT and balance. Nothing here is measured.
 
-scripts/simulate_routing.py [--replicas 4] [--request-rate 1,2,3] [--duration 1200] [--json PATH]
+scripts/studies/simulate_routing.py [--replicas 4] [--request-rate 1,2,3] [--duration 1200] [--json PATH]
 
 Seeded conversations, some about shared documents, and single prompts of 100 to 128K tokens arrive as a Poisson process.
 The same traffic goes through round robin, least requests and the router's rule (dsa_engine/router/rule.py).

@@ -67,7 +67,8 @@ class EmulatedSending(SendingTiers):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of the pages that have left."""
+        """Bytes of the pages that have left; waits for those under way."""
+        self._sender.close()
         return self._link.bytes_sent
 
     @contextmanager

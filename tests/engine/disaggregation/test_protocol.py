@@ -310,7 +310,7 @@ def test_the_last_pages_are_counted_when_a_side_closes() -> None:
     """No step follows the pages of a request that has been aborted."""
     run, calls = Simulation(0, 60, 60), list[str]()
     names = ("close", "poll")
-    ends = SimpleNamespace(**{name: lambda name=name: calls.append(name) for name in names})  # type: ignore[misc]
-    run.prefill.engine.side.sender = ends
+    transport = SimpleNamespace(**{name: lambda name=name: calls.append(name) for name in names})  # type: ignore[misc]
+    run.prefill.engine.side.sender = transport
     run.prefill.loop._close_transfers()
     assert calls == ["close", "poll"]

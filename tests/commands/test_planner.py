@@ -96,7 +96,8 @@ def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, mo
             into.append((kind, part))
             return 0.0
 
-        monkeypatch.setattr(exchange, "even_seconds", note)
+        for name in ("even_seconds", "_gathered_seconds"):
+            monkeypatch.setattr(exchange, name, note)
         placed = Placed(llm.engine.config, H200, Deployment(4, dispatch=dispatch, weights="bfloat16"))
         placed.exchange.seconds(dispatch, 2)
         layers = llm.engine.config.mlp_layer_types.count("sparse")

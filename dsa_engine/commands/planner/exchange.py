@@ -10,7 +10,7 @@ from dsa_engine.commands.planner.choices import DISPATCHES
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.parallel.collective_log import Collective, Kind
 from dsa_engine.parallel.experts.placement import contiguous
-from dsa_engine.parallel.experts.traffic import Routing, RowBytes, largest_part, quantized_bytes, reached_part
+from dsa_engine.parallel.experts.traffic import Routing, RowBytes, gathered_parts, quantized_bytes, reached_part
 from dsa_engine.parallel.links import Links
 
 
@@ -82,12 +82,7 @@ class ExpertExchange:
 
     def _gathered(self, kind: Kind, part: float) -> float:
         """Seconds of an all-gather or reduce-scatter over all ranks, in one level or in two as the engine has it."""
-        size, on_machine = round(part), self.links.machine_size
-        if part > largest_part(tuple(rank // on_machine for rank in range(self.ranks))):
-            return even_seconds(kind, self.ranks, size, self.links)
-        along, inside = self.machines, on_machine
-        rail = _seconds(kind, along, size, self.links, 1)
-        return rail + _seconds(kind, inside, along * size, self.links, on_machine)
+        return _gathered_seconds(kind, self.ranks, round(part), self.links)
 
     def _by_machine(self, rows: float) -> Exchange:
         """To the rank of the same number on each machine with an expert of the token, and on to the experts' ranks."""
@@ -118,6 +113,12 @@ def _reached(config: ModelConfig, parts: int) -> float:
 def even_seconds(kind: Kind, size: int, part: int, links: Links) -> float:
     """Seconds of a collective over ``size`` neighbouring ranks, ``part`` bytes from each; to each in an all-to-all."""
     return _seconds(kind, size, part, links, links.machine_size)
+
+
+@lru_cache(maxsize=65536)
+def _gathered_seconds(kind: Kind, ranks: int, part: int, links: Links) -> float:
+    machines = [rank // links.machine_size for rank in range(ranks)]
+    return sum(links.seconds(one, machines) for one in gathered_parts(kind, machines, 0, part))
 
 
 @lru_cache(maxsize=65536)

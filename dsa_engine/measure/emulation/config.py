@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 from dsa_engine.config.checks import integer, is_integer
@@ -54,14 +55,18 @@ class EmulatedConfig(ParallelConfig):
             raise ValueError(
                 f"emulate_world {self.emulate_world} runs one rank in one process; start it without torchrun"
             )
-        return EmulatedMesh(self if self.prefill_ranks is None else self._of_part(), choose_device(device))
+        if self.prefill_ranks is None:
+            return EmulatedMesh(self, choose_device(device))
+        return self._mesh_of_part(choose_device(device))
 
     def run_position(self) -> tuple[int, int]:
         return self.emulate_rank, self.emulate_world
 
-    def _of_part(self) -> EmulatedConfig:
-        """The same rank, in its part of the run alone. Each part begins on a machine that it does not share."""
+    def _mesh_of_part(self, device: torch.device) -> EmulatedMesh:
+        """That of the same rank in its part of the run alone. Each part begins on a machine that it does not share."""
         rank, prefill, size = position(self)
         if rank < prefill:
-            return replace(self, prefill_ranks=None, emulate_world=prefill)
-        return replace(self, prefill_ranks=None, emulate_world=size - prefill, emulate_rank=rank - prefill, cp_size=1)
+            return EmulatedMesh(replace(self, prefill_ranks=None, emulate_world=prefill), device, "prefill")
+        own, ranks = rank - prefill, size - prefill
+        decode = replace(self, prefill_ranks=None, emulate_world=ranks, emulate_rank=own, cp_size=1)
+        return EmulatedMesh(decode, device, "decode")

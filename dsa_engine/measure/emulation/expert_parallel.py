@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -40,18 +41,8 @@ class AssignedExpertParallel(ExpertParallel):
 class EmulatedExpertParallel(AssignedExpertParallel):
     """Expert parallelism of an emulated rank: the counts and choices that other ranks would send are assigned too."""
 
-    def __init__(
-        self,
-        group: Group,
-        placement: ExpertPlacement,
-        assigned: AssignedExperts,
-        machines: MachineGroups | None = None,
-        choice: DispatchChoice | None = None,
-    ):
-        super().__init__(group, placement, assigned, machines, choice)
-        self._peers = AllPeers(machines, placement) if machines else None
-        self._two_levels: StepInTwoLevels | None = None  # those of the step before this dispatch
-        self._passed_on: list[Arriving] = []  # in the rounds inside the machine that follow one along the rail
+    _two_levels: StepInTwoLevels | None = None  # those of the step before this dispatch
+    _passed_on: Sequence[Arriving] = ()  # in the rounds inside the machine that follow one along the rail
 
     def gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
@@ -112,9 +103,13 @@ class EmulatedExpertParallel(AssignedExpertParallel):
 
         return super()._on_two_levels(_Assigned(rail, along), pass_on, rounds)
 
+    @cached_property
+    def _peers(self) -> AllPeers:
+        assert self.machines is not None, "there are machines"
+        return AllPeers(self.machines, self.placement)
+
     def _in_two_levels(self) -> StepInTwoLevels:
         step = self.assigned.step
-        assert self._peers is not None, "there are machines"
         if self._two_levels is None or self._two_levels.step is not step:
             self._two_levels = StepInTwoLevels(step, self._peers)
         return self._two_levels

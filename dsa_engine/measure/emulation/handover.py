@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.measure.costs.handover import Handover, handover_of
-from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.measure.emulation.mesh import Part, emulated
 from dsa_engine.model.cache.page_link import RankPages, dealt
 from dsa_engine.model.cache.page_sender import PageSender
 from dsa_engine.parallel.group import Group
@@ -25,12 +25,10 @@ from dsa_engine.parallel.links import Links
 from dsa_engine.system.sizes import format_bytes
 
 
-def part_of(engine: Engine) -> Literal["prefill", "decode"] | None:
+def part_of(engine: Engine) -> Part | None:
     """The part of the run that an emulated rank belongs to; None: the run has one part, or nothing is emulated."""
-    config = engine.options.parallel
-    if not isinstance(config, EmulatedConfig) or config.prefill_ranks is None:
-        return None
-    return "prefill" if config.emulate_rank < config.prefill_ranks else "decode"
+    mesh = emulated(engine.mesh)
+    return None if mesh is None else mesh.part
 
 
 def modelled_handover(engine: Engine, tokens: int, ttft: float, links: Links) -> Handover:
@@ -117,11 +115,9 @@ def handover_json(handover: Handover | None, part: str, of_rank: int) -> dict[st
 
 def handover_line(handover: Handover, part: str, of_rank: int) -> str:
     """The same for people."""
-    text = f"Handover of a request: {handover.pages:,} pages, {format_bytes(handover.nbytes)}"
-    text += f", of which this rank sends {format_bytes(of_rank)}" if part == "prefill" else ", all to this rank"
-    text += f"; {handover.seconds * 1e3:.3g} ms on the link of the rank that decodes"
+    own = f"of which this rank sends {format_bytes(of_rank)}" if part == "prefill" else "all to this rank"
+    after = f", {handover.exposed * 1e3:.3g} ms of it after the prefill" if part == "prefill" else ""
     return (
-        text
-        + (f", {handover.exposed * 1e3:.3g} ms of it after the prefill" if part == "prefill" else "")
-        + " (modelled)"
+        f"Handover of a request: {handover.pages:,} pages, {format_bytes(handover.nbytes)}, {own}; "
+        f"{handover.seconds * 1e3:.3g} ms on the link of the rank that decodes{after} (modelled)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from dsa_engine.measure.emulation.config import EmulatedConfig
 
 
+Part: TypeAlias = Literal["prefill", "decode"]
+
+
 class EmulatedMesh(Mesh):
     """Groups of the right sizes, of which only this rank exists.
 
     Attributes:
+        part: the part of a run in two parts that the mesh is; None: the run has one part.
         assigned: the experts that the tokens of all ranks choose; empty in a world of one rank.
         stand_in_seconds: the time to stand in for the other ranks, for every kind of pass that was watched.
         static_step: whether an engine with CUDA graphs would replay the current step.
@@ -37,8 +41,9 @@ class EmulatedMesh(Mesh):
     cp: EmulatedGroup
     communicates = False
 
-    def __init__(self, config: EmulatedConfig, device: torch.device):
+    def __init__(self, config: EmulatedConfig, device: torch.device, part: Part | None = None):
         super().__init__(config, config.emulate_rank, config.emulate_world, device)
+        self.part = part
         self.assigned: list[AssignedExperts] = []
         self.stand_in_seconds: dict[Hashable, float] = {}
         self.static_step = False

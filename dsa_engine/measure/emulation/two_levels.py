@@ -6,6 +6,7 @@ Every rank's tokens are planned and cut into rounds by the code that a true rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -105,7 +106,7 @@ class StepInTwoLevels:
         return self._cuts[rounds]
 
 
-def plans(rounds: list[RecvPlan], arriving: list[Arriving]) -> list[RecvPlan]:
+def plans(rounds: Sequence[RecvPlan], arriving: Sequence[Arriving]) -> list[RecvPlan]:
     """``rounds`` with what is arriving instead of what they would receive."""
     return [
         RecvPlan(one.send, here.counts, int((here.choices >= 0).sum()))

@@ -10,12 +10,11 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, decode_e4m3
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import BLOCK
 from dsa_engine.kernels.moe.block_scaled_experts import codes_and_scales, quantized_words
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
-
-_SCALED = 128  # codes with the same scale
 
 
 def combine_codes_reference(
@@ -26,7 +25,7 @@ def combine_codes_reference(
     for pair_row in pair_rows.t():
         token = (pair_row >= 0).nonzero().flatten()
         rows = pair_row[token]
-        by_column = scales[rows].repeat_interleave(_SCALED, dim=1)[:, :hidden]
+        by_column = scales[rows].repeat_interleave(BLOCK, dim=1)[:, :hidden]
         # No token is named twice in a choice, so nothing depends on the order in which rows are added.
         out.index_add_(0, token, codes[rows].float().mul_(by_column))
     return out.to(dtype)
@@ -82,6 +81,6 @@ def combine_codes(words: torch.Tensor, pair_rows: torch.Tensor, hidden: int, dty
         block = min(1024, next_power_of_2(hidden))
         combine_codes_kernel[(tokens, cdiv(hidden, block))](
             codes.view(torch.uint8), scales, pair_rows.contiguous(), out, codes.stride(0), scales.stride(0), hidden,
-            K=k, BLOCK=block, SCALED=_SCALED, CONVERTS=converts_e4m3(words), num_warps=max(1, block // 256),
+            K=k, BLOCK=block, SCALED=BLOCK, CONVERTS=converts_e4m3(words), num_warps=max(1, block // 256),
         )  # fmt: skip
     return out

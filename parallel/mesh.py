@@ -7,6 +7,9 @@ ep            0 0 0 0 0 0 0 0      experts are divided over all ranks
 world         0 0 0 0 0 0 0 0      all ranks of the mesh, for what concerns every request
 
 A mesh may have only some of the run's ranks; within the mesh they are still numbered from 0.
+
+Groups of the same ranks share a communicator, which carries one collective after another. Tokens on their way to
+experts have one of their own: with two batches they travel beside the collectives of attention.
 """
 
 from __future__ import annotations
@@ -38,11 +41,14 @@ from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.parallel.gather_by_machine import gather_group, with_small_parts
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
+from dsa_engine.parallel.side_stream import SideStream
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import MeshOptions
 
 logger = logging.getLogger(__name__)
+
+EXPERTS = 1  # number of the communicators that carry tokens to experts and back; 0: all others
 
 
 class Mesh:
@@ -93,12 +99,12 @@ class Mesh:
             raise ValueError("record_expert_loads: experts are assigned on an emulated rank, not chosen; leave it out")
         self._ranks = ranks
         self.run_ranks = self.global_ranks
-        self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
+        self._handles: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}  # by ranks and communicator
         self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
         self.machines = (0,) * world_size
         self.machine_groups: MachineGroups | None = None
         self.world = self._group(world_size)
-        self.ep = self._group(world_size)
+        self.ep = self._group(world_size, EXPERTS)
         self.cp = self._group(self.cp_size)
         self.tp = self._group(config.tp_size)
         self.host = self._host_group()
@@ -259,7 +265,7 @@ class Mesh:
         if self.communicates:
             cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
             self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
-        self.ep = with_small_parts(self.ep, self.machines, self._part)
+        self.ep = with_small_parts(self.ep, self.machines, self.device, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
         if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
             self.machine_groups = self._make_machine_groups()
@@ -270,7 +276,8 @@ class Mesh:
     def _make_machine_groups(self) -> MachineGroups:
         numbers = range(1 + max(self.machines))
         inside = [[rank for rank, machine in enumerate(self.machines) if machine == number] for number in numbers]
-        return MachineGroups(self._part(inside), self._part(rails_of(self.machines)), self.machines)
+        machine, rail = self._part(inside, EXPERTS), self._part(rails_of(self.machines), EXPERTS)
+        return MachineGroups(machine, rail, self.machines, *(SideStream(self.device) for _ in range(2)))
 
     def _exchange_machines(self) -> list[int]:
         """Gathers digests of host names; machines are numbered in the order of their first rank."""
@@ -324,19 +331,20 @@ class Mesh:
             use_local_synchronization=self._ranks is not None,  # the run's other ranks make no groups with us
         )
 
-    def _group(self, size: int) -> Group:
+    def _group(self, size: int, communicator: int = 0) -> Group:
         """Neighbouring ranks in groups of ``size``; every rank of the mesh takes part in making every group."""
-        return self._part([range(first, first + size) for first in range(0, self.world_size, size)])
+        return self._part([range(first, first + size) for first in range(0, self.world_size, size)], communicator)
 
-    def _part(self, parts: Sequence[Sequence[int]]) -> Group:
+    def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> Group:
         """This rank's group, if all ranks are divided like this; every rank of the mesh calls it."""
         mine: Group | None = None
         for part in parts:
             ranks = tuple(part)
-            if len(ranks) > 1 and ranks not in self._handles:
-                self._handles[ranks] = self._new_group(ranks)
+            key = ranks, communicator
+            if len(ranks) > 1 and key not in self._handles:
+                self._handles[key] = self._new_group(ranks)
             if self.rank in ranks:
-                mine = Group(ranks, ranks.index(self.rank), self._handles.get(ranks))
+                mine = Group(ranks, ranks.index(self.rank), self._handles.get(key), communicator=communicator)
         assert mine is not None
         return mine
 

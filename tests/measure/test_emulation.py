@@ -25,7 +25,7 @@ from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.stage_timer import DeviceClock
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.collective_log import Collective, CollectiveLog
-from dsa_engine.parallel.links import Links
+from dsa_engine.parallel.links import Links, Transfer
 
 CPU = torch.device("cpu")
 
@@ -152,8 +152,8 @@ def test_neighbours_on_several_machines_are_warned_of() -> None:
 class Figures(Links):
     """Links on which a collective takes as many seconds as it sends bytes."""
 
-    def seconds(self, collective: Collective, machines: Sequence[int]) -> float:
-        return float(collective.bytes_sent)
+    def transfer(self, collective: Collective, machines: Sequence[int]) -> Transfer:
+        return Transfer(inside=(0.0, float(collective.bytes_sent)))
 
 
 def played(*program: tuple[str, float, float]) -> Communication:

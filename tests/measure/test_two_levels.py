@@ -23,6 +23,7 @@ from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.experts.traffic import RowBytes, Tokens, collectives, rails_of
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.side_stream import SideStream
 from gloo_ranks import gloo_group, on_ranks
 
 HIDDEN, K, EXPERTS, GROUPS, TOP_GROUPS = 8, 4, 24, 4, 2
@@ -63,7 +64,10 @@ def on_true_ranks(machines: tuple[int, ...], loads: tuple[float, ...] | None, wo
         me = world.index
         inside = [rank for rank in range(size) if machines[rank] == machines[me]]
         (rail,) = [rail for rail in rails_of(machines) if me in rail]
-        groups = MachineGroups(gloo_group(machine_store, inside, me), gloo_group(rail_store, rail, me), machines)
+        beside = SideStream(CPU), SideStream(CPU)
+        groups = MachineGroups(
+            gloo_group(machine_store, inside, me), gloo_group(rail_store, rail, me), machines, *beside
+        )
         world.log = groups.machine.log = groups.rail.log = log = CollectiveLog()
         of_rank, choice = assigned(me, machines, loads), DispatchChoice(machines)
         parallel = AssignedExpertParallel(world, of_rank.choices(TOKENS[me], K, CPU).placement, of_rank, groups, choice)

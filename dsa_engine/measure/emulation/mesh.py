@@ -59,9 +59,9 @@ class EmulatedMesh(Mesh):
     def _host_group(self) -> Group:
         return Group((self.rank,), 0, None)
 
-    def _part(self, parts: Sequence[Sequence[int]]) -> EmulatedGroup:
+    def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> EmulatedGroup:
         (mine,) = [tuple(part) for part in parts if self.rank in part]
-        return EmulatedGroup(mine, mine.index(self.rank), None)
+        return EmulatedGroup(mine, mine.index(self.rank), None, communicator=communicator)
 
     @cached_property
     def _placements(self) -> LayerPlacements:

@@ -57,8 +57,8 @@ class FakeMesh(Mesh):
     def _host_group(self) -> Group:
         return Group((0,), 0, None)
 
-    def _part(self, parts: Sequence[Sequence[int]]) -> FakeGroup:
-        return FakeGroup(tuple(parts[0]), 0, None, device=self.config.device)
+    def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> FakeGroup:
+        return FakeGroup(tuple(parts[0]), 0, None, communicator=communicator, device=self.config.device)
 
     def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
         parallel = FakeExpertParallel(self.ep, placement, self.machine_groups)

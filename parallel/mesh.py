@@ -17,10 +17,8 @@ from __future__ import annotations
 import logging
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -31,10 +29,7 @@ from dsa_engine.parallel.agreement import compare
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.by_machine import MachineGroups
-from dsa_engine.parallel.experts.choose_dispatch import DispatchChoice
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.layer_placements import LayerPlacements
-from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
+from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.traffic import has_two_levels, rails_of
 from dsa_engine.parallel.failure.joining import join_run
 from dsa_engine.parallel.failure.reporter import report_failures
@@ -58,6 +53,7 @@ class Mesh:
         rank, world_size: this process's number in the mesh, and the size of the mesh.
         machines: the number of each rank's machine, counted from 0.
         machine_groups: the groups of dispatches by machine; None: no option wants them, or machines have one level.
+        experts: the experts of each rank.
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
         host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
@@ -100,9 +96,9 @@ class Mesh:
         self._ranks = ranks
         self.run_ranks = self.global_ranks
         self._handles: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}  # by ranks and communicator
-        self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
         self.machines = (0,) * world_size
         self.machine_groups: MachineGroups | None = None
+        self.experts = self._divide_experts()
         self.world = self._group(world_size)
         self.ep = self._group(world_size, EXPERTS)
         self.cp = self._group(self.cp_size)
@@ -190,58 +186,6 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def expert_parallel(
-        self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
-    ) -> ExpertParallel:
-        """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
-        loads share one object, unless placements change.
-
-        Args:
-            groups: number of groups of consecutive experts in the model's router.
-            shared: load of one more expert, over the load of all others together; 0: there is none.
-            top_groups: number of groups from which a token takes experts.
-
-        Raises:
-            ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
-        """
-        held = self._placements.held(experts, layer, groups, shared)
-        loads = self._placements.loads(experts, layer)
-        changes = self.config.rebalance_every is not None
-        key = held, loads, layer if changes else None
-        if key not in self._expert_parallel:
-            made = self._make_expert_parallel(ExpertPlacement(held, self.device, changes), loads)
-            made.groups, made.top_groups = groups, top_groups
-            self._expert_parallel[key] = made
-        return self._expert_parallel[key]
-
-    def better_placement(self, now: Held, loads: Sequence[float], groups: int) -> Held:
-        """See :meth:`.LayerPlacements.better`."""
-        return self._placements.better(now, loads, groups)
-
-    @cached_property
-    def _placements(self) -> LayerPlacements:
-        return LayerPlacements.of(self.config, self.machines)
-
-    @contextmanager
-    def even_routing(self) -> Iterator[None]:
-        """Within the block, choices are spread evenly over the ranks instead of routed, so that the startup can measure
-        the memory of a full round."""
-        before = [(one, one.even) for one in self._expert_parallel.values()]
-        for one, _ in before:
-            one.even = True
-        try:
-            yield
-        finally:
-            for one, even in before:
-                one.even = even
-
-    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
-        return ExpertParallel(self.ep, placement, self.machine_groups, self._dispatch_choice)
-
-    @cached_property
-    def _dispatch_choice(self) -> DispatchChoice:
-        return DispatchChoice(self.machines, logs=self.is_leader)
-
     def dispatch(self, decodes: bool) -> MoeDispatch:
         """The dispatch of decode or prefill steps. CUDA graphs of decode steps need static shapes, so "auto" is
         "all_gather" in these on CUDA."""
@@ -316,6 +260,9 @@ class Mesh:
     def global_ranks(self) -> list[int]:
         """The ranks of the mesh, numbered in the run."""
         return list(range(self.world_size)) if self._ranks is None else list(self._ranks)
+
+    def _divide_experts(self) -> ExpertDivision:
+        return ExpertDivision(self)
 
     def _host_group(self) -> Group:
         ranks = tuple(range(self.world_size))

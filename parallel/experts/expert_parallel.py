@@ -50,7 +50,8 @@ class ExpertParallel:
         machines: the groups inside and between machines; None: "by_machine" is "all_to_all".
         choice: chooses for "auto".
         groups, top_groups: those of the model's router.
-        even: spread choices evenly over the ranks instead of routing them (:meth:`.mesh.Mesh.even_routing`).
+        even: spread choices evenly over the ranks instead of routing them
+            (:meth:`.layer_placements.ExpertDivision.even_routing`).
         coded_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail; None:
             sums travel in the tokens' dtype.
     """

@@ -82,7 +82,7 @@ def on_emulated_ranks(machines: tuple[int, ...], loads: tuple[float, ...] | None
         config = EmulatedConfig(emulate_world=len(machines), emulate_rank=rank, moe_dispatch="auto", expert_loads=loads)
         mesh = EmulatedMesh(config, CPU)
         mesh.set_machines(machines)
-        parallel = mesh.expert_parallel(EXPERTS, 0, GROUPS, top_groups=TOP_GROUPS)
+        parallel = mesh.experts.of_layer(EXPERTS, 0, GROUPS, top_groups=TOP_GROUPS)
         mesh.assigned[0].limit(GROUPS, TOP_GROUPS)
         mesh.assigned[0].begin_step(TOKENS[: len(machines)])
         log = CollectiveLog()
@@ -124,7 +124,7 @@ def test_an_emulated_rank_receives_what_a_true_one_does(
 def test_auto_is_chosen_as_on_true_ranks_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     mesh = EmulatedConfig(emulate_world=64, emulate_rank=9, moe_dispatch="auto").create_mesh("cpu")
-    parallel = mesh.expert_parallel(256, 0, 8, top_groups=4)
+    parallel = mesh.experts.of_layer(256, 0, 8, top_groups=4)
     mesh.assigned[0].limit(8, 4)
     groups = mesh.machine_groups
     assert groups is not None
@@ -141,7 +141,7 @@ def test_auto_is_chosen_as_on_true_ranks_and_logged(caplog: pytest.LogCaptureFix
 def test_the_all_gather_of_few_rows_has_two_levels(rows: int) -> None:
     """The collectives of the emulated rank are those of the formula, which is what "auto" compares."""
     mesh = EmulatedConfig(emulate_world=64, emulate_rank=9).create_mesh("cpu")
-    parallel = mesh.expert_parallel(256, 0, 8, top_groups=4)
+    parallel = mesh.experts.of_layer(256, 0, 8, top_groups=4)
     log, row = CollectiveLog(), RowBytes.of(4 * 2048, 8)
     for group in mesh.groups:
         group.log = log

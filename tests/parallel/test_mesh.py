@@ -183,7 +183,7 @@ def test_every_rank_makes_the_groups_of_machines_and_rails(made: list[tuple[int,
         assert groups is not None and mesh.groups[-2:] == (groups.machine, groups.rail)
         assert rank == groups.machine.ranks[groups.machine.index] == groups.rail.ranks[groups.rail.index]
         made_by_rank.append([*made])
-        assert mesh.expert_parallel(8, 0).machines is groups
+        assert mesh.experts.of_layer(8, 0).machines is groups
         assert mesh.static_decode == ("decode_dispatch" not in option)
     assert all(one == made_by_rank[0] for one in made_by_rank)
     assert made_by_rank[0][3:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]

@@ -12,6 +12,7 @@ from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
 from dsa_engine.parallel.experts.by_machine import MachineGroups, Way
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
@@ -60,9 +61,18 @@ class FakeMesh(Mesh):
     def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> FakeGroup:
         return FakeGroup(tuple(parts[0]), 0, None, communicator=communicator, device=self.config.device)
 
-    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
-        parallel = FakeExpertParallel(self.ep, placement, self.machine_groups)
-        parallel.skew = self.config.skew
+    def _divide_experts(self) -> ExpertDivision:
+        return FakeDivision(self)
+
+
+class FakeDivision(ExpertDivision):
+    """Experts with the fake routing."""
+
+    _mesh: FakeMesh
+
+    def _make(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
+        parallel = FakeExpertParallel(self._mesh.ep, placement, self._mesh.machine_groups)
+        parallel.skew = self._mesh.config.skew
         return parallel
 
 

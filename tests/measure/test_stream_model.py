@@ -9,7 +9,7 @@ from dsa_engine.parallel.links import Transfer
 
 
 def start(key: str, seconds: float, communicator: str = "all", latency: float = 0.0) -> Start:
-    return Start(key, Transfer(between=(latency, seconds)), communicator)
+    return Start(key, Transfer(between=(latency, seconds)), communicator, key)
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,8 @@ def start(key: str, seconds: float, communicator: str = "all", latency: float = 
         ([start("a", 4), start("b", 2, "other"), Wait("b")], 4),  # each has half of the link for 4 seconds
         ([start("a", 4), start("b", 2, "other"), Wait("b"), Wait("a")], 6),  # the link has 6 seconds of work
         ([start("a", 4, latency=3), start("b", 2, "other"), Wait("b")], 2),  # a latency holds no link
-        ([start("a", 4), Start("b", Transfer(inside=(0.0, 2.0)), "other"), Wait("b")], 2),  # another link
-        ([Start("a", Transfer((1.0, 1.0), (0.0, 5.0)), "all"), Wait("a")], 5),  # both kinds of link at once
+        ([start("a", 4), Start("b", Transfer(inside=(0.0, 2.0)), "other", "b"), Wait("b")], 2),  # another link
+        ([Start("a", Transfer((1.0, 1.0), (0.0, 5.0)), "all", "a"), Wait("a")], 5),  # both kinds of link at once
         ([start("a", 0), Wait("a"), Compute(1)], 0),
     ],
 )
@@ -39,6 +39,13 @@ def test_a_side_stream_goes_on_by_itself() -> None:
     side = [Wait("fork"), start("a", 3), Wait("a"), start("b", 4), Wait("b"), Reach("end")]
     assert play([main, side]).waits == {"side": 2.0}
     assert play([[*main, Compute(1)], side]).seconds == 2 + 5 + 2 + 1
+
+
+def test_a_communicator_keeps_the_order_of_the_host() -> None:
+    """The side stream's second transfer, given to the host before "c", holds "c" back on the communicator of both."""
+    side = [Wait("fork"), start("a", 5, "rail"), Wait("a"), start("b", 2, "machine"), Wait("b")]
+    assert play([[Reach("fork"), start("c", 1, "machine", latency=0), Wait("c")], side]).seconds == 5 + 2 + 1
+    assert play([[Reach("fork"), start("c", 1, "another", latency=0), Wait("c")], side]).seconds == 2
 
 
 def test_streams_that_compute_share_the_device() -> None:

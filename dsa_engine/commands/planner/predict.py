@@ -256,8 +256,8 @@ def _passed(placed: Placed, batches: list[_Batch]) -> dict[str, StageTime]:
         return stages
     beside = placed.how.beside_shared or len(batches) > 1
     moes = placed.config.mlp_layer_types.count("sparse")
-    few = min(moes, 4)
-    # From the third layer on each takes as long as the one before.
+    # Layers of one batch take equally long; those of two do from the third on.
+    few = min(moes, 2 if len(batches) == 1 else 4)
     waits = schedule([batch.layers(placed.config, beside, few) for batch in batches], COLLECTIVE)
     if moes > few:
         one_less = schedule([batch.layers(placed.config, beside, few - 1) for batch in batches], COLLECTIVE)

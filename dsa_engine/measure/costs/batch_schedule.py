@@ -13,7 +13,7 @@ so nothing lies beside these. Transfers of a way follow each other on a side str
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -132,40 +132,39 @@ class _Program:
         self.main: list[Operation] = []
         self.tasks: list[list[Operation]] = []
         self._ends: list[list[Operation]] = [[] for _ in range(batches)]  # waits for what each batch has on its way
+        self._started = 0
 
     def attention(self, batch: int, layer: LayerTimes) -> None:
         self.arrive(batch)
         self.main.append(Compute(layer.attention))
-        counts, there, _ = layer.exchange
-        for leg in _each(("counts", len(self.main)), counts, False):
+        for leg in self._starts("counts", layer.exchange.counts._asdict()):
             self.main += [leg, Wait(leg.key, DISPATCH)]
-        self._send(batch, _each(("there", len(self.tasks)), there, False), DISPATCH)
+        self._send(batch, layer.exchange.there._asdict(), DISPATCH)
         self.main.append(Compute(layer.shared))
 
     def experts(self, batch: int, layer: LayerTimes) -> None:
         self.arrive(batch)
         self.main.append(Compute(layer.experts))
-        self._send(batch, _each(("back", len(self.tasks)), layer.exchange.back, True), COMBINE)
+        back = layer.exchange.back
+        self._send(batch, {"machine": back.machine, "rail": back.rail, "everyone": back.everyone}, COMBINE)
 
     def arrive(self, batch: int) -> None:
         """Waits for what is on its way."""
         self.main += self._ends[batch]
         self._ends[batch] = []
 
-    def _send(self, batch: int, legs: Iterator[Start], reason: str) -> None:
-        key = "task", len(self.tasks)
-        task: list[Operation] = [Wait(key)]
-        for leg in legs:
+    def _send(self, batch: int, legs: Mapping[str, Transfer], reason: str) -> None:
+        begin, end = ("begin", len(self.tasks)), ("end", len(self.tasks))
+        task: list[Operation] = [Wait(begin)]
+        for leg in self._starts("tokens", legs):
             task += [leg, Wait(leg.key)]
-        self.main.append(Reach(key))
-        self.tasks.append([*task, Reach((*key, "end"))])
-        self._ends[batch] = [Wait((*key, "end"), reason)]
+        self.main.append(Reach(begin))
+        self.tasks.append([*task, Reach(end)])
+        self._ends[batch] = [Wait(end, reason)]
 
-
-def _each(key: tuple[str, int], legs: Legs, back: bool) -> Iterator[Start]:
-    """The transfers there are. Counts and tokens have communicators of their own."""
-    kind = "counts" if key[0] == "counts" else "tokens"
-    for name in reversed(Legs._fields) if back else Legs._fields:
-        leg: Transfer = getattr(legs, name)
-        if leg.seconds:
-            yield Start((*key, name), leg, (kind, name))
+    def _starts(self, kind: str, legs: Mapping[str, Transfer]) -> Iterator[Start]:
+        """The transfers there are. Counts and tokens have communicators of their own."""
+        for name, leg in legs.items():
+            if leg.seconds:
+                self._started += 1
+                yield Start(self._started, leg, (kind, name), self._started)

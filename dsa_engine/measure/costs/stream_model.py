@@ -2,18 +2,19 @@
 
 A stream computes, starts transfers, and waits; its operations follow one another. The first stream is the main one.
 Streams that compute at the same time share the device. A communicator carries one transfer after another, in the order
-in which they are started. Transfers of different communicators run at the same time, and share a link in equal parts as
-long as several of them have bytes for it. A transfer's latency holds no link.
+in which the host gives them to it, even if a later one could begin before. Transfers of different communicators run at
+the same time, and share a link in equal parts as long as several of them have bytes for it. A transfer's latency holds
+no link.
 
 NCCL's kernels hold multiprocessors for as long as a transfer runs, so computation beside one may be slower.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from dsa_engine.parallel.links import Transfer
 
@@ -25,11 +26,12 @@ class Compute(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Starts a transfer; it reaches ``key`` when it ends."""
+    """Starts a transfer; it reaches ``key`` when it ends. ``order`` is ascending in the order of the host."""
 
     key: Hashable
     transfer: Transfer
     communicator: Hashable
+    order: Any
 
 
 class Reach(NamedTuple):
@@ -78,122 +80,129 @@ def play(streams: Sequence[Sequence[Operation]], occupied: float = 0.0) -> Playe
     """
     device = _Device(streams)
     played = Played(sum(one.seconds for one in streams[0] if isinstance(one, Compute)))
-    main = device.streams[0]
-    while True:
-        device.issue()
-        if main.ended:
-            return played
-        running = device.running()
-        computing = [stream for stream in device.streams if stream.left]
+    while (operation := device.main) is not None:
+        running, computing = device.running, device.computing
         rate = (1 - occupied if running else 1.0) / max(1, len(computing))
-        step = min((*(stream.left / rate for stream in computing), *_next_ends(running)), default=None)
-        if step is None:
-            raise ValueError(f"the main stream waits for {main.waits_for!r}, which no stream reaches")
-        if main.left:
-            played.slowed += step * (1 - rate)
+        shared = _sharing(running.values())
+        ends = [left / rate for left in computing.values()]
+        ends += [end for one in running.values() for end in one.ends(shared)]
+        if not ends:
+            raise ValueError(f"the main stream waits for {operation!r}, which no stream reaches")
+        step = min(ends)
+        if isinstance(operation, Wait):
+            played.waits[operation.reason] = played.waits.get(operation.reason, 0.0) + step
         else:
-            assert isinstance(main.waits_for, Wait)
-            reason = main.waits_for.reason
-            played.waits[reason] = played.waits.get(reason, 0.0) + step
-        for stream in computing:
-            stream.left = _less(stream.left, step * rate)
-        _advance(running, step)
+            played.slowed += step * (1 - rate)
+        device.advance(step, rate, shared)
+    return played
 
 
-@dataclass
 class _Running:
     """A transfer: on each link, seconds before its first byte, and seconds of its bytes if it had the link alone."""
 
-    key: Hashable
-    latency: list[float]
-    load: list[float]
+    def __init__(self, start: Start):
+        self.key = start.key
+        self.latency, self.load = ([*each] for each in zip(*start.transfer, strict=True))
 
-    @property
-    def ended(self) -> bool:
+    def ends(self, shared: Sequence[int]) -> list[float]:
+        """Seconds until the end of the latency, or of the bytes, on each link that is not done."""
+        parts = zip(self.latency, self.load, shared, strict=True)
+        return [latency or load * sharing for latency, load, sharing in parts if latency or load]
+
+    def advance(self, step: float, shared: Sequence[int]) -> bool:
+        """Whether it has ended ``step`` seconds later."""
+        for link, sharing in enumerate(shared):
+            if self.latency[link]:
+                self.latency[link] = _less(self.latency[link], step)
+            elif self.load[link]:
+                self.load[link] = _less(self.load[link], step / sharing)
         return not any(self.latency) and not any(self.load)
 
 
-class _Stream:
-    def __init__(self, program: Sequence[Operation]):
-        self.program = program
-        self.next = 0
-        self.left = 0.0  # seconds of the present computation
-
-    @property
-    def ended(self) -> bool:
-        return not self.left and self.next == len(self.program)
-
-    @property
-    def waits_for(self) -> Operation | None:
-        return self.program[self.next] if self.next < len(self.program) else None
+def _sharing(running: Any) -> list[int]:
+    """The number of transfers that have bytes for each link now."""
+    shared = [0] * len(Transfer._fields)
+    for one in running:
+        for link, load in enumerate(one.load):
+            shared[link] += bool(load and not one.latency[link])
+    return shared
 
 
 class _Device:
+    """The state of all streams and communicators.
+
+    Attributes:
+        computing: seconds that each computing stream still has to compute, by its number.
+        running: the transfer that each communicator carries.
+    """
+
     def __init__(self, streams: Sequence[Sequence[Operation]]):
-        self.streams = [_Stream(program) for program in streams]
-        self._queues: dict[Hashable, deque[_Running]] = {}  # by communicator
+        self.computing: dict[int, float] = {}
+        self.running: dict[Hashable, _Running] = {}
+        self._programs, self._next = streams, [0] * len(streams)
         self._reached: set[Hashable] = set()
+        self._waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # streams, by what they wait for
+        self._issued: dict[Hashable, Start] = {}
+        starts = sorted(
+            (one for program in streams for one in program if isinstance(one, Start)), key=lambda s: s.order
+        )
+        self._queues: defaultdict[Hashable, list[Hashable]] = defaultdict(list)  # keys of transfers, the last one first
+        for one in reversed(starts):
+            self._queues[one.communicator].append(one.key)
+        for stream in range(len(streams)):
+            self._go_on(stream)
 
-    def issue(self) -> None:
-        """Does everything that takes no time."""
-        moved = True
-        while moved:
-            moved = False
-            for stream in self.streams:
-                moved |= self._issue(stream)
-            for queue in self._queues.values():
-                while queue and queue[0].ended:
-                    self._reached.add(queue.popleft().key)
-                    moved = True
+    @property
+    def main(self) -> Operation | None:
+        """What the main stream is at; None: it has ended."""
+        if 0 in self.computing:
+            return self._programs[0][self._next[0] - 1]
+        return self._programs[0][self._next[0]] if self._next[0] < len(self._programs[0]) else None
 
-    def running(self) -> list[_Running]:
-        return [queue[0] for queue in self._queues.values() if queue]
+    def advance(self, step: float, rate: float, shared: Sequence[int]) -> None:
+        """``step`` seconds pass, in which nothing ends but at their end."""
+        ended = [key for key, one in self.running.items() if one.advance(step, shared)]
+        for stream, left in [*self.computing.items()]:
+            self.computing[stream] = _less(left, step * rate)
+            if not self.computing[stream]:
+                del self.computing[stream]
+                self._go_on(stream)
+        for communicator in ended:
+            self._reach(self.running.pop(communicator).key)
+            self._carry(communicator)
 
-    def _issue(self, stream: _Stream) -> bool:
-        before = stream.next
-        while not stream.left and stream.next < len(stream.program):
-            operation = stream.program[stream.next]
-            if isinstance(operation, Wait):
-                if operation.key not in self._reached:
-                    break
-            elif isinstance(operation, Compute):
-                stream.left = operation.seconds
-            elif isinstance(operation, Reach):
-                self._reached.add(operation.key)
+    def _go_on(self, stream: int) -> None:
+        """Does what takes no time."""
+        program = self._programs[stream]
+        while self._next[stream] < len(program):
+            operation = program[self._next[stream]]
+            if isinstance(operation, Wait) and operation.key not in self._reached:
+                self._waiting[operation.key].append(stream)
+                return
+            self._next[stream] += 1
+            if isinstance(operation, Compute) and operation.seconds > _NOTHING:
+                self.computing[stream] = operation.seconds
+                return
+            if isinstance(operation, Reach):
+                self._reach(operation.key)
+            elif isinstance(operation, Start):
+                self._issued[operation.key] = operation
+                self._carry(operation.communicator)
+
+    def _reach(self, key: Hashable) -> None:
+        self._reached.add(key)
+        for stream in self._waiting.pop(key, ()):
+            self._go_on(stream)
+
+    def _carry(self, communicator: Hashable) -> None:
+        """Begins the next transfer, if the communicator is free and has been given it."""
+        queue = self._queues[communicator]
+        while communicator not in self.running and queue and queue[-1] in self._issued:
+            start = self._issued.pop(queue.pop())
+            if start.transfer.seconds > _NOTHING:
+                self.running[communicator] = _Running(start)
             else:
-                latency, load = ([*each] for each in zip(*operation.transfer, strict=True))
-                queue = self._queues.setdefault(operation.communicator, deque())
-                queue.append(_Running(operation.key, latency, load))
-            stream.next += 1
-        return stream.next > before
-
-
-def _next_ends(running: Sequence[_Running]) -> list[float]:
-    """Seconds until the next end of a latency or of a load."""
-    shared = _sharing(running)
-    ends = []
-    for one in running:
-        for link, sharing in enumerate(shared):
-            if one.latency[link]:
-                ends.append(one.latency[link])
-            elif one.load[link]:
-                ends.append(one.load[link] * sharing)
-    return ends
-
-
-def _advance(running: Sequence[_Running], step: float) -> None:
-    shared = _sharing(running)
-    for one in running:
-        for link, sharing in enumerate(shared):
-            if one.latency[link]:
-                one.latency[link] = _less(one.latency[link], step)
-            elif one.load[link]:
-                one.load[link] = _less(one.load[link], step / sharing)
-
-
-def _sharing(running: Sequence[_Running]) -> list[int]:
-    """The number of transfers that have bytes for each link now."""
-    return [sum(1 for one in running if one.load[link] and not one.latency[link]) for link in range(len(Transfer()))]
+                self._reach(start.key)
 
 
 def _less(seconds: float, step: float) -> float:

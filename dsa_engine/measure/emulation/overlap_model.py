@@ -72,17 +72,18 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
     result = Communication()
     main: list[Operation] = []
     tasks: dict[int, list[Operation]] = {}
-    stream, last = main, begin
-    for event in log.events:
+    forks: dict[int, int] = {}  # the place at which the host has started each task, and what it launches
+    stream, last, of_task = main, begin, None
+    for number, event in enumerate(log.events):
         stream.append(Compute(clock.seconds(last, event.before)))
         last, task = event.after, ("task", event.number)
         if event.what == "fork":
             main.append(Reach(task))
-            tasks[event.number] = [Wait(task)]
+            tasks[event.number], forks[event.number] = [Wait(task)], number
         elif event.what == "enter":
-            stream = tasks[event.number]
+            stream, of_task = tasks[event.number], event.number
         elif event.what == "leave":
-            stream = main
+            stream, of_task = main, None
         elif event.what == "join":
             tasks[event.number].append(Reach((*task, "end")))
             main.append(Wait((*task, "end"), event.stage))
@@ -91,7 +92,8 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
             if event.what == "begin":
                 transfer = links.transfer(collective, machines)
                 _add(result.total, collective.stage, transfer.seconds)
-                stream.append(Start(event.number, transfer, (collective.ranks, collective.communicator)))
+                order = number if of_task is None else forks[of_task], number
+                stream.append(Start(event.number, transfer, (collective.ranks, collective.communicator), order))
             if event.what == "wait" or not collective.asynchronous:
                 stream.append(Wait(event.number, collective.stage))
     result.stalls = play([main, *tasks.values()]).waits

@@ -48,7 +48,7 @@ class Event:
     number: int  # number of the collective, or of the task, in the log
     before: Any = None
     after: Any = None
-    stage: str = ""  # of a task: stage of the forward pass
+    stage: str = ""  # stage of the forward pass in which a task is begun or waited for
 
 
 @dataclass

@@ -244,7 +244,7 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_two_batches_by_machine(fake_engine: Callable[..., Any], enabled: bool) -> None:
-    """Of 2 machines with 4 ranks. What a rail brings is passed on inside on one side stream, and sums leave the machine
+    """2 machines with 4 ranks. What a rail brings is passed on inside on one side stream, and sums leave the machine
     on another, both beside what is launched meanwhile; the host waits for counts only."""
     with FakeDevice() as device:
         parallel = {"machine_size": 4, "moe_dispatch": "by_machine"}

@@ -257,7 +257,7 @@ def _passed(placed: Placed, batches: list[_Batch]) -> dict[str, StageTime]:
     beside = placed.how.beside_shared or len(batches) > 1
     moes = placed.config.mlp_layer_types.count("sparse")
     # Layers of one batch take equally long; those of two do from the third on.
-    few = min(moes, 2 if len(batches) == 1 else 4)
+    few = min(moes, 1 if len(batches) == 1 else 4)
     waits = schedule([batch.layers(placed.config, beside, few) for batch in batches], COLLECTIVE)
     if moes > few:
         one_less = schedule([batch.layers(placed.config, beside, few - 1) for batch in batches], COLLECTIVE)

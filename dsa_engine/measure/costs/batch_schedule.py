@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.measure.costs.stream_model import Compute, Operation, Reach, Start, Wait, play
 from dsa_engine.parallel.links import Transfer
 
 DISPATCH, COMBINE = "MoE dispatch", "MoE combine"
+_NO_TRANSFER = Transfer()
 
 
 class Legs(NamedTuple):
@@ -75,7 +77,7 @@ class LayerTimes(NamedTuple):
     experts: float = 0.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Waits:
     """Seconds of a schedule.
 
@@ -110,6 +112,11 @@ def schedule(batches: Sequence[Sequence[LayerTimes]], occupied: float) -> Waits:
         batches: the layers of each batch.
         occupied: fraction of the device that a running collective takes from computation.
     """
+    return _schedule(tuple(map(tuple, batches)), occupied)
+
+
+@lru_cache(maxsize=4096)  # a planner asks for most of them more than once
+def _schedule(batches: tuple[tuple[LayerTimes, ...], ...], occupied: float) -> Waits:
     program = _Program(len(batches))
     for layers in zip(*batches, strict=True):
         for batch, layer in enumerate(layers):
@@ -165,6 +172,6 @@ class _Program:
     def _starts(self, kind: str, legs: Mapping[str, Transfer]) -> Iterator[Start]:
         """The transfers there are. Counts and tokens have communicators of their own."""
         for name, leg in legs.items():
-            if leg.seconds:
+            if leg != _NO_TRANSFER:
                 self._started += 1
                 yield Start(self._started, leg, (kind, name), self._started)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from dsa_engine.parallel.links import Transfer
 
 _NOTHING = 1e-13  # seconds; what rounding leaves
+_NO_TRANSFER = Transfer()
 
 
 class Compute(NamedTuple):
@@ -84,11 +85,11 @@ def play(streams: Sequence[Sequence[Operation]], occupied: float = 0.0) -> Playe
         running, computing = device.running, device.computing
         rate = (1 - occupied if running else 1.0) / max(1, len(computing))
         shared = _sharing(running.values())
-        ends = [left / rate for left in computing.values()]
-        ends += [end for one in running.values() for end in one.ends(shared)]
-        if not ends:
+        steps = [still / rate for still in computing.values()]
+        steps += [seconds for one in running.values() for seconds in one.steps(shared)]
+        if not steps:
             raise ValueError(f"the main stream waits for {operation!r}, which no stream reaches")
-        step = min(ends)
+        step = min(steps)
         if isinstance(operation, Wait):
             played.waits[operation.reason] = played.waits.get(operation.reason, 0.0) + step
         else:
@@ -104,7 +105,7 @@ class _Running:
         self.key = start.key
         self.latency, self.load = ([*each] for each in zip(*start.transfer, strict=True))
 
-    def ends(self, shared: Sequence[int]) -> list[float]:
+    def steps(self, shared: Sequence[int]) -> list[float]:
         """Seconds until the end of the latency, or of the bytes, on each link that is not done."""
         parts = zip(self.latency, self.load, shared, strict=True)
         return [latency or load * sharing for latency, load, sharing in parts if latency or load]
@@ -132,7 +133,7 @@ class _Device:
     """The state of all streams and communicators.
 
     Attributes:
-        computing: seconds that each computing stream still has to compute, by its number.
+        computing: seconds that are left of each stream's computation, by its number.
         running: the transfer that each communicator carries.
     """
 
@@ -162,8 +163,8 @@ class _Device:
     def advance(self, step: float, rate: float, shared: Sequence[int]) -> None:
         """``step`` seconds pass, in which nothing ends but at their end."""
         ended = [key for key, one in self.running.items() if one.advance(step, shared)]
-        for stream, left in [*self.computing.items()]:
-            self.computing[stream] = _less(left, step * rate)
+        for stream, seconds in [*self.computing.items()]:
+            self.computing[stream] = _less(seconds, step * rate)
             if not self.computing[stream]:
                 del self.computing[stream]
                 self._go_on(stream)
@@ -199,12 +200,12 @@ class _Device:
         queue = self._queues[communicator]
         while communicator not in self.running and queue and queue[-1] in self._issued:
             start = self._issued.pop(queue.pop())
-            if start.transfer.seconds > _NOTHING:
-                self.running[communicator] = _Running(start)
-            else:
+            if start.transfer == _NO_TRANSFER:
                 self._reach(start.key)
+            else:
+                self.running[communicator] = _Running(start)
 
 
 def _less(seconds: float, step: float) -> float:
-    left = seconds - step
-    return left if left > _NOTHING else 0.0
+    still = seconds - step
+    return still if still > _NOTHING else 0.0

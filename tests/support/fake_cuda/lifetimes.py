@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 class _Use(NamedTuple):
     stream: int
-    number: int  # of the launch among those of its stream
+    number: int  # the launch is the n-th of its stream
 
 
 class Lifetimes:

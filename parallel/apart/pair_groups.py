@@ -7,7 +7,7 @@ between pairs there is none, and so no cycle of ranks that wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,8 @@ def pair_groups(
     """Makes the groups of this rank with every rank of the other part, by its number in the run.
 
     All ranks of the run call it, as every rank takes part in making every group. They go through the pairs in one order
-    and exchange a message in each, so that NCCL's memory is taken and no later message has to connect first.
+    and exchange a message in each, so that NCCL's memory is taken and no later message has to connect first. A pair
+    without this rank costs it no message.
 
     Args:
         rank: this rank's number in the run.
@@ -33,19 +34,31 @@ def pair_groups(
         timeout: seconds after which a message that does not arrive ends the run.
     """
     groups = {}
-    for sender in senders:
-        for receiver in receivers:
-            pair = sorted((sender, receiver))
-            # Without local synchronisation: the name that it gives a group counts the groups of a process, and ranks of
-            # a pair have made different ones.
-            options = _nccl_options() if device.type == "cuda" else None
-            handle = dist.new_group(pair, timeout=timedelta(seconds=timeout), pg_options=options)
-            if rank not in pair:
-                continue
-            group = Group(tuple(pair), pair.index(rank), handle)
-            _connect(group, rank == sender, device)
-            groups[receiver if rank == sender else sender] = group
+    for sender, receiver in pairs_in_rounds(senders, receivers):
+        pair = sorted((sender, receiver))
+        # Without local synchronisation: the name that it gives a group counts the groups of a process, and ranks of a
+        # pair have made different ones.
+        options = _nccl_options() if device.type == "cuda" else None
+        handle = dist.new_group(pair, timeout=timedelta(seconds=timeout), pg_options=options)
+        if rank not in pair:
+            continue
+        group = Group(tuple(pair), pair.index(rank), handle)
+        _connect(group, rank == sender, device)
+        groups[receiver if rank == sender else sender] = group
     return groups
+
+
+def pairs_in_rounds(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """All pairs of a sender and a receiver, in as many rounds as the larger part has ranks.
+
+    A rank is in one pair of a round at most, so the pairs of a round connect at the same time.
+    """
+    count = max(len(senders), len(receivers))
+    for shift in range(count):
+        for index, sender in enumerate(senders):
+            other = (index + shift) % count
+            if other < len(receivers):
+                yield sender, receivers[other]
 
 
 def _nccl_options() -> Any:

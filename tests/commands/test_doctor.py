@@ -50,12 +50,14 @@ def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     def broken(mesh: Mesh) -> str:
         raise RuntimeError("no such device\nand a long text")
 
+    def differs(mesh: Mesh) -> str:
+        raise ValueError("the ranks were started differently; start all of them alike")
+
     def elsewhere(mesh: Mesh) -> str:
         raise NotHere("nothing to see")
 
-    monkeypatch.setattr(
-        doctor, "CHECKS", {"fan": unwell, "door": broken, "roof": elsewhere, "floor": lambda mesh: "dry"}
-    )
+    checks = {"fan": unwell, "door": broken, "roof": elsewhere, "floor": lambda mesh: "dry", "walls": differs}
+    monkeypatch.setattr(doctor, "CHECKS", checks)
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--device", "cpu"])
     assert ended.value.code == 1
@@ -63,6 +65,7 @@ def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert lines[0].startswith("✗ fan") and "the fan is loud" in lines[0] and lines[1].endswith("what to do: clean it")
     assert "RuntimeError: no such device" in lines[2] and "long text" not in lines[2] and "dsa-engine env" in lines[3]
     assert lines[4].startswith("– roof") and lines[5].startswith("✓ floor")
+    assert lines[6].endswith("start all of them alike") and len(lines) == 7, "no report of what says its remedy"
 
 
 def test_what_was_found_before_is_not_lost(

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from dsa_engine import LLM, SamplingParams
+from dsa_engine import LLM
 from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+from dsa_engine.engine.requests.capacity import pages_for
 from quantized_sizes import INDEXER, SIZES
 
 MODEL = {"model": "demo-random", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 32}
@@ -70,12 +71,15 @@ def apart(fork_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 
 def single(case: dict[str, Any]) -> list[Any]:
     """The outputs of one process, with room for all."""
-    plain = runpy.run_path(str(Path(__file__).parent / "programs" / "apart_worker.py"))["plain"]
     options = {name: value for name, value in case["options"].items() if name not in EACH_ITS_OWN["options"]}
+    return passes(options, case | {"repeated": 1})[0]
+
+
+def passes(options: dict[str, Any], case: dict[str, Any]) -> list[Any]:
+    """The outputs of one process each time that it runs the requests."""
+    run = runpy.run_path(str(Path(__file__).parent / "programs" / "apart_worker.py"))["run"]
     with LLM(device="cpu", **options | {"cache_memory": "16MiB"}) as llm:
-        prompts, params = zip(*case["generate"], strict=True)
-        done = llm.generate(list(prompts), [SamplingParams(**one) for one in params], use_tqdm=False)
-        return [plain(one) for one in done]
+        return run(llm, case | {"cancelled": 0})["outputs"]
 
 
 def assert_same(outputs: list[Any], expected: list[Any]) -> None:
@@ -145,6 +149,33 @@ def test_bytes_are_those_of_the_pages(apart: Callable[..., Any]) -> None:
     assert results[0]["hits"] == results[1]["hits"] == 8 * (first - again)
     assert 0 <= results[0]["hidden"] <= results[0]["sent"]
     assert [one["generated"] for one in results] == [32, 24], "the prefill side counts all tokens of the run"
+
+
+@pytest.mark.parametrize("disk", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_tiers(apart: Callable[..., Any], tmp_path: Path, disk: bool) -> None:
+    """Conversations of two turns, whose prompts are more than the device of the prefill side holds. It finds the first
+    ones again in host memory, and pages that another process has written on the disk. The decode side has no tiers; it
+    finds what it has received and computed, so only the rest is sent."""
+    lengths, words = (61, 45, 70, 33, 90), 12
+    params = {"temperature": 0.0, "max_tokens": words, "ignore_eos": True}
+    generate = [[[5 + number, *range(9, 8 + length)], params] for number, length in enumerate(lengths)]
+    options = MODEL | ({"cache_folder": str(tmp_path / "pages")} if disk else {})
+    case: dict[str, Any] = {"generate": generate, "repeated": 2, "continued": True}
+    expected = passes(options, case)
+    own = {"cache_memory": "256KiB", "kv_offloading_size": 4 / 1024, "decode_options": {"cache_memory": "4MiB"}}
+    prefill, decode = apart(1, 1, case | {"options": options | own})
+    for outputs, alone in zip(prefill["outputs"], expected, strict=True):
+        assert_same(outputs, alone)
+    first = [length // 8 for length in lengths]  # full pages
+    again = [(length + words - 1) // 8 for length in lengths]  # the rows of a last token are not computed
+    assert sum(first) > prefill["pages"]
+    cached = [first, again] if disk else [[0] * len(lengths), first]
+    assert prefill["cached"] == [[8 * pages for pages in turn] for turn in cached]
+    assert prefill["from_host"] > 0 and prefill["from_disk"] == (sum(again) if disk else 0), "each is read once"
+    assert decode["hits"] == 8 * sum(again)
+    sent = sum(pages_for(length, 8) + pages_for(length + words + 1, 8) for length in lengths) - sum(again)
+    assert prefill["sent"] == decode["received"] == sent * prefill["page_bytes"]
+    assert decode["to_host"] == decode["from_host"] == decode["from_disk"] == prefill["lost"] == decode["lost"] == 0
 
 
 @pytest.mark.slow

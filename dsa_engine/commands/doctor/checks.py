@@ -67,6 +67,8 @@ def findings(mesh: Mesh, first: Mapping[str, Callable[[Mesh], str]] | None = Non
             finding = Finding(name, None, str(reason))
         except Unwell as problem:
             finding = Finding(name, False, str(problem), problem.advice)
+        except ValueError as error:  # what the user has given, or ranks that differ: the text has the remedy
+            finding = Finding(name, False, error_line(error, 300))
         except Exception as error:  # any error is a finding about this machine
             finding = Finding(name, False, error_line(error, 300), "report it, with the output of `dsa-engine env`")
         if finding.ok is False and is_lost(mesh.device):

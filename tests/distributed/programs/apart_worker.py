@@ -2,8 +2,9 @@
 
 Cases: ``options`` of ``LLM``, and ``parallel`` of its ranks; ``generate``, a list of ``[prompt, params]`` that run
 together; ``cancelled``, the number of streams that are closed early meanwhile; ``repeated``, how often all of that
-runs. Or ``soak``, a number of streams in threads that arrive at random. Or ``held``: the first request is streamed
-while a step of the second one does not end. ``killed``: this rank kills itself after some steps.
+runs; ``continued``: each request then goes on after its last output. Or ``soak``, a number of streams in threads that
+arrive at random. Or ``held``: the first request is streamed while a step of the second one does not end. ``killed``:
+this rank kills itself after some steps.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def counts(llm: LLM) -> dict[str, Any]:
         "tp_size": engine.mesh.tp.size,
         "moved": engine.rebalancing.times if engine.rebalancing else 0,
         "to_host": engine.cache.transfer.bytes_to_host if engine.cache.transfer else 0,
+        "from_host": engine.cache.transfer.bytes_from_host if engine.cache.transfer else 0,
+        "from_disk": engine.tiers.disk.loads.pages_read if engine.tiers.disk else 0,
         "to_disk": engine.tiers.disk.stores.pages_written if engine.tiers.disk else 0,
         "page_bytes": engine.cache.page_bytes,
         "sent": side.sender.bytes_sent if side.sender else 0,
@@ -111,8 +114,8 @@ def die_after(llm: LLM, steps: int) -> None:
 
 
 def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
-    """The outputs of all requests."""
-    generate, results = case["generate"], []
+    """The outputs of all requests, and the number of tokens that were found in the prefix cache."""
+    generate, results, cached = case["generate"], [], []
     for _ in range(case.get("repeated", 1)):
         thread = threading.Thread(target=cancel, args=(llm, generate, case.get("cancelled", 0)))
         thread.start()
@@ -120,8 +123,12 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         done = llm.generate(list(prompts), [SamplingParams(**one) for one in params], use_tqdm=False)
         thread.join()
         results.append([plain(one) for one in done])
+        cached.append([one.metrics.num_cached_tokens for one in done])
+        if case.get("continued"):
+            prompts = [[*one.prompt_token_ids, *one.outputs[0].token_ids, 5] for one in done]
+            generate = list(zip(prompts, params, strict=True))
     llm.wait_idle()
-    return {"outputs": results}
+    return {"outputs": results, "cached": cached}
 
 
 def plain(request: Any) -> list[Any]:

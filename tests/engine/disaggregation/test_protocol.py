@@ -306,6 +306,31 @@ def test_an_abort_between_the_pages_of_a_prompt() -> None:
     run.check_end()
 
 
+def test_pages_of_an_aborted_request_stay_until_they_have_come() -> None:
+    """The decode side may use them before it has the abort, and other requests may find them there."""
+    run = Simulation(0, 4, 60)
+    run.call([50], 1)  # its number is 0, and it ends with its first token
+    run.run()
+    caller = run.call([60] * 9, 3)
+    for _ in range(4):  # three chunks, with room from the second one on; no page moves
+        for source, target in ((run.prefill, run.decode), (run.decode, run.prefill)):
+            source.turn()
+            while source.outgoing:
+                run.deliver(source, target)
+    assert run.link.sends and run.link.receives and run.decode.loop._handovers
+    run.abort(caller)
+    run.call([70] * 9, 2)
+    for _ in range(3):
+        run.prefill.turn()
+    assert len(run.prefill.engine.scheduler.waiting) == 1, "for the pages that are being sent"
+    while run.link.sends:
+        run.link.move()
+    for _ in range(2):
+        run.decode.turn()
+    run.run()
+    run.check_end()
+
+
 def test_the_last_pages_are_counted_when_a_side_closes() -> None:
     """No step follows the pages of a request that has been aborted."""
     run, calls = Simulation(0, 60, 60), list[str]()

@@ -70,7 +70,7 @@ def apart(fork_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 
 def single(case: dict[str, Any]) -> list[Any]:
     """The outputs of one process, with room for all."""
-    plain = runpy.run_path(str(Path(__file__).parent / "programs" / "apart_worker.py"))["plain"]
+    plain = runpy.run_path(str(Path(__file__).parents[1] / "programs" / "apart_worker.py"))["plain"]
     options = {name: value for name, value in case["options"].items() if name not in EACH_ITS_OWN["options"]}
     with LLM(device="cpu", **options | {"cache_memory": "16MiB"}) as llm:
         prompts, params = zip(*case["generate"], strict=True)

@@ -1,12 +1,18 @@
-"""A record of a rank's collectives: bytes, order, and the times at which each begins and is waited for."""
+"""A record of a rank's collectives: bytes, order, and the times at which each begins and is waited for.
+
+What a side stream does is recorded too: a *task* of it begins where the main stream starts it, and ends where the main
+stream waits for it. On a CPU a task runs in parts among the main work, and its events say so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
+Moment = Literal["begin", "wait", "fork", "enter", "leave", "join"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class Collective:
     received: tuple[int, ...]
     asynchronous: bool = False  # issued before other work and waited for after it
     stage: str = ""  # stage of the forward pass
+    communicator: int = 0  # groups of the same ranks have several, each with an order of its own
 
     @property
     def bytes_sent(self) -> int:
@@ -33,12 +40,15 @@ class Collective:
 
 @dataclass
 class Event:
-    """The begin of a collective, or the wait for an asynchronous one; the log makes the marks."""
+    """The begin of a collective, or the wait for an asynchronous one. Of a task of a side stream: the place where the
+    main stream starts it ("fork"), the begin and the end of a part of it, and the place where the main stream waits for
+    it ("join"). The log makes the marks."""
 
-    what: Literal["begin", "wait"]
-    number: int  # number of the collective in the log
+    what: Moment
+    number: int  # number of the collective, or of the task, in the log
     before: Any = None
     after: Any = None
+    stage: str = ""  # of a task: stage of the forward pass
 
 
 @dataclass
@@ -54,6 +64,7 @@ class CollectiveLog:
     stage: Callable[[], str] = lambda: ""
     collectives: list[Collective] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    tasks: int = 0
 
     def begin(self, collective: Collective) -> Event:
         self.collectives.append(collective)
@@ -62,7 +73,28 @@ class CollectiveLog:
     def wait(self, number: int) -> Event:
         return self._event("wait", number)
 
-    def _event(self, what: Literal["begin", "wait"], number: int) -> Event:
+    def fork(self) -> int:
+        """The main stream starts a task of a side stream; returns its number."""
+        self.tasks += 1
+        return self._moment("fork", self.tasks - 1)
+
+    @contextmanager
+    def part(self, task: int) -> Iterator[None]:
+        """What runs inside is a part of a task."""
+        self._moment("enter", task)
+        yield
+        self._moment("leave", task)
+
+    def join(self, task: int) -> None:
+        """The main stream waits for a task."""
+        self._moment("join", task)
+
+    def _moment(self, what: Moment, task: int) -> int:
+        event = self._event(what, task)
+        event.after, event.stage = event.before, self.stage()
+        return task
+
+    def _event(self, what: Moment, number: int) -> Event:
         event = Event(what, number, self.mark())
         self.events.append(event)
         return event

@@ -27,6 +27,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -34,6 +35,7 @@ from dsa_engine.parallel.collective_log import Collective
 from dsa_engine.parallel.experts.traffic import are_equal_neighbours, largest_part, rails_of
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.links import Links
+from dsa_engine.parallel.side_stream import SideStream
 
 PART = 1 << 20  # bytes for which times are compared, of the order of a rank's cache rows of a chunk
 
@@ -72,39 +74,42 @@ class TwoLevels:
 
     Attributes:
         rail, machine: the ranks of this rank's rail, and those of its machine in the group.
+        beside: the stream of asynchronous ones, on which the second level follows the first.
         max_part: bytes of a rank up to which they are carried; others are the backend's.
     """
 
     rail: Group
     machine: Group
+    beside: SideStream
     max_part: int = sys.maxsize
 
     def gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        """The gather along the rail starts here, and that inside the machine when the first is waited for: it is the
-        shorter one, and CPU ranks have no stream to order it after the first."""
-        between = self.rail.all_gather_async(rows) if asynchronous else lambda: self.rail.all_gather(rows)
+        rail, machine = self.rail, self.machine
 
-        def wait() -> torch.Tensor:
-            gathered = self.machine.all_gather(between())
-            by_rail = gathered.view(self.machine.size, self.rail.size, *rows.shape)
+        def inside(between: torch.Tensor) -> torch.Tensor:
+            by_rail = machine.all_gather(between).view(machine.size, rail.size, *rows.shape)
             return by_rail.transpose(0, 1).flatten(0, 2)
 
-        return _waited(wait, asynchronous)
+        if asynchronous:
+            start = partial(rail.all_gather_async, rows)
+            return self.beside.relay(start, lambda wait: inside(wait()), rows, log=rail.log)
+        gathered = inside(rail.all_gather(rows))
+        return lambda: gathered
 
     def reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        """The sums inside the machine start here, and those along the rail when the first are waited for."""
-        parts = rows.view(self.rail.size, self.machine.size, -1, *rows.shape[1:])
-        by_rail = parts.transpose(0, 1).flatten(0, 2)
-        reduce, machine = self.rail.reduce_scatter, self.machine
-        inside = machine.reduce_scatter_async(by_rail) if asynchronous else lambda: machine.reduce_scatter(by_rail)
-        return _waited(lambda: reduce(inside()), asynchronous)
+        rail, machine = self.rail, self.machine
 
+        def by_rail() -> torch.Tensor:
+            return rows.view(rail.size, machine.size, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
-def _waited(wait: Callable[[], torch.Tensor], asynchronous: bool) -> Callable[[], torch.Tensor]:
-    if asynchronous:
-        return wait
-    result = wait()
-    return lambda: result
+        if asynchronous:
+
+            def start() -> Callable[[], torch.Tensor]:
+                return machine.reduce_scatter_async(by_rail())
+
+            return self.beside.relay(start, lambda wait: rail.reduce_scatter(wait()), rows, log=rail.log)
+        reduced = rail.reduce_scatter(machine.reduce_scatter(by_rail()))
+        return lambda: reduced
 
 
 def gather_group(
@@ -134,17 +139,22 @@ def gather_group(
             inside += [[rank] for rank in ranks]
             rails += [[rank] for rank in ranks]
     machine, rail = make(inside), make(rails)
-    return group if rail.size == 1 else replace(group, levels=TwoLevels(rail, machine))
+    return group if rail.size == 1 else replace(group, levels=TwoLevels(rail, machine, SideStream(device)))
 
 
-def with_small_parts(group: Group, machines: Sequence[int], make: Callable[[Sequence[Sequence[int]]], Group]) -> Group:
+def with_small_parts(
+    group: Group,
+    machines: Sequence[int],
+    device: torch.device,
+    make: Callable[[Sequence[Sequence[int]]], Group],
+) -> Group:
     """``group`` of all ranks of the mesh, or the same that gathers and reduces small parts in two levels, if that is
     faster by the modelled links. Every rank calls this, with arguments as of :func:`gather_group`."""
     limit = largest_part(tuple(machines))
     if limit == 0:
         return group
     inside = [[rank for rank, machine in enumerate(machines) if machine == one] for one in dict.fromkeys(machines)]
-    return replace(group, levels=TwoLevels(make(rails_of(machines)), make(inside), limit))
+    return replace(group, levels=TwoLevels(make(rails_of(machines)), make(inside), SideStream(device), limit))
 
 
 def _ring(machines: Sequence[int], part: int) -> Collective:

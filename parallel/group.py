@@ -38,6 +38,7 @@ class Group:
     bytes_sent: int = 0  # payload of this rank in collectives
     log: CollectiveLog | None = None  # records each collective, while one is set
     levels: TwoLevels | None = None  # carries all-gathers and reduce-scatters of few bytes
+    communicator: int = 0  # groups of the same ranks with another number have an order of their own
 
     @property
     def size(self) -> int:
@@ -228,7 +229,9 @@ class Group:
         outgoing = self._to_others(sent)
         incoming = outgoing if received is None else self._to_others(received)
         stage = self.log.stage()
-        return self.log.begin(Collective(kind, self.ranks, self.index, outgoing, incoming, asynchronous, stage))
+        return self.log.begin(
+            Collective(kind, self.ranks, self.index, outgoing, incoming, asynchronous, stage, self.communicator)
+        )
 
     def _to_others(self, counts: int | Sequence[int]) -> tuple[int, ...]:
         each = [counts] * self.size if isinstance(counts, int) else list(counts)

@@ -24,10 +24,29 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsa_engine.config.checks import integer, is_number
 from dsa_engine.parallel.collective_log import Collective
+
+
+class Transfer(NamedTuple):
+    """A collective on each kind of link: seconds before its first byte, and seconds of its bytes."""
+
+    inside: tuple[float, float] = (0.0, 0.0)
+    between: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds if nothing else travels."""
+        return max(map(sum, self))
+
+    def plus(self, other: Transfer) -> Transfer:
+        """The same with the seconds of another one in addition."""
+        return Transfer(*((a + c, b + d) for (a, b), (c, d) in zip(self, other, strict=True)))
+
+    def scaled(self, factor: float) -> Transfer:
+        return Transfer(*((latency * factor, load * factor) for latency, load in self))
 
 
 @dataclass(frozen=True)
@@ -108,43 +127,50 @@ class Links:
 
         ``machines`` are those of all ranks of the mesh (:attr:`dsa_engine.parallel.Mesh.machines`).
         """
+        return self.transfer(collective, machines).seconds
+
+    def transfer(self, collective: Collective, machines: Sequence[int]) -> Transfer:
+        """The same by kind of link."""
         where, kind = [machines[rank] for rank in collective.ranks], collective.kind
         if len(where) == 1:
-            return 0.0
+            return Transfer()
         if kind == "all_to_all":
             return self._direct(collective, where)
         if kind in ("send", "recv"):
             return self._message(collective, where)
         part = max(collective.sent)
         if kind == "all_reduce":
-            return self.start_us * 1e-6 + 2 * self._ring(where, part / len(where))
-        return self.start_us * 1e-6 + self._ring(where, part)
+            return self._ring(where, part / len(where), 2)
+        return self._ring(where, part, 1)
 
-    def _ring(self, where: list[int], part: float) -> float:
+    def _ring(self, where: list[int], part: float, times: int) -> Transfer:
         ranks_in = Counter(where)
         n, m, fewest = len(where), len(ranks_in), min(ranks_in.values())
         bandwidths = [self.inside.bandwidth_gb_s] if n > m else []
         if m > 1:
             bandwidths.append(fewest * self.between.bandwidth_gb_s)
         hops = (n - m) * self.inside.latency_us + (m - 1) * self.between.latency_us
-        return hops * 1e-6 + (n - 1) * part / (min(bandwidths) * 1e9)
+        latency = (self.start_us + times * hops) * 1e-6
+        both = latency, times * (n - 1) * part / (min(bandwidths) * 1e9)
+        return Transfer(both if n > m else (0.0, 0.0), both if m > 1 else (0.0, 0.0))
 
-    def _message(self, collective: Collective, where: list[int]) -> float:
+    def _message(self, collective: Collective, where: list[int]) -> Transfer:
         nbytes = [max(both) for both in zip(collective.sent, collective.received, strict=True)]
         peer = nbytes.index(max(nbytes))
-        link = self.inside if where[peer] == where[collective.index] else self.between
-        return (self.start_us + link.latency_us) * 1e-6 + nbytes[peer] / (link.bandwidth_gb_s * 1e9)
+        at_home = where[peer] == where[collective.index]
+        link = self.inside if at_home else self.between
+        times = (self.start_us + link.latency_us) * 1e-6, nbytes[peer] / (link.bandwidth_gb_s * 1e9)
+        return Transfer(inside=times) if at_home else Transfer(between=times)
 
-    def _direct(self, collective: Collective, where: list[int]) -> float:
+    def _direct(self, collective: Collective, where: list[int]) -> Transfer:
         home = where[collective.index]
-        longest = 0.0
+        each = []
         for link, at_home in ((self.inside, True), (self.between, False)):
             peers = [i for i, machine in enumerate(where) if i != collective.index and (machine == home) == at_home]
-            if peers:
-                load = max(sum(counts[i] for i in peers) for counts in (collective.sent, collective.received))
-                fixed = link.latency_us + len(peers) * link.message_us
-                longest = max(longest, fixed * 1e-6 + load / (link.bandwidth_gb_s * 1e9))
-        return self.start_us * 1e-6 + longest
+            load = max(sum(counts[i] for i in peers) for counts in (collective.sent, collective.received))
+            latency = self.start_us + link.latency_us + len(peers) * link.message_us if peers else 0.0
+            each.append((latency * 1e-6, load / (link.bandwidth_gb_s * 1e9)))
+        return Transfer(*each)
 
 
 def _object(given: object, like: Any, what: str) -> dict[str, Any]:

@@ -7,6 +7,9 @@ ep            0 0 0 0 0 0 0 0      experts are divided over all ranks
 world         0 0 0 0 0 0 0 0      all ranks of the mesh, for what concerns every request
 
 A mesh may have only some of the run's ranks; within the mesh they are still numbered from 0.
+
+Groups of the same ranks share a communicator, which carries one collective after another. Tokens on their way to
+experts have one of their own: with two batches they travel beside the collectives of attention.
 """
 
 from __future__ import annotations
@@ -14,10 +17,8 @@ from __future__ import annotations
 import logging
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -28,21 +29,21 @@ from dsa_engine.parallel.agreement import compare
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.by_machine import MachineGroups
-from dsa_engine.parallel.experts.choose_dispatch import DispatchChoice
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.layer_placements import LayerPlacements
-from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
+from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.traffic import has_two_levels, rails_of
 from dsa_engine.parallel.failure.joining import join_run
 from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.parallel.gather_by_machine import gather_group, with_small_parts
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
+from dsa_engine.parallel.side_stream import SideStream
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import MeshOptions
 
 logger = logging.getLogger(__name__)
+
+EXPERTS = 1  # number of the communicators that carry tokens to experts and back; 0: all others
 
 
 class Mesh:
@@ -52,6 +53,7 @@ class Mesh:
         rank, world_size: this process's number in the mesh, and the size of the mesh.
         machines: the number of each rank's machine, counted from 0.
         machine_groups: the groups of dispatches by machine; None: no option wants them, or machines have one level.
+        experts: the experts of each rank.
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
         host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
@@ -93,12 +95,12 @@ class Mesh:
             raise ValueError("record_expert_loads: experts are assigned on an emulated rank, not chosen; leave it out")
         self._ranks = ranks
         self.run_ranks = self.global_ranks
-        self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
-        self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
+        self._handles: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}  # by ranks and communicator
         self.machines = (0,) * world_size
         self.machine_groups: MachineGroups | None = None
+        self.experts = self._divide_experts()
         self.world = self._group(world_size)
-        self.ep = self._group(world_size)
+        self.ep = self._group(world_size, EXPERTS)
         self.cp = self._group(self.cp_size)
         self.tp = self._group(config.tp_size)
         self.host = self._host_group()
@@ -184,58 +186,6 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def expert_parallel(
-        self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
-    ) -> ExpertParallel:
-        """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
-        loads share one object, unless placements change.
-
-        Args:
-            groups: number of groups of consecutive experts in the model's router.
-            shared: load of one more expert, over the load of all others together; 0: there is none.
-            top_groups: number of groups from which a token takes experts.
-
-        Raises:
-            ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
-        """
-        held = self._placements.held(experts, layer, groups, shared)
-        loads = self._placements.loads(experts, layer)
-        changes = self.config.rebalance_every is not None
-        key = held, loads, layer if changes else None
-        if key not in self._expert_parallel:
-            made = self._make_expert_parallel(ExpertPlacement(held, self.device, changes), loads)
-            made.groups, made.top_groups = groups, top_groups
-            self._expert_parallel[key] = made
-        return self._expert_parallel[key]
-
-    def better_placement(self, now: Held, loads: Sequence[float], groups: int) -> Held:
-        """See :meth:`.LayerPlacements.better`."""
-        return self._placements.better(now, loads, groups)
-
-    @cached_property
-    def _placements(self) -> LayerPlacements:
-        return LayerPlacements.of(self.config, self.machines)
-
-    @contextmanager
-    def even_routing(self) -> Iterator[None]:
-        """Within the block, choices are spread evenly over the ranks instead of routed, so that the startup can measure
-        the memory of a full round."""
-        before = [(one, one.even) for one in self._expert_parallel.values()]
-        for one, _ in before:
-            one.even = True
-        try:
-            yield
-        finally:
-            for one, even in before:
-                one.even = even
-
-    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
-        return ExpertParallel(self.ep, placement, self.machine_groups, self._dispatch_choice)
-
-    @cached_property
-    def _dispatch_choice(self) -> DispatchChoice:
-        return DispatchChoice(self.machines, logs=self.is_leader)
-
     def dispatch(self, decodes: bool) -> MoeDispatch:
         """The dispatch of decode or prefill steps. CUDA graphs of decode steps need static shapes, so "auto" is
         "all_gather" in these on CUDA."""
@@ -259,7 +209,7 @@ class Mesh:
         if self.communicates:
             cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
             self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
-        self.ep = with_small_parts(self.ep, self.machines, self._part)
+        self.ep = with_small_parts(self.ep, self.machines, self.device, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
         if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
             self.machine_groups = self._make_machine_groups()
@@ -270,7 +220,8 @@ class Mesh:
     def _make_machine_groups(self) -> MachineGroups:
         numbers = range(1 + max(self.machines))
         inside = [[rank for rank, machine in enumerate(self.machines) if machine == number] for number in numbers]
-        return MachineGroups(self._part(inside), self._part(rails_of(self.machines)), self.machines)
+        machine, rail = self._part(inside, EXPERTS), self._part(rails_of(self.machines), EXPERTS)
+        return MachineGroups(machine, rail, self.machines, *(SideStream(self.device) for _ in range(2)))
 
     def _exchange_machines(self) -> list[int]:
         """Gathers digests of host names; machines are numbered in the order of their first rank."""
@@ -310,6 +261,9 @@ class Mesh:
         """The ranks of the mesh, numbered in the run."""
         return list(range(self.world_size)) if self._ranks is None else list(self._ranks)
 
+    def _divide_experts(self) -> ExpertDivision:
+        return ExpertDivision(self)
+
     def _host_group(self) -> Group:
         ranks = tuple(range(self.world_size))
         if self.world.alone:
@@ -324,19 +278,20 @@ class Mesh:
             use_local_synchronization=self._ranks is not None,  # the run's other ranks make no groups with us
         )
 
-    def _group(self, size: int) -> Group:
+    def _group(self, size: int, communicator: int = 0) -> Group:
         """Neighbouring ranks in groups of ``size``; every rank of the mesh takes part in making every group."""
-        return self._part([range(first, first + size) for first in range(0, self.world_size, size)])
+        return self._part([range(first, first + size) for first in range(0, self.world_size, size)], communicator)
 
-    def _part(self, parts: Sequence[Sequence[int]]) -> Group:
+    def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> Group:
         """This rank's group, if all ranks are divided like this; every rank of the mesh calls it."""
         mine: Group | None = None
         for part in parts:
             ranks = tuple(part)
-            if len(ranks) > 1 and ranks not in self._handles:
-                self._handles[ranks] = self._new_group(ranks)
+            key = ranks, communicator
+            if len(ranks) > 1 and key not in self._handles:
+                self._handles[key] = self._new_group(ranks)
             if self.rank in ranks:
-                mine = Group(ranks, ranks.index(self.rank), self._handles.get(ranks))
+                mine = Group(ranks, ranks.index(self.rank), self._handles.get(key), communicator=communicator)
         assert mine is not None
         return mine
 

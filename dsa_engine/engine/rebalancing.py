@@ -141,7 +141,7 @@ class Rebalancing:
         planned = held
         if own < len(layers):
             now = layers[own].expert_parallel.placement.held
-            planned = self._mesh.better_placement(now, loads[own], self._groups)
+            planned = self._mesh.experts.better(now, loads[own], self._groups)
         flat = upload(torch.tensor([[*chain(*planned)]], dtype=torch.int32), self._mesh.device)
         rows = download(self._ranks.all_gather(flat))()
         firsts = [0, *accumulate(map(len, held))]

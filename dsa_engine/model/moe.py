@@ -57,7 +57,9 @@ class MoE(Weighted):
             )
         self.counts: torch.Tensor | None = None
         self.shared_load = 1 / top_k if routed else 0.0
-        self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, self.shared_load, config.topk_group)
+        self.expert_parallel = mesh.experts.of_layer(
+            experts, layer, config.n_group, self.shared_load, config.topk_group
+        )
         held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         if mesh.config.moe_combine_dtype == "fp8":
             words = quantized_words(hidden)

@@ -26,6 +26,7 @@ from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.experts.traffic import largest_groups, peers_of
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.side_stream import SideStream
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,14 @@ class MachineGroups:
         machine: the ranks of its machine.
         rail: the ranks of its rail.
         machines: the machine of every rank.
+        there, back: the streams on which tokens and sums change from rail to machine and from machine to rail.
     """
 
     machine: Group
     rail: Group
     machines: tuple[int, ...]
+    there: SideStream
+    back: SideStream
 
 
 class MachineTables:
@@ -98,16 +102,33 @@ class Way(NamedTuple):
 class ByMachineDispatch(Dispatch):
     """Tokens on their way along the rail, then inside the machine, and back.
 
+    In one round, tokens and sums change from one level to the other on side streams, beside what is launched meanwhile.
+    More rounds change on the main stream, when the experts need them and when they are done.
+
     Args:
-        rail: tokens on their way to this rank for the experts of its machine.
+        rail: starts the tokens' way to this rank for the experts of its machine.
         inside: starts the dispatch inside the machine of what a round of the rail has brought.
         rounds: number of rounds inside for each round of the rail; the same on every rank.
     """
 
-    def __init__(self, rail: Dispatch, inside: Callable[[int, Received], Dispatch], rounds: Sequence[int]):
-        self._rail, self._inside = rail, inside
+    def __init__(
+        self,
+        groups: MachineGroups,
+        rail: Callable[[], Dispatch],
+        inside: Callable[[int, Received], Dispatch],
+        rounds: Sequence[int],
+    ):
+        self._inside, self._back, self._log = inside, groups.back, groups.rail.log
         self._rounds = [(outer, inner, count) for outer, count in enumerate(rounds) for inner in range(count)]
         self._dispatch: Dispatch | None = None
+        if self.rounds > 1:
+            self._rail = rail()
+            return
+
+        def pass_on(rail: Dispatch) -> tuple[Dispatch, Dispatch]:
+            return rail, inside(0, rail.receive(0))
+
+        self._passed_on = groups.there.relay(rail, pass_on, log=self._log)  # the rail holds what it reads
 
     @property
     def rounds(self) -> int:
@@ -115,21 +136,37 @@ class ByMachineDispatch(Dispatch):
 
     def receive(self, number: int) -> Received:
         outer, inner, _ = self._rounds[number]
-        if inner == 0:
+        if self.rounds == 1:
+            self._rail, self._dispatch = self._passed_on()
+            del self._passed_on
+        elif inner == 0:
             self._dispatch = self._inside(outer, self._rail.receive(outer))
         assert self._dispatch is not None
         return self._dispatch.receive(inner)
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
-        assert self._dispatch is not None
         outer, inner, count = self._rounds[number]
-        self._dispatch.send_back(inner, sums)
+        dispatch, rail = self._dispatch, self._rail
+        assert dispatch is not None
+        if self.rounds == 1:
+
+            def send() -> Dispatch:
+                dispatch.send_back(0, sums)
+                rail.send_back(0, dispatch.combine())
+                return dispatch  # held until the main stream has waited: its memory belongs to the other side stream
+
+            self._returned = self._back.run(send, sums, log=self._log)
+            self._dispatch = None
+            return
+        dispatch.send_back(inner, sums)
         if inner == count - 1:
-            rows = self._dispatch.combine()
             self._dispatch = None  # with the rows that came along the rail
-            self._rail.send_back(outer, rows)
+            rail.send_back(outer, dispatch.combine())
 
     def combine(self) -> torch.Tensor:
+        if self.rounds == 1:
+            self._returned()
+            del self._returned
         return self._rail.combine()
 
 

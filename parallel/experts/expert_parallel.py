@@ -50,7 +50,8 @@ class ExpertParallel:
         machines: the groups inside and between machines; None: "by_machine" is "all_to_all".
         choice: chooses for "auto".
         groups, top_groups: those of the model's router.
-        even: spread choices evenly over the ranks instead of routing them (:meth:`.mesh.Mesh.even_routing`).
+        even: spread choices evenly over the ranks instead of routing them
+            (:meth:`.layer_placements.ExpertDivision.even_routing`).
         coded_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail; None:
             sums travel in the tokens' dtype.
     """
@@ -215,16 +216,23 @@ class ExpertParallel:
             return self._inside(groups.machine, tables.inner, brought, ways[number].inside, inner_rounds[number])
 
         plans, coded = [way.along for way in ways], self.coded_sum_bytes is not None
-        rail = AllToAllDispatch(
-            groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, plans, 0, coded
-        )
-        return self._on_two_levels(rail, pass_on, inner_rounds)
+
+        def rail() -> Dispatch:
+            return AllToAllDispatch(
+                groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, plans, 0, coded
+            )
+
+        return self._on_two_levels(groups, rail, pass_on, inner_rounds)
 
     def _on_two_levels(
-        self, rail: Dispatch, inside: Callable[[int, Received], Dispatch], rounds: Sequence[int]
+        self,
+        groups: MachineGroups,
+        rail: Callable[[], Dispatch],
+        inside: Callable[[int, Received], Dispatch],
+        rounds: Sequence[int],
     ) -> Dispatch:
         """See :class:`.by_machine.ByMachineDispatch`."""
-        return ByMachineDispatch(rail, inside, rounds)
+        return ByMachineDispatch(groups, rail, inside, rounds)
 
     def _inside(
         self, machine: Group, rank_of: torch.Tensor, brought: Received, whole: RecvPlan, rounds: int

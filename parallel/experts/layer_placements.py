@@ -1,19 +1,25 @@
-"""The placement of each layer's experts: consecutive ones, or a plan by loads and with replicas."""
+"""The experts of all layers: the placement of each, consecutive or a plan by loads and with replicas, and what a mesh
+makes of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsa_engine.parallel.experts.balance import balance_layer, imbalance
+from dsa_engine.parallel.experts.choose_dispatch import DispatchChoice
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.movement import with_fewest_moves
-from dsa_engine.parallel.experts.placement import Held, contiguous
+from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import MeshOptions
+    from dsa_engine.parallel.mesh import Mesh
 
 _GAIN = 0.02  # experts move if the largest load of a rank falls by at least this part of the mean
 
@@ -106,6 +112,66 @@ class LayerPlacements:
         if imbalance(loads, now) - imbalance(loads, plan) < _GAIN:
             return now
         return with_fewest_moves(now, plan, self._nodes)
+
+
+class ExpertDivision:
+    """The experts of all layers on a mesh; made before its machines are known, and used after."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._made: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
+
+    def of_layer(
+        self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
+    ) -> ExpertParallel:
+        """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
+        loads share one object, unless placements change.
+
+        Args:
+            groups: number of groups of consecutive experts in the model's router.
+            shared: load of one more expert, over the load of all others together; 0: there is none.
+            top_groups: number of groups from which a token takes experts.
+
+        Raises:
+            ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
+        """
+        held = self._placements.held(experts, layer, groups, shared)
+        loads = self._placements.loads(experts, layer)
+        changes = self._mesh.config.rebalance_every is not None
+        key = held, loads, layer if changes else None
+        if key not in self._made:
+            made = self._make(ExpertPlacement(held, self._mesh.device, changes), loads)
+            made.groups, made.top_groups = groups, top_groups
+            self._made[key] = made
+        return self._made[key]
+
+    def better(self, now: Held, loads: Sequence[float], groups: int) -> Held:
+        """See :meth:`.LayerPlacements.better`."""
+        return self._placements.better(now, loads, groups)
+
+    @contextmanager
+    def even_routing(self) -> Iterator[None]:
+        """Within the block, choices are spread evenly over the ranks instead of routed, so that the startup can measure
+        the memory of a full round."""
+        before = [(one, one.even) for one in self._made.values()]
+        for one, _ in before:
+            one.even = True
+        try:
+            yield
+        finally:
+            for one, even in before:
+                one.even = even
+
+    @cached_property
+    def _placements(self) -> LayerPlacements:
+        return LayerPlacements.of(self._mesh.config, self._mesh.machines)
+
+    def _make(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
+        return ExpertParallel(self._mesh.ep, placement, self._mesh.machine_groups, self._choice)
+
+    @cached_property
+    def _choice(self) -> DispatchChoice:
+        return DispatchChoice(self._mesh.machines, logs=self._mesh.is_leader)
 
 
 def with_shared(loads: Sequence[float], shared: float) -> tuple[float, ...]:

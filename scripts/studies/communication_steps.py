@@ -108,6 +108,7 @@ class Layer(NamedTuple):
         exchange: modelled seconds to experts and back.
         waited: those that no computation hides.
         total: seconds of the whole pass of three layers.
+        released: seconds of the pass of all layers, which the planner predicts, with this layer's ``waited``.
     """
 
     between: float
@@ -115,10 +116,12 @@ class Layer(NamedTuple):
     exchange: float
     waited: float
     total: float
+    released: float = 0.0
 
     def to_json(self) -> dict[str, float]:
         times = {"exchange_us": self.exchange * 1e6, "waited_us": self.waited * 1e6, "pass_ms": self.total * 1e3}
-        return {"bytes_between": self.between, "bytes_inside": self.inside} | times
+        whole = {"all_layers_ms": self.released * 1e3}
+        return {"bytes_between": self.between, "bytes_inside": self.inside} | times | whole
 
 
 def emulated(how: Deployment, tokens: int, decodes: bool) -> tuple[Layer, Layer]:
@@ -136,15 +139,29 @@ def emulated(how: Deployment, tokens: int, decodes: bool) -> tuple[Layer, Layer]
             engine.step()
         else:
             engine.prefill([5 + i % 1000 for i in range(tokens)])
-    config, reached = ModelConfig.from_dict(released_config("deepseek_v32") | LAYERS), Efficiencies.assumed()
-    placed = Placed(config, DEVICES["H200"], replace(how, chunk=cdiv(tokens, RANKS)))
+    rows = 1 if decodes else cdiv(tokens, RANKS)
+    placed, released = (
+        Placed(
+            ModelConfig.from_dict(released_config("deepseek_v32") | layers),
+            DEVICES["H200"],
+            replace(how, chunk=cdiv(tokens, RANKS)),
+        )
+        for layers in (LAYERS, {})
+    )
+    stages, total = _predicted_pass(placed, tokens, decodes)
+    played, planned = _played(one, engine, placed, stages), _planned(engine, placed, stages, total, rows)
+    _, whole = _predicted_pass(released, tokens, decodes)
+    more = released.config.mlp_layer_types.count("sparse") * (played.waited - planned.waited)
+    return played._replace(released=whole + more), planned._replace(released=whole)
+
+
+def _predicted_pass(placed: Placed, tokens: int, decodes: bool) -> tuple[dict[str, StageTime], float]:
+    """The stages of a prefill or of a decode step as the planner predicts them, and their seconds in all."""
     if decodes:
-        step = predict_decode(placed, reached, RANKS, tokens, 1.0, tokens)
-        stages, total, rows = step.stages, step.tpot, 1
-    else:
-        prefill = predict_prefill(placed, reached, tokens)
-        stages, total, rows = prefill.stages, prefill.ttft, cdiv(tokens, RANKS)
-    return _played(one, engine, placed, stages), _planned(engine, placed, stages, total, rows)
+        step = predict_decode(placed, Efficiencies.assumed(), RANKS, tokens, 1.0, tokens)
+        return step.stages, step.tpot
+    prefill = predict_prefill(placed, Efficiencies.assumed(), tokens)
+    return prefill.stages, prefill.ttft
 
 
 def emulated_engine(how: Deployment, tokens: int) -> Engine:
@@ -228,11 +245,11 @@ def emulate(tokens: int) -> list[dict[str, Any]]:
             name = f"{'decode' if decodes else 'prefill'} {step.name}"
             both = played.to_json(), planned.to_json()
             results.append({"step": name, "emulated": both[0], "planner": both[1]})
-            scales = {"bytes_between": 1e6, "bytes_inside": 1e6, "exchange_us": 1, "waited_us": 1, "pass_ms": 1}
-            figures = [f"{both[0][key] / by:.4g} of {both[1][key] / by:.4g}" for key, by in scales.items()]
-            rows.append((name, *figures))
+            scales = [1e6 if key.startswith("bytes") else 1.0 for key in both[0]]
+            values = zip(*(one.values() for one in both), scales, strict=True)
+            rows.append((name, *(f"{mine / scale:.4g} of {theirs / scale:.4g}" for mine, theirs, scale in values)))
             print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
-    header = ("step", "MB between machines", "MB inside", "exchange µs", "waited µs", "pass ms")
+    header = ("step", "MB between machines", "MB inside", "exchange µs", "waited µs", "pass ms", "all layers ms")
     print(f"A MoE layer on rank 0 of {RANKS}, {tokens:,} tokens: emulated, of the planner's. Seconds are modelled")
     print(format_table(header, rows))
     return results

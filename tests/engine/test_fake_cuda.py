@@ -242,6 +242,33 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
     assert all(measured <= held for measured, held in zip(seen, WITH_DRAFTS[world, how], strict=True)), seen
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_two_batches_by_machine(fake_engine: Callable[..., Any], enabled: bool) -> None:
+    """Of 2 machines with 4 ranks. What a rail brings is passed on inside on one side stream, and sums leave the machine
+    on another, both beside what is launched meanwhile; the host waits for counts only."""
+    with FakeDevice() as device:
+        parallel = {"machine_size": 4, "moe_dispatch": "by_machine"}
+        engine = fake_engine(device, "deepseek_v32", 8, parallel, quantization="dequantize", enable_dbo=enabled)
+        prefill(device, engine, 65_536)
+        halves = 1 + enabled
+        assert device.waits == ["event in expert_parallel.py:exchange_ways"] * 2 * halves
+        groups = engine.mesh.machine_groups
+        assert groups is not None
+        rail, machine = (
+            device.stream_of(group.ranks, group.communicator).number for group in (groups.rail, groups.machine)
+        )
+        streams = [launch.stream for launch in device.launches if launch.name == "all_to_all"]
+        there, back = [rail, machine], [machine, rail]
+        assert streams == (there * halves + back * halves) * 2, "two layers with experts"
+        changes = {"pack_tokens_kernel": 2, "unpack_choices_kernel": 1, "combine_kernel": 1}
+        sides = {name: {one.stream for one in device.launches if one.name == name} - {0} for name in changes}
+        assert len(sides["combine_kernel"]) == 1 and sides["combine_kernel"] != sides["pack_tokens_kernel"]
+        for name, count in changes.items():
+            (side,) = sides[name]
+            beside = sum(one.name == name and one.stream == side for one in device.launches)
+            assert beside == count * 2 * halves, name
+
+
 def test_two_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
     """The model's pass in the graph of a step is cut, and the passes of the MTP module are not; a replay waits for
     nothing new and is launched ahead."""

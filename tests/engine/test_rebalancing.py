@@ -99,8 +99,8 @@ class Layers:
 
     @property
     def model(self) -> Any:
-        better = self.placements.better
-        mesh = SimpleNamespace(ep=self.group, device=CPU, is_leader=self.group.index == 0, better_placement=better)
+        is_leader, experts = self.group.index == 0, SimpleNamespace(better=self.placements.better)
+        mesh = SimpleNamespace(ep=self.group, device=CPU, is_leader=is_leader, experts=experts)
         layers = [SimpleNamespace(moe=self.moe.get(number)) for number in range(5)]
         modules = [SimpleNamespace(layer=SimpleNamespace(moe=self.moe[5]))]
         return SimpleNamespace(

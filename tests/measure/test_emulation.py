@@ -6,7 +6,6 @@ Compared with a real run: distributed/scripts/test_emulation.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from dsa_engine.config.released import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
-from dsa_engine.measure.emulation.overlap_model import Communication, replay, watched
+from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.random_prompt import random_prompt
-from dsa_engine.measure.stage_timer import DeviceClock
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.collective_log import Collective, CollectiveLog
 from dsa_engine.parallel.links import Links
@@ -147,71 +145,6 @@ def test_messages_are_counted_and_come_from_nowhere() -> None:
 def test_neighbours_on_several_machines_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="tp_size 8: ranks 0 to 7 share embedding, .* but not a machine"):
         EmulatedConfig(emulate_world=16, tp_size=8, machine_size=4).create_mesh("cpu")
-
-
-class Figures(Links):
-    """Links on which a collective takes as many seconds as it sends bytes."""
-
-    def seconds(self, collective: Collective, machines: Sequence[int]) -> float:
-        return float(collective.bytes_sent)
-
-
-def played(*program: tuple[str, float, float]) -> Communication:
-    """A program on a clock moved by hand: ("work", seconds, 0), ("sync"|"async", bytes, seconds of filling), "wait"."""
-    now, log = [100.0], CollectiveLog()
-    log.mark = lambda: now[0]
-    issued: list[int] = []
-    for what, amount, filling in program:
-        if what == "work":
-            now[0] += amount
-            continue
-        if what == "wait":
-            event = log.wait(issued.pop(0))
-        else:
-            made = Collective("all_gather", (0, 1), 0, (0, int(amount)), (0, int(amount)), what == "async", what)
-            event = log.begin(made)
-            if what == "async":
-                issued.append(event.number)
-        now[0] += filling
-        event.after = now[0]
-    return replay(log, 100.0, DeviceClock(CPU), Figures(), (0, 0))
-
-
-@pytest.mark.parametrize(
-    ("program", "total", "stalled"),
-    [
-        ([("work", 5, 0), ("sync", 3, 0), ("work", 5, 0)], 3, 3),
-        ([("async", 3, 0), ("work", 5, 0), ("wait", 0, 0)], 3, 0),
-        (
-            [("async", 7, 0), ("work", 5, 0), ("wait", 0, 0), ("work", 9, 0)],
-            7,
-            2,
-        ),  # work after the wait overlaps nothing
-        ([("async", 7, 50), ("work", 5, 0), ("wait", 0, 50)], 7, 2),  # nor does work in place of other ranks
-        (
-            [("async", 4, 0), ("sync", 2, 0), ("work", 5, 0), ("wait", 0, 0)],
-            6,
-            6,
-        ),  # the same links: one after the other
-        (
-            [("async", 4, 0), ("async", 4, 0), ("work", 5, 0), ("wait", 0, 0), ("wait", 0, 0)],
-            8,
-            3,
-        ),  # work overlaps once
-        ([("async", 4, 0), ("work", 1, 0), ("sync", 2, 0), ("work", 1, 0), ("wait", 0, 0)], 6, 5),
-        ([], 0, 0),
-    ],
-)
-def test_what_overlaps_with_what(program: list[tuple[str, float, float]], total: float, stalled: float) -> None:
-    result = played(*program)
-    assert (result.seconds, result.stalled_seconds) == (total, stalled)
-
-
-def test_communication_adds_up_by_stage() -> None:
-    one = played(("sync", 3, 0), ("async", 4, 0), ("work", 1, 0), ("wait", 0, 0))
-    assert one.total == {"sync": 3, "async": 4} and one.stalls == {"sync": 3, "async": 3}
-    both = Communication.sum([one, one]).scaled(0.5)
-    assert both == one
 
 
 @pytest.fixture(scope="module")

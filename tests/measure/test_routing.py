@@ -153,7 +153,7 @@ def test_rows_between_which_there_is_padding() -> None:
     live = [[0, 3, 4, 5], [0, 1, 3], []]
     for rank, rows in enumerate(live):
         mesh = EmulatedConfig(emulate_world=3, emulate_rank=rank).create_mesh("cpu")
-        parallel = mesh.expert_parallel(9, 0)
+        parallel = mesh.experts.of_layer(9, 0)
         mesh.begin_step(step)
         several_modules = [[0, 1, 4, 5, 6, 7], [0, 1, 2, 4, 5], []]  # with one row before each request's own
         for count, wanted in ((6, live), (2, [[0, 1], [0, 1], []]), (8, several_modules)):
@@ -243,7 +243,7 @@ def test_an_emulated_rank_with_replicas(shared: float, tmp_path: Path) -> None:
     options = {"redundant_experts": 8, "expert_loads": path, "route_shared_expert": bool(shared)}
     mesh = EmulatedConfig(emulate_world=4, emulate_rank=2, **options).create_mesh("cpu")
     for layer in (1, 2, 3):
-        parallel = mesh.expert_parallel(24, layer, shared=shared)
+        parallel = mesh.experts.of_layer(24, layer, shared=shared)
         k, given = 4 + bool(shared), torch.zeros(400, 4 + bool(shared), dtype=torch.int32)
         parallel.dispatch(torch.randn(400, 5), given, torch.rand(400, k), "all_gather", 400).receive(0)
         assigned = mesh.assigned[-1]

@@ -23,6 +23,7 @@ from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.experts.traffic import RowBytes, Tokens, collectives, rails_of
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.side_stream import SideStream
 from gloo_ranks import gloo_group, on_ranks
 
 HIDDEN, K, EXPERTS, GROUPS, TOP_GROUPS = 8, 4, 24, 4, 2
@@ -63,7 +64,10 @@ def on_true_ranks(machines: tuple[int, ...], loads: tuple[float, ...] | None, wo
         me = world.index
         inside = [rank for rank in range(size) if machines[rank] == machines[me]]
         (rail,) = [rail for rail in rails_of(machines) if me in rail]
-        groups = MachineGroups(gloo_group(machine_store, inside, me), gloo_group(rail_store, rail, me), machines)
+        beside = SideStream(CPU), SideStream(CPU)
+        groups = MachineGroups(
+            gloo_group(machine_store, inside, me), gloo_group(rail_store, rail, me), machines, *beside
+        )
         world.log = groups.machine.log = groups.rail.log = log = CollectiveLog()
         of_rank, choice = assigned(me, machines, loads), DispatchChoice(machines)
         parallel = AssignedExpertParallel(world, of_rank.choices(TOKENS[me], K, CPU).placement, of_rank, groups, choice)
@@ -78,7 +82,7 @@ def on_emulated_ranks(machines: tuple[int, ...], loads: tuple[float, ...] | None
         config = EmulatedConfig(emulate_world=len(machines), emulate_rank=rank, moe_dispatch="auto", expert_loads=loads)
         mesh = EmulatedMesh(config, CPU)
         mesh.set_machines(machines)
-        parallel = mesh.expert_parallel(EXPERTS, 0, GROUPS, top_groups=TOP_GROUPS)
+        parallel = mesh.experts.of_layer(EXPERTS, 0, GROUPS, top_groups=TOP_GROUPS)
         mesh.assigned[0].limit(GROUPS, TOP_GROUPS)
         mesh.assigned[0].begin_step(TOKENS[: len(machines)])
         log = CollectiveLog()
@@ -120,7 +124,7 @@ def test_an_emulated_rank_receives_what_a_true_one_does(
 def test_auto_is_chosen_as_on_true_ranks_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     mesh = EmulatedConfig(emulate_world=64, emulate_rank=9, moe_dispatch="auto").create_mesh("cpu")
-    parallel = mesh.expert_parallel(256, 0, 8, top_groups=4)
+    parallel = mesh.experts.of_layer(256, 0, 8, top_groups=4)
     mesh.assigned[0].limit(8, 4)
     groups = mesh.machine_groups
     assert groups is not None
@@ -137,7 +141,7 @@ def test_auto_is_chosen_as_on_true_ranks_and_logged(caplog: pytest.LogCaptureFix
 def test_the_all_gather_of_few_rows_has_two_levels(rows: int) -> None:
     """The collectives of the emulated rank are those of the formula, which is what "auto" compares."""
     mesh = EmulatedConfig(emulate_world=64, emulate_rank=9).create_mesh("cpu")
-    parallel = mesh.expert_parallel(256, 0, 8, top_groups=4)
+    parallel = mesh.experts.of_layer(256, 0, 8, top_groups=4)
     log, row = CollectiveLog(), RowBytes.of(4 * 2048, 8)
     for group in mesh.groups:
         group.log = log

@@ -322,7 +322,7 @@ class TestOnCuda:
         with FakeDevice() as device:
             transfer = self.transfer(device, size=2)
             transfer.begin(PageMoves([PageCopy(False, 0, 1)], [[], [0, 2]], [[], [1]], True))
-            copying, sending = sorted(device.streams_used - {0})
+            copying, sending, _ = sorted(device.streams_used - {0})  # the last is the group's
             alone = device.reached[sending][copying]
             assert 0 < alone < device.reached[copying][copying]
             for layer in range(LAYERS):

@@ -15,6 +15,7 @@ from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.gather_by_machine import TwoLevels, bytes_between, gather_group, gathers_by_machine
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.links import Link, Links
+from dsa_engine.parallel.side_stream import SideStream
 from gloo_ranks import gloo_group
 
 ROWS, COLUMNS = 3, 5
@@ -111,7 +112,7 @@ def test_sums_and_gathers_of_small_parts() -> None:
         )
         results = []
         for limit in (given[0].nbytes, 0):
-            group.levels = TwoLevels(rail, machine, limit)
+            group.levels = TwoLevels(rail, machine, SideStream(torch.device("cpu")), limit)
             begun = group.all_gather_async(given[rank]), group.reduce_scatter_async(given[rank])
             results += [group.reduce_scatter(given[rank]), *(wait() for wait in begun)]
         assert group.log is not None and [one.kind for one in group.log.collectives] == [

@@ -25,7 +25,7 @@ from dsa_engine.parallel.group import Group
 class Rank(Mesh):
     """A mesh whose groups are never used."""
 
-    def _group(self, size: int) -> Group:
+    def _group(self, size: int, communicator: int = 0) -> Group:
         first = self.rank - self.rank % size
         return Group(tuple(range(first, first + size)), self.rank - first, object())  # type: ignore[arg-type]
 

@@ -100,7 +100,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     def new_group(ranks: list[int], timeout: object, backend: str | None, use_local_synchronization: bool) -> str:
         assert backend is None or (backend == "gloo" and groups[:1] == [tuple(ranks)])
         groups.append(tuple(ranks))
-        return f"group {ranks}"
+        return f"group {len(groups)} of {ranks}"
 
     monkeypatch.setattr(mesh_module.dist, "new_group", new_group)
     return groups
@@ -114,14 +114,16 @@ def test_groups_are_neighbours(made: list[tuple[int, ...]]) -> None:
     assert mesh.tp.ranks == (4, 5) and mesh.tp.index == 1
     assert mesh.cp_ranks(1) == range(4, 8)
     # Every rank makes every group, in the same order; else the others would wait for it.
-    assert made == [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1), (2, 3), (4, 5), (6, 7), tuple(range(8))]
+    everyone = tuple(range(8))
+    assert made == [everyone, everyone, (0, 1, 2, 3), (4, 5, 6, 7), (0, 1), (2, 3), (4, 5), (6, 7), everyone]
     assert mesh.host.ranks == tuple(range(8)) and mesh.host.index == 5
 
 
 def test_groups_of_the_same_ranks_are_one(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(tp_size=4), 2, 4, CPU)
-    assert made == [(0, 1, 2, 3), (0, 1, 2, 3)], "one for messages, beside that of all others"
-    assert mesh.world.handle is mesh.ep.handle is mesh.cp.handle is mesh.tp.handle
+    assert made == [(0, 1, 2, 3)] * 3, "one for tokens on their way to experts and one for messages, beside the others'"
+    assert mesh.world.handle is mesh.cp.handle is mesh.tp.handle is not mesh.ep.handle
+    assert mesh.ep.communicator != mesh.cp.communicator == mesh.world.communicator
     assert len({id(group) for group in mesh.groups}) == 4
 
 
@@ -130,7 +132,7 @@ def test_a_mesh_of_some_ranks_counts_them_from_0(made: list[tuple[int, ...]]) ->
     mesh = Mesh(ParallelConfig(cp_size=2), 3, 4, CPU, ranks=[4, 5, 6, 7])
     assert (mesh.rank, mesh.world_size) == (3, 4)
     assert mesh.world.ranks == (0, 1, 2, 3) and mesh.cp.ranks == (2, 3) and mesh.cp.index == 1
-    assert made == [(4, 5, 6, 7), (4, 5), (6, 7), (4, 5, 6, 7)]
+    assert made == [(4, 5, 6, 7), (4, 5, 6, 7), (4, 5), (6, 7), (4, 5, 6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -181,10 +183,10 @@ def test_every_rank_makes_the_groups_of_machines_and_rails(made: list[tuple[int,
         assert groups is not None and mesh.groups[-2:] == (groups.machine, groups.rail)
         assert rank == groups.machine.ranks[groups.machine.index] == groups.rail.ranks[groups.rail.index]
         made_by_rank.append([*made])
-        assert mesh.expert_parallel(8, 0).machines is groups
+        assert mesh.experts.of_layer(8, 0).machines is groups
         assert mesh.static_decode == ("decode_dispatch" not in option)
     assert all(one == made_by_rank[0] for one in made_by_rank)
-    assert made_by_rank[0][2:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]
+    assert made_by_rank[0][3:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]
     mesh.device = torch.device("cuda")
     assert mesh.static_decode and mesh.dispatch(decodes=True) == "all_gather", "a graph needs static shapes"
 

@@ -16,16 +16,14 @@ from dsa_engine.commands.planner.efficiency import (
     Efficiencies,
     stage_seconds,
 )
-from dsa_engine.commands.planner.exchange import Exchange
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.measure.costs.batch_schedule import LayerTimes, schedule
+from dsa_engine.measure.costs.batch_schedule import COMBINE, DISPATCH, Exchange, LayerTimes, schedule
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, halved_prefill_plans, prefill_plans
 from dsa_engine.measure.costs.work import SCORE_BYTES, Stages, Work
 
 LINKS = "links"
-DISPATCH, COMBINE = "MoE dispatch", "MoE combine"
 SLOWED = "beside collectives"  # time that other stages lose to collectives on the same device
 _ATTENTION = (
     "MLA prolog",
@@ -145,12 +143,11 @@ def predict_prefill(placed: Placed, reached: Efficiencies, tokens: int, prompts:
         stages = _timed("prefill", placed, reached, placed.dispatched(work, own, groups * everyone, dispatch))
         last = steps[-1] if number == len(plans) - 1 else None
         sizes = Counter((s.ranks[0].rows, max(plan.rows for plan in s.ranks), s is last) for s in steps)
-        there = back = 0.0
+        exchange = Exchange()
         for (rows, gathered, has_logits), count in sizes.items():
             _communicate(stages, placed, rows, gathered, int(has_logits), len(steps), count)
-            one = placed.exchange.seconds(dispatch, rows)
-            there, back = there + one.dispatch * count, back + one.combine * count
-        batches.append(_Batch(stages, Exchange(there, back), len(steps)))
+            exchange = exchange.plus(placed.exchange.of(dispatch, rows).scaled(count))
+        batches.append(_Batch(stages, exchange, len(steps)))
     stages = _passed(placed, batches)
     ttft = sum(stage.seconds for stage in stages.values()) * prompts
     room = placed.cache_room(min(how.chunk, cdiv(tokens, how.cp_size))) - tokens * placed.token_bytes
@@ -182,7 +179,7 @@ def predict_decode(
         rows, all_rows = (count * (1 + how.drafts) for count in (part.requests, part.world_requests))
         dispatch = placed.exchange.method(how.dispatch, rows, static=True)
         work = placed.dispatched(placed.costs.verification(part), rows, all_rows, dispatch)
-        exchange = placed.exchange.seconds(dispatch, rows)
+        exchange = placed.exchange.of(dispatch, rows)
         stages = _timed("decode", placed, reached, work, eager=dispatch != "all_gather")
         if how.prefetch_weights and len(parts) == 1:
             _prefetch(stages, placed, reached, exchange.combine)
@@ -219,9 +216,9 @@ def _drafting(placed: Placed, reached: Efficiencies, step: Decode) -> dict[str, 
         for name, seconds, _ in placed.collectives(rows, 0, step.requests):
             _add(stages, name, seconds if name in ("LM head", "embedding") else seconds / layers)
         dispatch = placed.exchange.method(placed.how.dispatch, rows, static=True)
-        there, back = placed.exchange.seconds(dispatch, rows)
-        _add(stages, DISPATCH, there)
-        _add(stages, COMBINE, back)
+        exchange = placed.exchange.of(dispatch, rows)
+        _add(stages, DISPATCH, exchange.dispatch)
+        _add(stages, COMBINE, exchange.combine)
     return stages
 
 
@@ -240,10 +237,9 @@ class _Batch:
         mlp = self._seconds("dense MLP") / max(1, config.num_hidden_layers - moes) / steps
         gate = (self._seconds("MoE gate") + self._seconds(COMBINE)) / max(1, moes) / steps
         shared, experts = (self._seconds(name) / max(1, moes) / steps for name in ("MoE shared", "MoE experts"))
-        there, back = (seconds / steps for seconds in self.exchange)
         before = every + gate + (0.0 if beside_shared else shared)
-        sparse = LayerTimes(before, there, shared * beside_shared, experts, back)
-        dense = LayerTimes(every + mlp, 0.0, 0.0, 0.0, 0.0)
+        sparse = LayerTimes(before, self.exchange.scaled(1 / steps), shared * beside_shared, experts)
+        dense = LayerTimes(every + mlp)
         return [dense] * (config.num_hidden_layers - moes) + [sparse] * sparse_layers
 
     def _seconds(self, name: str) -> float:

@@ -63,7 +63,7 @@ def step_bytes(
     decodes = (decode_step(mesh, page_size, options.max_num_seqs, max_model_len, drafts, kind) for kind in kinds)
     before = torch.cuda.memory_allocated(mesh.device)
     try:
-        with mesh.even_routing():
+        with mesh.experts.even_routing():
             decode = max(_peak(mesh, runner, chunks) for chunks in decodes) - before
             # Tables of penalties and biases stay from step to step.
             tables = torch.cuda.memory_allocated(mesh.device) - before

@@ -1,31 +1,78 @@
 """Time of MoE layers whose tokens travel under other computation: one batch, or two that pass the layers in turn.
 
-One device computes, and one link carries collectives, in the order in which they are issued. A layer is attention and
-gate, a dispatch, the experts, and a combine; the shared expert runs beside the dispatch. With one batch it hides at
-most that. With two batches, each stage of the first batch is followed by the same stage of the second::
+A layer is attention and gate, a dispatch, the experts, and a combine; the shared expert runs beside the dispatch. With
+one batch it hides at most that. With two batches, each stage of the first batch is followed by the same stage of the
+second::
 
     compute   a1 s1 a2 s2 e1 e2 a1' s1' a2' …
     links        d1    d2    c1  c2 …
 
-A collective of one batch then travels under the computation of the other. NCCL's kernels hold multiprocessors for as
-long as a collective runs, so computation beside one is slower.
+A collective of one batch then travels under the computation of the other. The host waits for the counts of a dispatch,
+so nothing lies beside these. Transfers of a way follow each other on a side stream (`stream_model.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from dsa_engine.measure.costs.stream_model import Compute, Operation, Reach, Start, Wait, play
+from dsa_engine.parallel.links import Transfer
+
+DISPATCH, COMBINE = "MoE dispatch", "MoE combine"
+
+
+class Legs(NamedTuple):
+    """Transfers of an exchange, each by the communicator that carries it."""
+
+    everyone: Transfer = Transfer()
+    rail: Transfer = Transfer()
+    machine: Transfer = Transfer()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all of them, one after the other."""
+        return sum(leg.seconds for leg in self)
+
+    def plus(self, other: Legs) -> Legs:
+        return Legs(*(mine.plus(theirs) for mine, theirs in zip(self, other, strict=True)))
+
+    def scaled(self, factor: float) -> Legs:
+        return Legs(*(leg.scaled(factor) for leg in self))
+
+
+class Exchange(NamedTuple):
+    """A MoE layer's way to the experts, along the rail first, and back, inside the machine first."""
+
+    counts: Legs = Legs()  # for which the host waits before tokens leave
+    there: Legs = Legs()
+    back: Legs = Legs()
+
+    @property
+    def dispatch(self) -> float:
+        """Seconds of the way there."""
+        return self.counts.seconds + self.there.seconds
+
+    @property
+    def combine(self) -> float:
+        """Seconds of the way back."""
+        return self.back.seconds
+
+    def plus(self, other: Exchange) -> Exchange:
+        return Exchange(*(mine.plus(theirs) for mine, theirs in zip(self, other, strict=True)))
+
+    def scaled(self, factor: float) -> Exchange:
+        return Exchange(*(legs.scaled(factor) for legs in self))
+
 
 class LayerTimes(NamedTuple):
-    """Seconds of one batch in one layer; a dense layer has attention and its MLP in ``attention`` and zeros else."""
+    """Seconds of one batch in one layer; a dense layer has attention and its MLP in ``attention``, and nothing else."""
 
     attention: float  # with everything else before the dispatch
-    dispatch: float
-    shared: float
-    experts: float
-    combine: float
+    exchange: Exchange = Exchange()
+    shared: float = 0.0
+    experts: float = 0.0
 
 
 @dataclass
@@ -56,34 +103,6 @@ class Waits:
         return Waits(*(mine + (mine - less) * layers for mine, less in values))
 
 
-class _Clock:
-    """The time at which computation and collectives end, as they are issued."""
-
-    def __init__(self, occupied: float):
-        self.waits = Waits()
-        self._occupied = occupied
-        self._now = self._linked = 0.0
-
-    def compute(self, seconds: float) -> None:
-        beside = max(0.0, self._linked - self._now)  # a collective runs for so long from now on
-        rate = 1 - self._occupied
-        slowed = (seconds / rate if seconds <= beside * rate else seconds + beside * self._occupied) - seconds
-        self.waits.computed += seconds
-        self.waits.slowed += slowed
-        self._now += seconds + slowed
-
-    def start(self, seconds: float) -> float:
-        """Starts a collective; returns its end."""
-        self._linked = max(self._now, self._linked) + seconds
-        return self._linked
-
-    def wait(self, end: float) -> float:
-        """Waits for a collective's end; returns the seconds."""
-        waited = max(0.0, end - self._now)
-        self._now += waited
-        return waited
-
-
 def schedule(batches: Sequence[Sequence[LayerTimes]], occupied: float) -> Waits:
     """The layers of one batch or of several that pass them in turn.
 
@@ -91,22 +110,62 @@ def schedule(batches: Sequence[Sequence[LayerTimes]], occupied: float) -> Waits:
         batches: the layers of each batch.
         occupied: fraction of the device that a running collective takes from computation.
     """
-    clock = _Clock(occupied)
-    waits = clock.waits
-    combined = [0.0] * len(batches)  # ends of the last combines
+    program = _Program(len(batches))
     for layers in zip(*batches, strict=True):
-        dispatched = []
-        for number, layer in enumerate(layers):
-            waits.combine += clock.wait(combined[number])
-            clock.compute(layer.attention)
-            waits.dispatched += layer.dispatch
-            dispatched.append(clock.start(layer.dispatch) if layer.dispatch else 0.0)
-            clock.compute(layer.shared)
-        for number, layer in enumerate(layers):
-            waits.dispatch += clock.wait(dispatched[number])
-            clock.compute(layer.experts)
-            waits.combined += layer.combine
-            combined[number] = clock.start(layer.combine) if layer.combine else 0.0
-    for end in combined:
-        waits.combine += clock.wait(end)
-    return waits
+        for batch, layer in enumerate(layers):
+            program.attention(batch, layer)
+        for batch, layer in enumerate(layers):
+            program.experts(batch, layer)
+    for batch in range(len(batches)):
+        program.arrive(batch)
+    played = play([program.main, *program.tasks], occupied)
+    dispatch, combine = (played.waits.get(reason, 0.0) for reason in (DISPATCH, COMBINE))
+    exchanges = [layer.exchange for layers in batches for layer in layers]
+    dispatched, combined = sum(one.dispatch for one in exchanges), sum(one.combine for one in exchanges)
+    return Waits(played.computed, dispatch, combine, played.slowed, dispatched, combined)
+
+
+class _Program:
+    """What the batches' main stream does, and the tasks of side streams, each with the transfers of one way."""
+
+    def __init__(self, batches: int):
+        self.main: list[Operation] = []
+        self.tasks: list[list[Operation]] = []
+        self._ends: list[list[Operation]] = [[] for _ in range(batches)]  # waits for what each batch has on its way
+
+    def attention(self, batch: int, layer: LayerTimes) -> None:
+        self.arrive(batch)
+        self.main.append(Compute(layer.attention))
+        counts, there, _ = layer.exchange
+        for leg in _each(("counts", len(self.main)), counts, False):
+            self.main += [leg, Wait(leg.key, DISPATCH)]
+        self._send(batch, _each(("there", len(self.tasks)), there, False), DISPATCH)
+        self.main.append(Compute(layer.shared))
+
+    def experts(self, batch: int, layer: LayerTimes) -> None:
+        self.arrive(batch)
+        self.main.append(Compute(layer.experts))
+        self._send(batch, _each(("back", len(self.tasks)), layer.exchange.back, True), COMBINE)
+
+    def arrive(self, batch: int) -> None:
+        """Waits for what is on its way."""
+        self.main += self._ends[batch]
+        self._ends[batch] = []
+
+    def _send(self, batch: int, legs: Iterator[Start], reason: str) -> None:
+        key = "task", len(self.tasks)
+        task: list[Operation] = [Wait(key)]
+        for leg in legs:
+            task += [leg, Wait(leg.key)]
+        self.main.append(Reach(key))
+        self.tasks.append([*task, Reach((*key, "end"))])
+        self._ends[batch] = [Wait((*key, "end"), reason)]
+
+
+def _each(key: tuple[str, int], legs: Legs, back: bool) -> Iterator[Start]:
+    """The transfers there are. Counts and tokens have communicators of their own."""
+    kind = "counts" if key[0] == "counts" else "tokens"
+    for name in reversed(Legs._fields) if back else Legs._fields:
+        leg: Transfer = getattr(legs, name)
+        if leg.seconds:
+            yield Start((*key, name), leg, (kind, name))

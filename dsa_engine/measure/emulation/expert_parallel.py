@@ -87,9 +87,13 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         return _Assigned(dispatch, stand_in(("rounds", rounds, counted), lambda: self._arriving(rounds)[0]))
 
     def _on_two_levels(
-        self, rail: Dispatch, inside: Callable[[int, Received], Dispatch], rounds: Sequence[int]
+        self,
+        groups: MachineGroups,
+        rail: Callable[[], Dispatch],
+        inside: Callable[[int, Received], Dispatch],
+        rounds: Sequence[int],
     ) -> Dispatch:
-        step, outer = self._in_two_levels(), rail.rounds
+        step, outer = self._in_two_levels(), len(rounds)
 
         def make() -> tuple[list[torch.Tensor], list[list[Arriving]]]:
             along = [step.taken(step.step.rank, number, outer) for number in range(outer)]
@@ -101,7 +105,7 @@ class EmulatedExpertParallel(AssignedExpertParallel):
             self._passed_on = passed_on[number]
             return _Assigned(inside(number, brought), [one.choices for one in passed_on[number]])
 
-        return super()._on_two_levels(_Assigned(rail, along), pass_on, rounds)
+        return super()._on_two_levels(groups, lambda: _Assigned(rail(), along), pass_on, rounds)
 
     @cached_property
     def _peers(self) -> AllPeers:

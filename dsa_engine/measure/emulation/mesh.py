@@ -16,7 +16,7 @@ from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.layer_placements import LayerPlacements
+from dsa_engine.parallel.experts.layer_placements import ExpertDivision, LayerPlacements
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
 
@@ -25,6 +25,26 @@ if TYPE_CHECKING:
 
 
 Part: TypeAlias = Literal["prefill", "decode"]
+
+
+class AssignedDivision(ExpertDivision):
+    """Experts whose tokens are assigned to them; those of a rank stay in their order if no option places them."""
+
+    _mesh: EmulatedMesh
+
+    @cached_property
+    def _placements(self) -> LayerPlacements:
+        config = self._mesh.config
+        if isinstance(config.expert_loads, (str, Path)) or config.redundant_experts:
+            return super()._placements
+        return LayerPlacements(self._mesh.ep.size)
+
+    def _make(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
+        mesh, given = self._mesh, self._mesh.config.expert_loads
+        if given is not None and not isinstance(given, (str, Path)):
+            loads = given
+        mesh.assigned.append(AssignedExperts(placement, mesh.rank, loads, mesh.config.route_shared_expert))
+        return EmulatedExpertParallel(mesh.ep, placement, mesh.assigned[-1], mesh.machine_groups, self._choice)
 
 
 class EmulatedMesh(Mesh):
@@ -59,24 +79,12 @@ class EmulatedMesh(Mesh):
     def _host_group(self) -> Group:
         return Group((self.rank,), 0, None)
 
-    def _part(self, parts: Sequence[Sequence[int]]) -> EmulatedGroup:
+    def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> EmulatedGroup:
         (mine,) = [tuple(part) for part in parts if self.rank in part]
-        return EmulatedGroup(mine, mine.index(self.rank), None)
+        return EmulatedGroup(mine, mine.index(self.rank), None, communicator=communicator)
 
-    @cached_property
-    def _placements(self) -> LayerPlacements:
-        if isinstance(self.config.expert_loads, (str, Path)) or self.config.redundant_experts:
-            return super()._placements
-        return LayerPlacements(self.ep.size)
-
-    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
-        if self.world_size == 1:
-            return super()._make_expert_parallel(placement, loads)
-        given = self.config.expert_loads
-        if given is not None and not isinstance(given, (str, Path)):
-            loads = given
-        self.assigned.append(AssignedExperts(placement, self.rank, loads, self.config.route_shared_expert))
-        return EmulatedExpertParallel(self.ep, placement, self.assigned[-1], self.machine_groups, self._dispatch_choice)
+    def _divide_experts(self) -> ExpertDivision:
+        return AssignedDivision(self) if self.world_size > 1 else super()._divide_experts()
 
     @torch.inference_mode()  # as the steps, whose graphs hold tensors that are written here
     def begin_step(self, step: StepPlan) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
+from dsa_engine.measure.costs.stream_model import Compute, Operation, Reach, Start, Wait, play
 from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.stand_ins import StandIns
 from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
@@ -53,11 +54,13 @@ class Communication:
 def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, machines: Sequence[int]) -> Communication:
     """Plays the program of one rank again, with collectives that take the time that ``links`` say.
 
-    The bound that this computes: measured work stands where it was measured, on one stream, without the time in which
-    emulated groups made up their results. A collective begins when the program issues it and the one before has ended
-    (they share the links). The program waits for a synchronous one at once, and for an asynchronous one where it waits
-    in truth; so an asynchronous collective hides behind the work measured between, and never more than that. The
-    shared expert on its side stream, which in a real run lies beside the dispatch too, is not counted as hiding
+    Measured work stands where it was measured, on the main stream, without the time in which emulated groups made up
+    their results. A collective begins when the program issues it (`measure/costs/stream_model.py`). The program waits
+    for a synchronous one at once, and for an asynchronous one where it waits in truth; so an asynchronous collective
+    hides behind the work measured between, and never more than that. What a task of a side stream did is played beside
+    the main stream, from the place where that has started it.
+
+    The shared expert on its side stream, which in a real run lies beside the dispatch too, is not counted as hiding
     anything: what is measured is that it lies beside gate and experts. The other ranks are taken to be at the same
     point at the same time; waiting for a slower rank is in no figure.
 
@@ -67,23 +70,31 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
         machines: the machine of every rank of the mesh.
     """
     result = Communication()
-    worked = stalled = free_at = 0.0
-    end_times: dict[int, float] = {}
-    last = begin
+    main: list[Operation] = []
+    tasks: dict[int, list[Operation]] = {}
+    stream, last = main, begin
     for event in log.events:
-        worked += clock.seconds(last, event.before)
-        last = event.after
-        now = worked + stalled
-        collective = log.collectives[event.number]
-        if event.what == "begin":
-            seconds = links.seconds(collective, machines)
-            _add(result.total, collective.stage, seconds)
-            free_at = max(now, free_at) + seconds
-            end_times[event.number] = free_at
-        if event.what == "wait" or not collective.asynchronous:
-            stall = max(0.0, end_times.pop(event.number) - now)
-            _add(result.stalls, collective.stage, stall)
-            stalled += stall
+        stream.append(Compute(clock.seconds(last, event.before)))
+        last, task = event.after, ("task", event.number)
+        if event.what == "fork":
+            main.append(Reach(task))
+            tasks[event.number] = [Wait(task)]
+        elif event.what == "enter":
+            stream = tasks[event.number]
+        elif event.what == "leave":
+            stream = main
+        elif event.what == "join":
+            tasks[event.number].append(Reach((*task, "end")))
+            main.append(Wait((*task, "end"), event.stage))
+        else:
+            collective = log.collectives[event.number]
+            if event.what == "begin":
+                transfer = links.transfer(collective, machines)
+                _add(result.total, collective.stage, transfer.seconds)
+                stream.append(Start(event.number, transfer, (collective.ranks, collective.communicator)))
+            if event.what == "wait" or not collective.asynchronous:
+                stream.append(Wait(event.number, collective.stage))
+    result.stalls = play([main, *tasks.values()]).waits
     return result
 
 

@@ -25,12 +25,14 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.llm import LLM
 from dsa_engine.measure.ceilings import Ceilings
+from dsa_engine.measure.costs.batch_schedule import Legs
 from dsa_engine.measure.costs.work import Work
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.parallel.links import Transfer
 
 H200 = DEVICES["H200"]
 # Options that a test need not search.
@@ -83,14 +85,14 @@ def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, mo
         made = [(c.kind, max(c.sent)) for c in log.collectives if c.stage in ("MoE dispatch", "MoE combine")]
         modelled: list[tuple[str, int]] = []
 
-        def note(kind: str, size: int, part: int, links: Any, into: list[tuple[str, int]] = modelled) -> float:
+        def note(kind: str, size: int, part: int, links: Any, into: list[tuple[str, int]] = modelled) -> Any:
             into.append((kind, part))
-            return 0.0
+            return Legs() if kind != "all_to_all" else Transfer()
 
-        for name in ("even_seconds", "_gathered_seconds"):
+        for name in ("even_transfer", "_gathered_legs"):
             monkeypatch.setattr(exchange, name, note)
         placed = Placed(llm.engine.config, H200, Deployment(4, dispatch=dispatch, weights="bfloat16"))
-        placed.exchange.seconds(dispatch, 2)
+        placed.exchange.of(dispatch, 2)
         layers = llm.engine.config.mlp_layer_types.count("sparse")
         kinds = [kind for kind, _ in sorted(modelled)]
         assert sorted(kind for kind, _ in made) == sorted(kinds * layers)
@@ -106,15 +108,15 @@ def test_each_change_of_the_exchange_shortens_it(config: ModelConfig) -> None:
     codes = exchange.ExpertExchange(config, ranks.links, 64, narrow=True)
     assert ranks.reached(8) == pytest.approx(0.5 * (1 - comb(96, 8) / comb(128, 8))), "a machine holds a group"
     assert ranks.reached(64) == pytest.approx(0.5 * (1 - comb(124, 8) / comb(128, 8))) and ranks.reached(1) == 1
-    wide, narrow = (one.seconds("all_to_all", 2048) for one in (ranks, codes))
+    wide, narrow = (one.of("all_to_all", 2048) for one in (ranks, codes))
     assert narrow.combine == wide.combine and wide.dispatch / narrow.dispatch == pytest.approx(14_400 / 7_456, rel=0.05)
-    crossing, direct = codes.seconds("by_machine", 2048), codes.seconds("all_to_all", 2048)
+    crossing, direct = codes.of("by_machine", 2048), codes.of("all_to_all", 2048)
     across = 7 * 2048 * codes.reached(8) * 7_456 / 45e9
     assert across < crossing.dispatch < 1.6 * across and crossing.dispatch < 0.7 * direct.dispatch
     both = exchange.ExpertExchange(config, ranks.links, 64, narrow=True, narrow_sums=True)
-    assert both.seconds("all_gather", 8) == codes.seconds("all_gather", 8), "a reduce-scatter cannot add codes"
+    assert both.of("all_gather", 8) == codes.of("all_gather", 8), "a reduce-scatter cannot add codes"
     for dispatch, least in (("all_to_all", 0.5), ("by_machine", 0.55)):  # inside machines bfloat16 stays
-        before, after = (one.seconds(dispatch, 2048) for one in (codes, both))
+        before, after = (one.of(dispatch, 2048) for one in (codes, both))
         assert after.dispatch == before.dispatch and least < after.combine / before.combine < 0.7
     assert codes.method("auto", 2048) == "by_machine" and codes.method("auto", 1, static=True) == "all_gather"
 

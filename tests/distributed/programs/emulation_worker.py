@@ -94,7 +94,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 def assign_experts(engine: Engine, loads: tuple[float, ...] | None) -> None:
     """Makes true ranks choose experts as emulated ones do."""
     mesh, config = engine.mesh, engine.config
-    routed = mesh.expert_parallel(config.n_routed_experts, 0, config.n_group, top_groups=config.topk_group)
+    routed = mesh.experts.of_layer(config.n_routed_experts, 0, config.n_group, top_groups=config.topk_group)
     placement = routed.placement
     assigned = AssignedExperts(placement, mesh.rank, loads)
     assigned.limit(config.n_group, config.topk_group)

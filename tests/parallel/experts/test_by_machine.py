@@ -18,6 +18,7 @@ from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
 from dsa_engine.parallel.experts.traffic import RowBytes, Tokens, collectives, peers_of, quantized_bytes, rails_of
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.side_stream import SideStream
 from dsa_engine.quantization.block_fp8 import BlockFP8Experts
 from gloo_ranks import gloo_group, on_ranks
 
@@ -70,7 +71,10 @@ class Case:
             me, machines = world.index, self.machines
             inside = [rank for rank in range(self.size) if machines[rank] == machines[me]]
             (rail,) = [rail for rail in rails_of(machines) if me in rail]
-            groups = MachineGroups(gloo_group(machine_store, inside, me), gloo_group(rail_store, rail, me), machines)
+            beside = SideStream(CPU), SideStream(CPU)
+            groups = MachineGroups(
+                gloo_group(machine_store, inside, me), gloo_group(rail_store, rail, me), machines, *beside
+            )
             world.log = groups.machine.log = groups.rail.log = log = CollectiveLog()
             return work(ExpertParallel(world, self.placement(), groups), log)
 

@@ -97,7 +97,7 @@ def test_each_layer_has_its_placement(tmp_path: Path) -> None:
         assert max(loads) == 1.0 or all(heaviest in experts for experts in held)
     assert placements(3, expert_loads=heavy[0], redundant_experts=4).held(12, 7, 1) == ranks.held(12, 1, 1)
     mesh = EmulatedConfig(emulate_world=3, emulate_rank=1, **options).create_mesh("cpu")
-    first, second, again = (mesh.expert_parallel(12, layer) for layer in (1, 2, 3))
+    first, second, again = (mesh.experts.of_layer(12, layer) for layer in (1, 2, 3))
     assert again is first and second is not first and first.held == ranks.held(12, 1, 1)[1]
 
 

@@ -82,8 +82,8 @@ def test_more_ranks_than_experts() -> None:
 
 def test_layers_share_one_division() -> None:
     mesh = Mesh(ParallelConfig(), 0, 1, CPU)
-    assert mesh.expert_parallel(12, 0) is mesh.expert_parallel(12, 1)
-    assert mesh.expert_parallel(12, 0).held == tuple(range(12))
+    assert mesh.experts.of_layer(12, 0) is mesh.experts.of_layer(12, 1)
+    assert mesh.experts.of_layer(12, 0).held == tuple(range(12))
 
 
 @pytest.mark.parametrize("ranks", [3, 6])

@@ -57,7 +57,7 @@ def replaced(device: FakeDevice) -> Iterator[None]:
             self.reached = device.reached[device.stream if stream is None else stream.number].copy()
 
         def synchronize(self) -> None:
-            device.wait("event")
+            device.wait("event", self.reached)
 
         def query(self) -> bool:
             return True

@@ -7,7 +7,7 @@ import math
 import traceback
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ from dsa_engine.model.kv_cache import KVCache
 from fake_cuda import cuda_runtime
 from fake_cuda.events import Capture, Launch
 from fake_cuda.indexing import Indexing
+from fake_cuda.lifetimes import Lifetimes
 
 aten = torch.ops.aten
 
@@ -98,8 +99,10 @@ class FakeDevice:
         self.stream = 0
         self.streams_used: set[int] = set()
         self.reached: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._lifetimes = Lifetimes(self.reached)
         self.capturing = False
         self.captures: list[Capture] = []
+        self._streams: dict[tuple[tuple[int, ...], int], Any] = {}
         self._fake = _NoDevice(allow_non_fake_inputs=True)
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._pinned: set[int] = set()
@@ -133,14 +136,28 @@ class FakeDevice:
         self.launches, self.waits, self.peak = [], [], self.live
         yield self
 
+    def stream_of(self, ranks: tuple[int, ...], communicator: int) -> Any:
+        """The stream of a process group."""
+        if (ranks, communicator) not in self._streams:
+            self._streams[ranks, communicator] = torch.cuda.Stream()
+        return self._streams[ranks, communicator]
+
     def count(self, kind: str, name: str | None = None) -> int:
         """Number of launches of a kind, by any name or one."""
         return sum(launch.kind == kind and name in (None, launch.name) for launch in self.launches)
 
-    def launch(self, launch: Launch) -> None:
-        """Records a launch on the current stream."""
+    def launch(self, launch: Launch, uses: Iterable[object] = ()) -> None:
+        """Records a launch on the current stream, with the tensors that it uses.
+
+        Raises:
+            RuntimeError: the stream has not waited for one of them.
+        """
         self.launches.append(launch._replace(stream=self.stream))
         self.reached[self.stream][self.stream] += 1
+        number = self.reached[self.stream][self.stream]
+        for tensor in uses:
+            if isinstance(tensor, FakeTensor):
+                self._lifetimes.use(id(tensor.untyped_storage()), self.stream, number)
         if not self.capturing:
             self.streams_used.add(self.stream)
 
@@ -167,8 +184,9 @@ class FakeDevice:
         self.emptied += 1
         self.cached = self.live
 
-    def wait(self, what: str) -> None:
-        """Records a wait of the host for the device."""
+    def wait(self, what: str, reached: Counter[int] | None = None) -> None:
+        """Records a wait of the host for launches of the device; default: all before, on the current stream."""
+        self._lifetimes.complete(self.reached[self.stream] if reached is None else reached)
         skipped = ("/fake_cuda/", "/kernels/runtime/transfer.py")  # the callers of these are recorded
         frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in skipped)]
         ours = [f"{f.filename.rpartition('/')[2]}:{f.name}" for f in frames if "/dsa_engine/" in f.filename]
@@ -250,7 +268,7 @@ class FakeDevice:
             return
         from_host = name in ("aten::_to_copy", "aten::copy_") and not all(isinstance(x, FakeTensor) for x in tensors)
         product = tuple(x.dtype for x in tensors if x.dim() > 1) if name in _PRODUCTS else ()
-        self.launch(Launch("copy" if from_host else "torch", name, product))
+        self.launch(Launch("copy" if from_host else "torch", name, product), (*tensors, *results))
 
     def _own(self, storage: torch.UntypedStorage) -> None:
         """Counts a storage while it exists."""
@@ -261,7 +279,9 @@ class FakeDevice:
         def gone(_: object) -> None:
             self.live -= size
             self._storages.pop(key, None)
+            self._lifetimes.free(key)
 
+        self._lifetimes.allocate(key, self.capturing, self.stream)
         self._storages[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -299,4 +319,4 @@ class FakeDevice:
         if any(not 0 < n <= limit for n, limit in zip(grid, _GRID_LIMIT, strict=False)):
             raise ValueError(f"{kernel.__name__} is launched with the grid {grid}; CUDA takes 1 to {_GRID_LIMIT}")
         assert math.prod(grid) > 0
-        self.launch(Launch("triton", kernel.__name__))
+        self.launch(Launch("triton", kernel.__name__), (*args, *kwargs.values()))

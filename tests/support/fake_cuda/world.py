@@ -12,6 +12,7 @@ from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
 from dsa_engine.parallel.experts.by_machine import MachineGroups, Way
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
@@ -57,18 +58,28 @@ class FakeMesh(Mesh):
     def _host_group(self) -> Group:
         return Group((0,), 0, None)
 
-    def _part(self, parts: Sequence[Sequence[int]]) -> FakeGroup:
-        return FakeGroup(tuple(parts[0]), 0, None, device=self.config.device)
+    def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> FakeGroup:
+        return FakeGroup(tuple(parts[0]), 0, None, communicator=communicator, device=self.config.device)
 
-    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
-        parallel = FakeExpertParallel(self.ep, placement, self.machine_groups)
-        parallel.skew = self.config.skew
+    def _divide_experts(self) -> ExpertDivision:
+        return FakeDivision(self)
+
+
+class FakeDivision(ExpertDivision):
+    """Experts with the fake routing."""
+
+    _mesh: FakeMesh
+
+    def _make(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
+        parallel = FakeExpertParallel(self._mesh.ep, placement, self._mesh.machine_groups)
+        parallel.skew = self._mesh.config.skew
         return parallel
 
 
 @dataclass
 class FakeGroup(Group):
-    """A group of which only rank 0 exists."""
+    """A group of which only rank 0 exists. As in PyTorch, asynchronous collectives run on a stream of their group, and
+    hold their tensors until they are waited for."""
 
     device: FakeDevice | None = None
 
@@ -76,43 +87,69 @@ class FakeGroup(Group):
     def alone(self) -> bool:
         return self.size == 1
 
-    def _launched(self, name: str, *shape: int, like: torch.Tensor) -> torch.Tensor:
+    def _run(self, name: str, *tensors: torch.Tensor) -> None:
         assert self.device is not None
-        if like.is_cuda:
-            self.device.launch(Launch("collective", name))
+        if tensors[0].is_cuda:
+            self.device.launch(Launch("collective", name), tensors)
             if (name, self.size) not in self.device.connected:
                 self.device.connected.add((name, self.size))
                 self.device.outside += LINK_BYTES
-        return like.new_empty(*shape)
+
+    def _carried(
+        self, name: str, result: torch.Tensor, *tensors: torch.Tensor, asynchronous: bool = True
+    ) -> Callable[[], torch.Tensor]:
+        if not asynchronous or not result.is_cuda:
+            self._run(name, result, *tensors)
+            return lambda: result
+        assert self.device is not None
+        before, after = torch.cuda.current_stream(), self.device.stream_of(self.ranks, self.communicator)
+        after.wait_stream(before)
+        with torch.cuda.stream(after):
+            self._run(name, result, *tensors)
+            done = torch.cuda.Event()
+            done.record(after)
+        held = list(tensors)
+
+        def wait() -> torch.Tensor:
+            torch.cuda.current_stream().wait_event(done)
+            held.clear()
+            return result
+
+        return wait
 
     def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        gathered = self._launched("all_gather", self.size * rows.shape[0], *rows.shape[1:], like=rows)
-        return lambda: gathered
+        gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
+        return self._carried("all_gather", gathered, rows, asynchronous=asynchronous)
 
     def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        part = self._launched("reduce_scatter", rows.shape[0] // self.size, *rows.shape[1:], like=rows)
-        return lambda: part
+        part = rows.new_empty(rows.shape[0] // self.size, *rows.shape[1:])
+        return self._carried("reduce_scatter", part, rows, asynchronous=asynchronous)
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
-        count = rows.shape[0] if receive is None else sum(receive)
-        return self._launched("all_to_all", count, *rows.shape[1:], like=rows)
+        arrived = rows.new_empty(rows.shape[0] if receive is None else sum(receive), *rows.shape[1:])
+        self._run("all_to_all", arrived, rows)
+        return arrived
 
     def _start_exchange(
         self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
     ) -> Callable[[], None]:
-        self._launched("all_to_all", 0, like=rows)
-        return lambda: None
+        wait = self._carried("all_to_all", into, rows)
+
+        def filled() -> None:
+            wait()
+
+        return filled
 
     def _exchange_pairs(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
-        self._launched("exchange", 0, like=(*sends, *receives)[0][0])
+        self._run("exchange", *(rows for rows, _ in (*sends, *receives)))
 
     def _send(self, rows: torch.Tensor, to: int) -> None:
-        self._launched("send", 0, like=rows)
+        self._run("send", rows)
 
     def _recv(self, into: torch.Tensor, source: int) -> None:
-        self._launched("recv", 0, like=into)
+        self._run("recv", into)
 
 
 class FakeExpertParallel(ExpertParallel):

@@ -1,0 +1,84 @@
+"""Work on a side stream: what it is ordered after, what it holds, and what the log says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.parallel.collective_log import CollectiveLog
+from dsa_engine.parallel.side_stream import SideStream
+from fake_cuda import FakeDevice
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+on_fake_cuda = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="a fake device is another one")
+
+
+def test_on_a_cpu_what_follows_a_transfer_runs_when_it_is_waited_for() -> None:
+    side, order = SideStream(CPU), list[str]()
+
+    def note(what: str) -> Callable[..., str]:
+        return lambda *given: order.append(what) or "".join((*given, what))
+
+    now, later = side.run(note("a")), side.relay(note("b"), note("c"))
+    assert order == ["a", "b"] and later() == "bc" and now() == "a" and order == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_fake_cuda)], ids=str)
+def test_the_log_shows_where_a_task_begins_and_is_waited_for(device: torch.device) -> None:
+    def run() -> list[tuple[str, int]]:
+        log = CollectiveLog()
+        side = SideStream(device)
+        first = side.run(lambda: None, log=log)
+        second = side.relay(lambda: None, lambda _: None, log=log)
+        first()
+        second()
+        return [(event.what, event.number) for event in log.events]
+
+    begun, ended = [("fork", 0), ("enter", 0), ("leave", 0), ("fork", 1), ("enter", 1), ("leave", 1)], [("join", 0)]
+    if device == CPU:
+        assert run() == [*begun, *ended, ("enter", 1), ("leave", 1), ("join", 1)]
+    else:
+        with FakeDevice():
+            assert run() == [*begun, *ended, ("join", 1)]
+
+
+@on_fake_cuda
+class TestOnCuda:
+    """The fake device refuses a use that overtakes another one."""
+
+    def test_a_result_is_waited_for(self) -> None:
+        with FakeDevice():
+            join = SideStream(CUDA).run(lambda: torch.zeros(4, device=CUDA))
+            assert join().add(1).shape == (4,)
+        with FakeDevice():
+            made: list[torch.Tensor] = []
+            SideStream(CUDA).run(lambda: made.append(torch.zeros(4, device=CUDA)))
+            with pytest.raises(RuntimeError, match="stream 0 has not waited for what stream 1 writes"):
+                made[0].add(1)
+
+    @pytest.mark.parametrize("held", [True, False])
+    def test_inputs_are_held_until_the_wait(self, held: bool) -> None:
+        with FakeDevice():
+            side, rows = SideStream(CUDA), torch.zeros(4, device=CUDA)
+            join = side.run(rows.clone, *([rows] if held else []))
+            del rows
+            if held:
+                torch.zeros(4, device=CUDA)
+                join()
+                torch.zeros(4, device=CUDA)
+            else:
+                with pytest.raises(RuntimeError, match="stream 0 takes memory that .* stream 1 may still use"):
+                    torch.zeros(4, device=CUDA)
+
+    def test_a_wait_is_for_the_task_and_not_for_later_ones(self) -> None:
+        with FakeDevice() as device:
+            side = SideStream(CUDA)
+            first = side.run(lambda: torch.zeros(4, device=CUDA))
+            second = side.run(lambda: torch.zeros(4, device=CUDA))
+            first()
+            assert device.reached[0][1] == 1
+            second()
+            assert device.reached[0][1] == 2

@@ -1,7 +1,7 @@
 """Advice for vLLM's options, parameters and methods that have another name here or do not exist.
 
 Options with the same name and meaning (``max_model_len``, ``enforce_eager``, …) need none; those with another name and
-the same meaning are aliases in ``options.py``. docs/COMING_FROM_VLLM.md has the whole table.
+the same meaning are aliases in ``options/engine_options.py``. docs/COMING_FROM_VLLM.md has the whole table.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ FIRST = (
     "tests/distributed",
     "tests/scripts/test_compare_overlaps.py",
     "tests/scripts/test_bench_prefill.py",
-    "tests/scripts/test_kernel_cases.py",
+    "tests/scripts/kernel_bench/test_kernel_cases.py",
     "tests/model/test_oracle.py",
     "tests/kernels/indexer/test_topk.py",
 )

@@ -41,7 +41,7 @@ LAYERS = (
     ("engine.requests",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "decode_options", "options", "text"),
+    ("checkpoint", "options", "text"),
     ("sampling_params",),
     ("outputs",),
     ("system",),

@@ -17,7 +17,7 @@ from dsa_engine.commands.bench.serving.load import ServingLoad
 from dsa_engine.commands.bench.serving.over_http import measure_server
 from dsa_engine.commands.bench.serving.result import NOT_SENT, ServingResult
 from dsa_engine.commands.bench.serving.words import WORDS
-from openai_server import OpenAIServer, openai_server
+from servers.openai_server import OpenAIServer, openai_server
 
 # 127 words are sent to calibrate; only longer prompts meet a server's fault.
 LONG = RandomPrompts(3, input_len=500, output_len=4)

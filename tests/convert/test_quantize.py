@@ -343,7 +343,7 @@ def test_from_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert bool(moved.any()) and torch.equal(moved, moved.round())
     assert (tmp_path / "int8" / "tokenizer.json").is_file()
     compared = ["--input-len", 16, "--output-len", 2, "--repeat", 1, "--json", tmp_path / "tpot.json"]
-    script(monkeypatch, "compare_weights.py", "demo", tmp_path / "int8", *compared)
+    script(monkeypatch, "studies/compare_weights.py", "demo", tmp_path / "int8", *compared)
     first, second = json.loads((tmp_path / "tpot.json").read_text())["results"]
     assert second["weight_bytes"] < first["weight_bytes"] / 2 and second["median_tpot_ms"] > 0
     assert "times as fast as the first" in capsys.readouterr().out

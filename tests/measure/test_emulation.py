@@ -1,6 +1,6 @@
 """One rank of many in one process: refused options, results of its groups, and measurements.
 
-Compared with a real run: distributed/test_emulation.py.
+Compared with a real run: distributed/scripts/test_emulation.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """All-gathers along rails: the same rows, and as many bytes between machines as the formulas say. That a prefill on
-several machines gives the same tokens is in ``tests/distributed/test_equal_to_single_process.py``."""
+several machines gives the same tokens is in ``tests/distributed/model/test_equal_to_single_process.py``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from dsa_engine.router.app import Router, make_app
 from dsa_engine.router.options import RouterOptions
 from dsa_engine.router.run import make_client
-from loopback import FakeReplica, Listening, listening
+from servers.loopback import FakeReplica, Listening, listening
 
 
 class Fleet:

@@ -1,4 +1,4 @@
-"""``bench_prefill.py`` in one process, on small inputs; under torchrun: distributed/test_scripts.py."""
+"""``bench_prefill.py`` in one process, on small inputs; under torchrun: distributed/scripts/test_scripts.py."""
 
 from __future__ import annotations
 

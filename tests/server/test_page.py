@@ -11,7 +11,7 @@ import pytest
 
 from dsa_engine import LLM
 from dsa_engine.server.app import PAGE
-from scripted_server import Scripted, scripted_server
+from servers.scripted_server import Scripted, scripted_server
 
 playwright = pytest.importorskip("playwright.sync_api", reason='playwright is not installed: pip install ".[browser]"')
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -69,7 +69,7 @@ class DecodeLoop(SideLoop):
 
     @property
     def _idle(self) -> bool:
-        return not (self._requests or self._unread or self._pending or self._scheduler.returned)
+        return not (self._requests or self._unread or self._pending)
 
     @property
     def _pending(self) -> list[_Arrival]:
@@ -89,8 +89,7 @@ class DecodeLoop(SideLoop):
 
     def _turn(self) -> None:
         super()._turn()
-        for request in list(self._scheduler.returned):
-            self._return(request)
+        self._return()
         if self._pending:
             self._look()
             if self._pending and not self._requests:
@@ -193,10 +192,10 @@ class DecodeLoop(SideLoop):
             self.tell(Tokens(news, self._scheduler.cache_usage))
         super()._hand_over(sampled)
 
-    def _return(self, request: Request) -> None:
-        """Sends a preempted request back, when its last tokens have been read."""
-        if request.placeholders:
-            return
-        self._scheduler.returned.remove(request)
-        del self._requests[request.id]
-        self.tell(Back(request.id))
+    def _return(self) -> None:
+        """Sends preempted requests back. All their tokens have been read: a step that preempts a request does not
+        compute it, and reads the step before."""
+        for request in self._scheduler.returned:
+            del self._requests[request.id]
+            self.tell(Back(request.id))
+        self._scheduler.returned.clear()

@@ -133,14 +133,5 @@ class DecodeScheduler(Scheduler):
     def _prefill(self) -> list[Chunk]:
         return []
 
-    def _allocate_pages(self, request: Request) -> None:
-        """As the base class, but requests whose rows are under way keep their pages."""
-        ledger, owner = self.ledger, request.owner
-        while request.prefilled and ledger.held(request, owner) < self.capacity.with_drafts(request, self.num_drafts):
-            if ledger.free[owner]:
-                ledger.take(request, owner, 1)
-                continue
-            youngest = max((one for one in self._running if one.owner == owner), key=lambda one: one.id)
-            self.preempt(youngest)
-            if youngest is request:
-                return
+    def _preemptible(self, rank: int) -> list[Request]:
+        return [one for one in self._running if one.owner == rank]  # not those whose rows are under way

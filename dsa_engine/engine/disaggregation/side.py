@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.decode_options import options_of_decode
 from dsa_engine.engine.disaggregation.leader_line import LeaderLine
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.engine.disaggregation.sending_tiers import SendingTiers
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.cache.page_receiver import PageReceiver
 from dsa_engine.model.cache.page_sender import PageSender
-from dsa_engine.options import EngineOptions
+from dsa_engine.options import EngineOptions, options_of_decode
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
 from dsa_engine.parallel.apart.pair_groups import pair_groups

@@ -1,4 +1,4 @@
-"""The choice of a request's owner: the rank that decodes it and keeps its pages."""
+"""The choice of a request's ranks: the group that prefills it, and its owner, which decodes it and keeps its pages."""
 
 from __future__ import annotations
 
@@ -27,6 +27,24 @@ class Load(NamedTuple):
             load.future_pages[request.owner] += more
             load.reserved_pages[request.owner] += min(more, 1)
         return load
+
+
+def choose_group(cached: Mapping[int, int], groups: Sequence[range], running: Iterable[Request], load: Load) -> int:
+    """Chooses the context-parallel group that is likely to finish a request's prefill first: the one with the fewest
+    tokens to prefill, the request's own included.
+
+    Among equal groups, as the cost of decoding grows with the tokens that a rank's requests attend to, it is the one
+    with the fewest of them.
+
+    Args:
+        cached: by number of each group with room for the request, the tokens of the request that it need not prefill.
+        groups: the ranks of every group.
+    """
+    to_prefill = {number: -tokens for number, tokens in cached.items()}
+    for other in running:
+        if other.cp_group in to_prefill:
+            to_prefill[other.cp_group] += max(0, other.num_prefill_tokens - other.num_computed_tokens)
+    return min(cached, key=lambda number: (to_prefill[number], sum(load.tokens[rank] for rank in groups[number])))
 
 
 def choose_owner(

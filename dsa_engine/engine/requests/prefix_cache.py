@@ -8,10 +8,23 @@ uses the pages that any rank of its group has (``page_ledger.py``).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from dsa_engine.engine.requests.page_digests import PageDigests
 from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
+
+
+class PageSource(Protocol):
+    """Brings pages of waiting requests to host memory."""
+
+    def awaits(self, request: Request, usable: list[bytes], ranks: range) -> bool:
+        """Whether a request waits for such pages; the first call for a request begins the search.
+
+        Args:
+            usable: digests of the pages that it need not compute.
+            ranks: the context-parallel group that it is likely to run on.
+        """
 
 
 class PrefixCache:

@@ -23,26 +23,16 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import deque
-from typing import Protocol
+from collections.abc import Iterable
 
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
-from dsa_engine.engine.requests.owners import Load, choose_owner
+from dsa_engine.engine.requests.owners import Load, choose_group, choose_owner
 from dsa_engine.engine.requests.page_ledger import PageLedger
-from dsa_engine.engine.requests.prefix_cache import PrefixCache
-from dsa_engine.engine.requests.request import Chunk, Fetch, Request
+from dsa_engine.engine.requests.prefill_share import PrefillShare
+from dsa_engine.engine.requests.prefill_step import PrefillStep
+from dsa_engine.engine.requests.prefix_cache import PageSource, PrefixCache
+from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.errors import CapacityError
-
-
-class PageSource(Protocol):
-    """Brings pages of waiting requests to host memory."""
-
-    def awaits(self, request: Request, usable: list[bytes], ranks: range) -> bool:
-        """Whether a request waits for such pages; the first call for a request begins the search.
-
-        Args:
-            usable: digests of the pages that it need not compute.
-            ranks: the context-parallel group that it is likely to run on.
-        """
 
 
 class Scheduler:
@@ -84,11 +74,8 @@ class Scheduler:
         self._groups = [range(first, first + cp_size) for first in range(0, capacity.world_size, cp_size)]
         self._max_num_seqs = max_num_seqs
         self._group_tokens = max_num_batched_tokens * cp_size
-        self._budget: list[int] = []  # tokens that each group can still prefill in the step being planned
-        self._max_prefill_share = max_prefill_share
+        self._share = PrefillShare(max_prefill_share)
         self.num_drafts = 0
-        self._credit = 0.0  # prefill steps that may be taken while some request decodes
-        self._credit_after = 0.0  # the same after the step scheduled last
         self.capacity = capacity
         self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages)
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching)
@@ -155,21 +142,18 @@ class Scheduler:
         (:meth:`computed`). A step that is never launched has one lasting effect: requests that entered for it keep
         their pages.
         """
-        self._budget = [self._group_tokens] * len(self._groups)
         decoding = any(_decodes(request) for request in self._running)
-        # Unused credit is capped at one step: a late request is prefilled at once, but no burst of prefills follows.
-        self._credit_after = min(1.0, self._credit) + self._max_prefill_share if decoding else self._credit
-        if not decoding or self._credit_after > 1 - 1e-9:
+        if self._share.may_prefill(decoding):
             chunks = self._prefill()
             if chunks:
-                self._credit_after -= 1.0 if decoding else 0.0
+                self._share.prefills(decoding)
                 return chunks
         # All requests that decode may be preempted if an older one in prefill holds the last pages; then prefill.
         return self._decode() or self._prefill()
 
     def computed(self, chunks: list[Chunk]) -> None:
         """Records that the step scheduled last has been launched."""
-        self._credit = self._credit_after
+        self._share.launched()
         for chunk in chunks:
             request = chunk.request
             request.num_computed_tokens = chunk.end
@@ -223,10 +207,10 @@ class Scheduler:
     def _prefill(self) -> list[Chunk]:
         """Chunks of the requests in prefill, then of those that can enter. A request that waits for an older one's
         pages, or for the disk, lets others enter."""
-        chunks: list[Chunk] = []
+        step = PrefillStep(self._groups, self._group_tokens, self.ledger, self.prefix_cache.least_computed)
         for request in self._running:
             if not request.prefilled:
-                chunks += self._prefill_chunk(request, chunks)
+                step.add(request)
         for request in self.waiting:
             if len(self._running) >= self._max_num_seqs:
                 break
@@ -235,33 +219,16 @@ class Scheduler:
                 continue
             if self.page_source is not None and self.page_source.awaits(request, usable, self._best_group(usable)):
                 continue
-            if not self._admit(request, usable):
+            if not self._admit(request, usable, step):
                 break
             self._waiting.remove(request)
             insort(self._running, request, key=_arrival)
-            chunks += self._prefill_chunk(request, chunks)
-        return chunks
+            step.add(request)
+        return step.chunks
 
     def _best_group(self, usable: list[bytes]) -> range:
         """The context-parallel group that has most of these pages."""
         return max(self._groups, key=lambda ranks: self.ledger.known(usable, ranks))
-
-    def _prefill_chunk(self, request: Request, others: list[Chunk]) -> list[Chunk]:
-        """A request's chunk in a step that has these other ones; none if no tokens and no fetches are left for it."""
-        start, ranks = request.num_computed_tokens, self._groups[request.cp_group]
-        fetches: tuple[Fetch, ...] = ()
-        if waiting := list(self.ledger.fetching(request)):
-            fetches = self.ledger.next_fetches(request, [fetch for chunk in others for fetch in chunk.fetches])
-            if len(fetches) < len(waiting):
-                return [Chunk(request, start, 0, ranks, fetches=fetches)] if fetches else []
-        remaining = request.num_prefill_tokens - request.num_computed_tokens
-        length = min(remaining, self._budget[request.cp_group])
-        if 0 < remaining - length < self.prefix_cache.least_computed:
-            length = max(0, remaining - self.prefix_cache.least_computed)
-        if length == 0 and not fetches:
-            return []
-        self._budget[request.cp_group] -= length
-        return [Chunk(request, start, length, ranks, fetches=fetches)]
 
     def _decode(self) -> list[Chunk]:
         """Chunks of all requests that decode, once these have pages; some may be preempted for the others."""
@@ -287,7 +254,11 @@ class Scheduler:
             if ledger.free[owner]:
                 ledger.take(request, owner, 1)
             else:
-                self.preempt(max(ledger.holders(owner), key=_arrival))
+                self.preempt(max(self._preemptible(owner), key=_arrival))
+
+    def _preemptible(self, rank: int) -> Iterable[Request]:
+        """Requests that hold pages on a rank and may lose them."""
+        return self.ledger.holders(rank)
 
     def preempt(self, request: Request) -> None:
         """Takes all pages from a running request; its prompt and output are prefilled again when there is room."""
@@ -298,33 +269,24 @@ class Scheduler:
             message = "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
             logging.getLogger(__name__).warning(message, request.id)
 
-    def _admit(self, request: Request, usable: list[bytes]) -> bool:
-        """Gives a request its group, its owner and its first pages; returns False if no group has room.
-
-        It goes to the group that is likely to finish its prefill first: the one with the fewest tokens to prefill, its
-        own included and those of its ``usable`` pages that the group has left out. Among equal groups, as the cost of
-        decoding grows with the tokens that a rank's requests attend to, it goes to the one with the fewest; for the
-        owner, see :func:`.owners.choose_owner`.
-        """
-        ledger, size = self.ledger, self.capacity.page_size
+    def _admit(self, request: Request, usable: list[bytes], step: PrefillStep) -> bool:
+        """Gives a request that enters in ``step`` its group, its owner and its first pages, some of ``usable`` among
+        them; returns False if no group has room."""
+        ledger = self.ledger
         free, load = ledger.free, Load.of(self._running, ledger, self.capacity)
         pages = self.capacity.with_drafts(request, self.num_drafts)
         hits = [usable[: ledger.known(usable, ranks)] for ranks in self._groups]
-        fits = [
-            number
+        fits = {
+            number: self.capacity.page_size * len(hits[number])
             for number, ranks in enumerate(self._groups)
-            if self._budget[number] > 0
+            if step.has_room(number)
             and all(ledger.fits(hits[number], r, pages, free[r] - load.reserved_pages[r]) for r in ranks)
-        ]
+        }
         if not fits:
             return False
-        to_prefill = [-size * len(digests) for digests in hits]
-        for other in self._running:
-            to_prefill[other.cp_group] += max(0, other.num_prefill_tokens - other.num_computed_tokens)
-        group = min(fits, key=lambda number: (to_prefill[number], sum(load.tokens[r] for r in self._groups[number])))
-        request.cp_group, ranks = group, self._groups[group]
-        absent = ledger.begin(request, ranks, hits[group], pages)
-        request.owner = choose_owner(request, ranks, load, free, self.capacity, absent)
+        request.cp_group = group = choose_group(fits, self._groups, self._running, load)
+        absent = ledger.begin(request, self._groups[group], hits[group], pages)
+        request.owner = choose_owner(request, self._groups[group], load, free, self.capacity, absent)
         self.prefix_cache.admitted(request, len(hits[group]))
         return True
 

@@ -1,6 +1,6 @@
 """Speculative decoding: drafts equal those of the paper's equations, parameters of requests hold, bad input.
 
-tests/distributed/test_speculation.py shows that tokens are the same, whatever is accepted.
+tests/distributed/engine/test_speculation.py shows that tokens are the same, whatever is accepted.
 """
 
 from __future__ import annotations

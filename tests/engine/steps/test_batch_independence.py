@@ -1,6 +1,6 @@
 """A request's tokens do not depend on the rest of the batch, on its arrival, or on preemption.
 
-The same is shown for several ranks in ``distributed/test_preemption.py``.
+The same is shown for several ranks in ``distributed/engine/test_preemption.py``.
 """
 
 from __future__ import annotations

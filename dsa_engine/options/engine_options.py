@@ -1,31 +1,27 @@
-"""All options of the engine: type, default, meaning and allowed values."""
+"""Every option of the engine: type, default, meaning and allowed values."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dsa_engine.config.checks import DTYPE_NAMES, number
 from dsa_engine.config.fields import (
     BOOL,
     JSON_OBJECT,
     POSITIVE_INT,
     SEED,
     STR,
-    Kind,
     Options,
     choice,
     documented,
-    instance_of,
     option,
     options_of,
 )
 from dsa_engine.config.speculative import SpeculativeConfig
-from dsa_engine.decode_options import options_of_decode
+from dsa_engine.options.decode_options import options_of_decode
+from dsa_engine.options.kinds import CAPTURE_SIZES, DTYPE, DTYPE_ALIASES, FOLDER, FRACTION, GIB, MODEL, PARALLEL, SIZE
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
@@ -33,45 +29,6 @@ Kernels = Literal["checked", "triton", "reference"]
 GenerationConfig = Literal["auto", "vllm"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_ds_mla"]  # vLLM's words; the last two are the same here
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
-
-
-def _check_model(name: str, value: Any) -> None:
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be a folder, a hub id or 'demo', not {value!r}")
-
-
-def _check_folder(name: str, value: Any) -> None:
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be the path of a folder, not {value!r}")
-    if not os.fspath(value):
-        raise ValueError(f"{name} must be the path of a folder, not an empty text")
-
-
-_DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM
-
-
-def _check_dtype(name: str, value: Any) -> None:
-    STR.check(name, value)
-    if value != "auto" and value not in DTYPE_NAMES and value not in _DTYPE_ALIASES:
-        raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPE_NAMES)}, not {value!r}")
-
-
-def _check_size(name: str, value: Any) -> None:
-    parse_bytes(value, name)
-
-
-def _check_capture_sizes(name: str, value: Any) -> None:
-    if not isinstance(value, (list, tuple)) or not all(type(size) is int and size > 0 for size in value):
-        raise ValueError(f"{name} must be a list of numbers of requests, each 1 or more, not {value!r}")
-
-
-def _parse_capture_sizes(word: str) -> list[int]:
-    return [] if word == "none" else [int(size) for size in word.split(",")]
-
-
-_CAPTURE_SIZES = Kind(_check_capture_sizes, _parse_capture_sizes, metavar="N,N,…")
-_FRACTION = number(above=0, maximum=1)
-_SIZE = Kind(_check_size, metavar="SIZE")
 
 
 @documented
@@ -84,7 +41,7 @@ class EngineOptions(Options):
     """
 
     model: str | Path = option(
-        Kind(_check_model),
+        MODEL,
         "demo",
         "a Hugging Face folder (config.json, safetensors, tokenizer files); a hub id whose files are in the local "
         'Hugging Face cache; "demo", a small trained model; "demo-random", an untrained one; or, with '
@@ -94,7 +51,7 @@ class EngineOptions(Options):
     )
     _: KW_ONLY
     dtype: str = option(
-        Kind(_check_dtype),
+        DTYPE,
         "auto",
         '"auto" is the checkpoint\'s on CUDA and float32 on a CPU; or "float32", "bfloat16", "float16".',
         help="auto, float32, bfloat16 or float16",
@@ -160,7 +117,7 @@ class EngineOptions(Options):
         help="prefill chunk per rank",
     )
     max_prefill_share: float = option(
-        Kind(_FRACTION, float, metavar="FRACTION"),
+        FRACTION,
         0.5,
         "maximum fraction of prefill steps while any request decodes, in (0, 1]; 1 puts prefill first: best for the "
         "time to first token, worst for the time per token.",
@@ -174,7 +131,7 @@ class EngineOptions(Options):
         help="compute every prompt in full",
     )
     cache_memory: int | str | None = option(
-        _SIZE,
+        SIZE,
         None,
         'bytes of the caches on each rank, or a size such as "4GiB"; default: on CUDA what gpu_memory_utilization '
         "leaves, on a CPU half of what is free, at most 4 GiB.",
@@ -182,41 +139,41 @@ class EngineOptions(Options):
         aliases=("kv_cache_memory_bytes",),
     )
     host_cache_memory: int | str | None = option(
-        _SIZE,
+        SIZE,
         None,
         'bytes of host memory on each rank, or a size such as "200GiB", for pages that leave the device and may be '
         "needed again; default: none.",
         help="size of each rank's host memory for pages that leave the device, e.g. 200GiB; default: none",
     )
     kv_offloading_size: float | None = option(
-        Kind(number(above=0), float, metavar="GIB"),
+        GIB,
         None,
         "vLLM's form of host_cache_memory: GiB of all ranks together.",
         help="vLLM's form of --host-cache-memory: GiB of all ranks together",
     )
     cache_folder: str | Path | None = option(
-        Kind(_check_folder),
+        FOLDER,
         None,
         "a folder for the pages of prompts, which other runs and other processes with the same model use too; every "
         "rank must see the same folder. Default: none.",
         help="a folder for the pages of prompts, for later runs and other processes",
     )
     cache_folder_size: int | str | None = option(
-        _SIZE,
+        SIZE,
         None,
         'maximum size of the cache_folder, such as "500GiB": the least recently used pages are deleted; default: no '
         "limit.",
         help="maximum size of the --cache-folder, e.g. 500GiB; default: no limit",
     )
     gpu_memory_utilization: float = option(
-        Kind(_FRACTION, float, metavar="FRACTION"),
+        FRACTION,
         0.92,
         "fraction of a GPU's memory for weights, activations, workspace and caches together, in (0, 1]; the caches get "
         "the remainder. Without effect if cache_memory is given, and on a CPU.",
         help="fraction of a GPU's memory for everything; caches get the remainder",
     )
     workspace: int | str | None = option(
-        _SIZE,
+        SIZE,
         None,
         "bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.",
         help="size for score tiles; default: 1GiB on CUDA, 256MiB on a CPU",
@@ -236,7 +193,7 @@ class EngineOptions(Options):
         help="no CUDA graphs in decode",
     )
     cudagraph_capture_sizes: list[int] | None = option(
-        _CAPTURE_SIZES,
+        CAPTURE_SIZES,
         None,
         "numbers of requests of a rank, rounded up to powers of two, whose CUDA graphs are captured at the start, for "
         "contexts of every length; others are captured when they first occur, while all requests wait. Default: every "
@@ -307,27 +264,24 @@ class EngineOptions(Options):
         '{"tp_size": 2, "cache_memory": "60GiB"}',
     )
     parallel: ParallelConfig = option(
-        Kind(instance_of(ParallelConfig), parse=None),
+        PARALLEL,
         ParallelConfig,
         "a :class:`dsa_engine.ParallelConfig`: how to use the ranks of a torchrun world.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         if self.kv_cache_dtype == "fp8_ds_mla":
             object.__setattr__(self, "kv_cache_dtype", "fp8")
         if self.speculative_config:
             SpeculativeConfig(**self.speculative_config)
         if self.host_cache_memory is not None and self.kv_offloading_size is not None:
             raise ValueError("host_cache_memory and kv_offloading_size are the same; give one")
-        tiers = [
-            name
-            for name in ("host_cache_memory", "kv_offloading_size", "cache_folder")
-            if getattr(self, name) is not None
-        ]
-        if tiers and not self.enable_prefix_caching:
-            raise ValueError(f"{tiers[0]} needs enable_prefix_caching=True: it holds pages of the prefix cache")
+        tiers = ("host_cache_memory", "kv_offloading_size", "cache_folder")
+        given = [name for name in tiers if getattr(self, name) is not None]
+        if given and not self.enable_prefix_caching:
+            raise ValueError(f"{given[0]} needs enable_prefix_caching=True: it holds pages of the prefix cache")
         if self.cache_folder_size is not None and self.cache_folder is None:
             raise ValueError("cache_folder_size is the size of a cache_folder; give that too, or leave it out")
         if self.decode_options:

@@ -77,7 +77,7 @@ def single(case: dict[str, Any]) -> list[Any]:
 
 def passes(options: dict[str, Any], case: dict[str, Any]) -> list[Any]:
     """The outputs of one process each time that it runs the requests."""
-    run = runpy.run_path(str(Path(__file__).parent / "programs" / "apart_worker.py"))["run"]
+    run = runpy.run_path(str(Path(__file__).parents[1] / "programs" / "apart_worker.py"))["run"]
     with LLM(device="cpu", **options | {"cache_memory": "16MiB"}) as llm:
         return run(llm, case | {"cancelled": 0})["outputs"]
 

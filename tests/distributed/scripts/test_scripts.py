@@ -17,7 +17,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.commands.planner.handover import CheckedHandovers
 from dsa_engine.measure.random_prompt import random_prompt
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
 @pytest.mark.parametrize("layout, imbalance", [("head_tail", 1.0), ("contiguous", 1.75)])

@@ -20,7 +20,7 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LONG = {"prompt": [5, 6], "max_tokens": 900, "ignore_eos": True}
 
 

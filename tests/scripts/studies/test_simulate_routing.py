@@ -14,7 +14,7 @@ from routing_simulation.routers import ROUTERS
 from routing_simulation.simulation import simulate
 from routing_simulation.traffic import BLOCK_TOKENS, Conversation, Traffic, Turn
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "studies" / "simulate_routing.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "studies" / "simulate_routing.py"
 MODEL = ReplicaModel(
     prefill_tokens_per_s=1000, chunk_tokens=1000, decode_step_s=1, decode_request_s=0.5, cached_tokens=4096
 )

@@ -14,7 +14,7 @@ from mla.forms import FORMS, SIZES, AbsorbedMoveElision, MLAForm, MLASize, MLAWe
 from mla.study import MLAStudy, count
 
 SMALL = MLASize(hidden=48, heads=6, q_rank=40, kv_rank=32, nope=24, rope=8, value=20)
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "studies" / "compare_mla.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "studies" / "compare_mla.py"
 
 
 def naive(w: MLAWeights, q_latent: torch.Tensor, angle: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor):

@@ -1,5 +1,5 @@
 """The forms of context parallelism in one process: the layer that they compute, and the formulas. On several ranks:
-``tests/distributed/test_context_parallel.py``."""
+``tests/distributed/scripts/test_context_parallel.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mla.forms import MLASize
 
 TINY = DSASize(MLASize(48, heads=3, q_rank=40, kv_rank=32, nope=24, rope=8, value=20), 12, 16, topk=20)
 CPU = torch.device("cpu")
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "studies" / "compare_context_parallel.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "studies" / "compare_context_parallel.py"
 
 
 def naive(layer: Layer, length: int) -> torch.Tensor:

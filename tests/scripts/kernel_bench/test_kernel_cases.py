@@ -29,7 +29,7 @@ from kernel_cases.inputs import Inputs, Sizes
 from machine_code.compile_counts import counts, renewed
 from machine_code.inspection import SHARED_LIMIT, Inspection, faults, inspect
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 compiles = pytest.mark.skipif(INTERPRETED, reason="nothing can be compiled under TRITON_INTERPRET=1")
 
 

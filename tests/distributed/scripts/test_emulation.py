@@ -46,7 +46,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def worker() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "programs" / "emulation_worker.py")))
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "programs" / "emulation_worker.py")))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_prefill_of_a_true_run(
 ) -> None:
     """The benchmark's counts, with a router in the true run, where shapes depend on the batch alone."""
     report = tmp_path / "out.json"
-    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_prefill.py"
+    script = Path(__file__).resolve().parents[3] / "scripts" / "bench_prefill.py"
     options = ["--model", "demo-random", "--seq-len", 701, "--warmup", 0, "--repeat", 1, "--moe-dispatch", "all_gather"]
     done = fork_ranks(WORLD, script, *options, "--json", report)
     assert done.returncode == 0, done.stderr

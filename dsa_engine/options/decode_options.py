@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsa_engine.options import EngineOptions
+    from dsa_engine.options.engine_options import EngineOptions
 
 # What may differ: nothing that changes a token, a cache row or what callers may ask for.
 _OF_ENGINE = (

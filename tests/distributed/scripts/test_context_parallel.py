@@ -1,6 +1,6 @@
 """The forms of context parallelism on true ranks, by ``compare_context_parallel.py``: what a single process
-computes (which ``tests/scripts/test_context_parallel.py`` compares with the papers'), as many bytes and as much work as
-the formulas say. On two ranks started by DeepSpeed's launcher."""
+computes (which ``tests/scripts/studies/test_context_parallel.py`` compares with the papers'), as many bytes and as much
+work as the formulas say. On two ranks started by DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "studies" / "compare_context_parallel.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "studies" / "compare_context_parallel.py"
 
 
 def check(report: Path, ranks: int, lengths: list[int], forms: tuple[str, ...]) -> None:

@@ -177,7 +177,7 @@ def test_ranks_that_wait_where_no_exception_arises(tmp_path: Path) -> None:
     folder.mkdir()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "programs" / "stuck.py"), str(folder)],
+            [sys.executable, str(Path(__file__).parents[1] / "programs" / "stuck.py"), str(folder)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | where | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", "RANK": str(rank)},
         )

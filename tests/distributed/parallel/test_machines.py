@@ -20,7 +20,7 @@ import emulate_machines
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.measure.random_prompt import random_prompt
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LOADED = "weights loaded on this rank"
 Emulate = Callable[..., "subprocess.CompletedProcess[str]"]
 

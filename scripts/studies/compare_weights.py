@@ -1,7 +1,7 @@
 """Decode of one model stored in several ways, in one process, in turn: time per output token, ratio to the first.
 
 Example:
-    python scripts/compare_weights.py PLAIN INT8 INT4 --input-len 512 --dtype float32
+    python scripts/studies/compare_weights.py PLAIN INT8 INT4 --input-len 512 --dtype float32
 """
 
 from __future__ import annotations

@@ -1,0 +1,49 @@
+"""The chunks of one prefill step, as many as its budgets of tokens and of fetches allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsa_engine.engine.requests.page_ledger import PageLedger
+from dsa_engine.engine.requests.request import Chunk, Fetch, Request
+
+
+class PrefillStep:
+    """A prefill step that is being planned: the requests added first have the first choice of tokens.
+
+    Args:
+        groups: the ranks of each context-parallel group.
+        tokens: maximum number of tokens that a group prefills in the step.
+        ledger: says which pages a request has to fetch first.
+        least_computed: fewest tokens of a request's last chunk.
+
+    Attributes:
+        chunks: those of the requests so far.
+    """
+
+    def __init__(self, groups: Sequence[range], tokens: int, ledger: PageLedger, least_computed: int):
+        self.chunks: list[Chunk] = []
+        self._groups, self._ledger, self._least_computed = groups, ledger, least_computed
+        self._budget = [tokens] * len(groups)  # tokens that each group can still prefill
+
+    def has_room(self, group: int) -> bool:
+        """Whether a group can prefill more tokens."""
+        return self._budget[group] > 0
+
+    def add(self, request: Request) -> None:
+        """Adds a request's chunk; none if no tokens and no fetches are left for it."""
+        start, ranks = request.num_computed_tokens, self._groups[request.cp_group]
+        fetches: tuple[Fetch, ...] = ()
+        if waiting := list(self._ledger.fetching(request)):
+            fetches = self._ledger.next_fetches(request, [fetch for chunk in self.chunks for fetch in chunk.fetches])
+            if len(fetches) < len(waiting):
+                if fetches:
+                    self.chunks.append(Chunk(request, start, 0, ranks, fetches=fetches))
+                return
+        remaining = request.num_prefill_tokens - start
+        length = min(remaining, self._budget[request.cp_group])
+        if 0 < remaining - length < self._least_computed:
+            length = max(0, remaining - self._least_computed)
+        if length or fetches:
+            self._budget[request.cp_group] -= length
+            self.chunks.append(Chunk(request, start, length, ranks, fetches=fetches))

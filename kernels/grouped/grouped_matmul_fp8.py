@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3
+from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
 from dsa_engine.kernels.grouped.tiles import Tiles, fitting, launch_grouped
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -27,13 +27,15 @@ _BLOCK = tl.constexpr(BLOCK)
 def block_products(
     x_at, x_scale_at, rows_inside, weight_at, weight_scale_at, begin, end, inner, to_up_scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, GATED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr = False, CONVERTS: tl.constexpr = False,
 ):  # fmt: skip
     """Sums a tile over the blocks ``begin`` … ``end - 1`` of the inner dimension: float32 ``[ROWS, COLUMNS]``, or with
     SWAPPED ``[COLUMNS, ROWS]``, as a warpgroup's products have 64 rows and few columns.
 
     ``x_at [ROWS, 128]``, ``x_scale_at [ROWS]``, ``weight_at [COLUMNS, 128]`` and ``weight_scale_at`` point to what
     belongs to block ``begin``; all COLUMNS lie in one block of the weight. WHOLE: the last block is not partial. GATED:
-    columns are in turns of two weights, the scales of the second ``to_up_scale`` after those of the first.
+    columns are in turns of two weights, the scales of the second ``to_up_scale`` after those of the first. Without
+    ``x_scale_at`` x holds numbers, which are quantised here, as :func:`.e4m3.quantize_tile` says.
     """
     depth = tl.arange(0, _BLOCK)
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
@@ -48,7 +50,12 @@ def block_products(
             mask &= remaining
             weight_tile = tl.load(weight_at, mask=remaining, other=0.0)
         x_tile = tl.load(x_at, mask=mask, other=0.0)
-        scale = tl.load(x_scale_at, mask=rows_inside, other=0.0)
+        if x_scale_at is None:
+            code, row_scale = quantize_tile(x_tile.to(tl.float32), POWER_OF_TWO, CONVERTS)
+            x_tile, scale = code.to(tl.float8e4nv, bitcast=True), tl.reshape(row_scale, (ROWS,))
+        else:
+            scale = tl.load(x_scale_at, mask=rows_inside, other=0.0)
+            x_scale_at += 1
         weight_scale = tl.load(weight_scale_at)
         if GATED and SWAPPED:
             total += tl.dot(weight_tile, tl.trans(x_tile)) * scale[None, :] * weight_scale[:, None]
@@ -61,7 +68,6 @@ def block_products(
         else:
             total += tl.dot(x_tile, tl.trans(weight_tile)) * (scale * weight_scale)[:, None]
         x_at += _BLOCK
-        x_scale_at += 1
         weight_at += _BLOCK
         weight_scale_at += 1
     return total

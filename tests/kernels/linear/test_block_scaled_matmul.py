@@ -10,7 +10,13 @@ import torch
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows
 from dsa_engine.kernels.linear import block_scaled_matmul as module
-from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_linear, splits_for
+from dsa_engine.kernels.linear.block_scaled_matmul import (
+    QUANTISED_ROWS,
+    block_scaled_linear,
+    block_scaled_matmul_triton,
+    splits_for,
+)
+from dsa_engine.kernels.runtime.launch import runs_triton
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -49,6 +55,25 @@ def test_against_float64(
     y = block_scaled_linear(x, weight, scale, power_of_two=power_of_two)
     assert y.shape == (rows, out) and y.dtype == dtype
     assert relative_error(y, naive(x, weight, scale, power_of_two)) < bound
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("rows, out, inner", [(1, 70, 300), (16, 260, 96), (3, 8, 1200)])
+def test_rows_that_the_product_quantises(
+    rows: int, out: int, inner: int, power_of_two: bool, dtype: torch.dtype, device: str
+) -> None:
+    """The same bits as codes and scales made before; also from rows that lie apart, and of zeros."""
+    if not runs_triton(torch.empty(0, device=device)):
+        pytest.skip("the kernel runs on CUDA or in Triton's interpreter")
+    x = spread(rows, inner + 16, seed=0).to(device, dtype)[:, :inner]
+    x[-1, : inner // 2] = 0
+    weight, scale = (t.to(device) for t in quantize_blocks(spread(out, inner, seed=1), (128, 128)))
+    once = block_scaled_matmul_triton(x, None, weight, scale, dtype, power_of_two)
+    codes = quantize_rows(x, 128, power_of_two)
+    assert once.any() and torch.equal(once, block_scaled_matmul_triton(*codes, weight, scale, dtype))
+    assert rows <= QUANTISED_ROWS and torch.equal(
+        once, block_scaled_linear(x, weight, scale, power_of_two=power_of_two)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 17, 70])

@@ -65,12 +65,13 @@ def block_scaled_matmul_reference(
 
 @triton.jit
 def block_scaled_matmul_kernel(
-    x, x_scale, weight, weight_scale, out, rows, width, inner, x_stride, split_stride,
+    x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x_stride, part_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile [ROWS, COLUMNS] a program; with several programs along the second axis of the grid each sums a part of the
-    inner dimension, into its own matrix, ``split_stride`` elements apart. Without ``x_scale`` x holds numbers."""
+    """A tile [ROWS, COLUMNS] a program. With ``parts [splits, rows, width]`` there are ``splits`` along the second axis
+    of the grid, each of which sums a part of the inner dimension into its own matrix; the last to finish of those of a
+    tile adds them. Without ``x_scale`` x holds numbers."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(width, COLUMNS)
     row_tile, column_tile = banded(tl.program_id(0), row_tiles, column_tiles, BAND)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -95,19 +96,32 @@ def block_scaled_matmul_kernel(
     if SWAPPED:
         total = tl.trans(total)
     column = start + tl.arange(0, COLUMNS)[None, :]
-    out += tl.program_id(1).to(tl.int64) * split_stride
-    tl.store(out + far_row[:, None] * width + column, total.to(out.dtype.element_ty),
-             mask=inside[:, None] & (column < width))  # fmt: skip
+    at, stored = far_row[:, None] * width + column, inside[:, None] & (column < width)
+    if parts is None:
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
+    else:
+        splits = tl.num_programs(1)
+        tl.store(parts + tl.program_id(1).to(tl.int64) * part_stride + at, total, mask=stored)
+        tl.debug_barrier()  # one thread counts, after the stores of all
+        # It acquires and releases: the last program sees what all others have stored.
+        if tl.atomic_add(finished + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == splits - 1:
+            total = _added(parts + at, stored, splits, part_stride, ROWS, COLUMNS)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
+            tl.store(finished + tl.program_id(0), 0)  # for the next product
 
 
 @triton.jit
-def sum_parts_kernel(parts, out, count, splits, SIZE: tl.constexpr):
-    """Adds ``splits`` matrices of ``count`` elements, in order."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    total = tl.zeros((SIZE,), tl.float32)
-    for split in range(splits):
-        total += tl.load(parts + split * count + at, mask=at < count, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
+def _added(part_at, stored, splits, part_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of a tile's parts, ``part_stride`` elements apart, in order. Small ones are loaded together."""
+    together: tl.constexpr = 8 if ROWS <= 16 else 1
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, splits, together):
+        for split in tl.static_range(together):
+            # Not masked beyond the last: the compiler would load one after another.
+            number = tl.minimum(first + split, splits - 1).to(tl.int64)
+            part = tl.load(part_at + number * part_stride, mask=stored, other=0.0)
+            total += tl.where(first + split < splits, part, 0.0)
+    return total
 
 
 # By capability: the first with room for the rows is taken, else the last. Few rows: reading the weights takes the
@@ -133,9 +147,18 @@ def splits_for(tiles: int, blocks: int, resident: int) -> int:
     return max(1, min(resident // tiles, blocks // 4))
 
 
+def no_program_finished(like: torch.Tensor) -> torch.Tensor:
+    """Zeros int32, in which the programs of a product on the device of ``like`` are counted that share a tile's sum.
+
+    A product leaves zeros there. Products that may run at the same time need their own.
+    """
+    resident = max(tiles.resident for tiles in config_for(_CONFIGS, like))
+    return torch.zeros(resident * multiprocessors(like) // 2, dtype=torch.int32, device=like.device)
+
+
 def block_scaled_matmul_triton(
     x: torch.Tensor, x_scale: torch.Tensor | None, weight: torch.Tensor, weight_scale: torch.Tensor,
-    dtype: torch.dtype, power_of_two: bool = False,
+    dtype: torch.dtype, power_of_two: bool = False, finished: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The kernel; ``[R, out]`` in ``dtype``. Results do not depend on how many rows are multiplied at once, as far as
     these take the same tiles.
@@ -150,14 +173,14 @@ def block_scaled_matmul_triton(
     tiles = tiles_for(x, rows)
     count = cdiv(rows, tiles.rows) * cdiv(width, tiles.columns)
     splits = splits_for(count, cdiv(inner, BLOCK), tiles.resident * multiprocessors(x))
-    into = out if splits == 1 else torch.empty(splits, rows, width, device=x.device)
+    parts = None if splits == 1 else torch.empty(splits, rows, width, device=x.device)
+    if parts is not None and finished is None:
+        finished = no_program_finished(x)
     block_scaled_matmul_kernel[(count, splits)](
-        x, x_scale, weight, weight_scale, into, rows, width, inner, x.stride(0), rows * width,
+        x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x.stride(0), rows * width,
         ROWS=tiles.rows, COLUMNS=tiles.columns, WHOLE=inner % BLOCK == 0, SWAPPED=tiles.swapped, BAND=16,
         POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(x), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    if splits > 1:
-        sum_parts_kernel[(cdiv(out.numel(), 1024),)](into, out, out.numel(), splits, SIZE=1024, num_warps=4)
     return out
 
 
@@ -174,6 +197,7 @@ def block_scaled_linear(
     *,
     power_of_two: bool = False,
     weight_power_of_two: bool = False,
+    finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A linear layer in FP8: quantises its input 1 × 128 and multiplies.
 
@@ -186,6 +210,7 @@ def block_scaled_linear(
         weight_scale: ``[ceil(out / 128), ceil(in / 128)]`` float32, contiguous.
         power_of_two: round the scales of ``x`` up to powers of two.
         weight_power_of_two: the scales of the weight are known to be powers of two, which some libraries need.
+        finished: :func:`no_program_finished`, if it is kept between calls; else it costs a launch.
 
     Returns:
         ``[..., out]`` in x's dtype, rounded once.
@@ -202,13 +227,13 @@ def block_scaled_linear(
         library = library_product(x.device, power_of_two and weight_power_of_two)
     if ours and len(rows) <= QUANTISED_ROWS:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out = block_scaled_matmul_triton(rows, None, weight, weight_scale, x.dtype, power_of_two)
+        out = block_scaled_matmul_triton(rows, None, weight, weight_scale, x.dtype, power_of_two, finished)
     else:
         codes, scales = quantize_rows(rows, BLOCK, power_of_two)
         if library is not None:
             out = library(codes, scales, weight, weight_scale)
         elif ours:
-            out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype)
+            out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype, finished=finished)
         else:
             out = block_scaled_matmul_reference(codes, scales, weight, weight_scale).to(x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])

@@ -78,7 +78,7 @@ def multiply_block_scaled_tile(
     x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    x_scale, weight, weight_scale = operands
+    x_scale, x_scale_stride, weight, weight_scale = operands
     WHOLE: tl.constexpr = CONSTANTS[0]
     SWAPPED: tl.constexpr = CONSTANTS[1]
     blocks, row_blocks = tl.cdiv(inner, _BLOCK), tl.cdiv(width, _BLOCK)
@@ -87,7 +87,7 @@ def multiply_block_scaled_tile(
     if GATED:
         group *= 2  # gate, then up
     total = block_products(
-        x + source_row[:, None] * x_stride + depth, x_scale + source_row * blocks, inside,
+        x + source_row[:, None] * x_stride + depth, x_scale + source_row * x_scale_stride, inside,
         weight + weight_row[:, None] * inner + depth, weight_scale + (group * row_blocks + start // _BLOCK) * blocks,
         0, blocks, inner, row_blocks * blocks, ROWS, COLUMNS, WHOLE, SWAPPED, GATED,
     )  # fmt: skip
@@ -98,16 +98,16 @@ def multiply_block_scaled_tile(
 
 @triton.jit
 def block_scaled_experts_kernel(
-    x, source, row_ends, x_scale, weight, weight_scale, out_scale, out, x_stride, width, inner, groups,
+    x, source, row_ends, x_scale, x_scale_stride, weight, weight_scale, out_scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """With ``out_scale`` the result is quantised into ``out``."""
     multiply_groups(
-        x, source, row_ends, (x_scale, weight, weight_scale), out, out_scale, x_stride, width, inner, groups,
-        multiply_block_scaled_tile, (WHOLE, SWAPPED, POWER_OF_TWO, CONVERTS), GATHER, GATED, ROWS, COLUMNS, BAND,
-        GROUPS_PAD,
+        x, source, row_ends, (x_scale, x_scale_stride, weight, weight_scale), out, out_scale, x_stride, width, inner,
+        groups, multiply_block_scaled_tile, (WHOLE, SWAPPED, POWER_OF_TWO, CONVERTS), GATHER, GATED, ROWS, COLUMNS,
+        BAND, GROUPS_PAD,
     )  # fmt: skip
 
 
@@ -134,9 +134,10 @@ def _launch(
     gated = out_scale is not None
     tiles = fitting(config_for(_GATED if gated else _PLAIN, x), expected / len(row_ends))
     launch_grouped(
-        block_scaled_experts_kernel, tiles, x, source, row_ends, (x_scale, weight, weight_scale, out_scale),
-        out.view(torch.uint8) if gated else out, gated=gated, WHOLE=x.shape[1] % BLOCK == 0, SWAPPED=tiles.swapped,
-        POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(x),
+        block_scaled_experts_kernel, tiles, x, source, row_ends,
+        (x_scale, x_scale.stride(0), weight, weight_scale, out_scale), out.view(torch.uint8) if gated else out,
+        gated=gated, WHOLE=x.shape[1] % BLOCK == 0, SWAPPED=tiles.swapped, POWER_OF_TWO=power_of_two,
+        CONVERTS=converts_e4m3(x),
     )  # fmt: skip
 
 
@@ -147,7 +148,7 @@ def gate_and_up(
     """The kernel's first product: gathered rows by gate and up, gated, quantised.
 
     Args:
-        x, x_scale: codes ``[S, in]`` and scales ``[S, ceil(in / 128)]``.
+        x, x_scale: codes ``[S, in]`` and scales ``[S, ceil(in / 128)]``, with any row strides.
         source: int32 ``[R]``, the row of ``x`` that each row is made from.
         row_ends: int32 ``[groups]``, the index after the last row of each group.
         weight, weight_scale: ``[groups, 2, width, in]`` codes and ``[groups, 2, …]`` scales.

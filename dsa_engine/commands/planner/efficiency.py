@@ -54,9 +54,9 @@ _KERNELS = {
     TOP_K: _Counts.same(3),
     "sparse flash attention": _Counts.same(2),
     "MLA epilog": _Counts(3, 3, 4, 5),
-    "dense MLP": _Counts(3, 3, 5, 6),
+    "dense MLP": _Counts(3, 3, 5, 7),
     "MoE gate": _Counts(4, 5, 5, 4),  # with those that quantise, pack and unpack tokens
-    "MoE experts": _Counts(4, 4, 4, 5),
+    "MoE experts": _Counts(4, 4, 4, 6),
     "MoE shared": _Counts(3, 3, 5, 7),
     "MoE combine": _Counts.same(1),
     "LM head": _Counts.same(2),

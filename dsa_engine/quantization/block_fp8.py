@@ -17,7 +17,12 @@ from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.kernels.linear.block_scaled_libraries import are_powers_of_two, library_product, packs_scales
-from dsa_engine.kernels.linear.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
+from dsa_engine.kernels.linear.block_scaled_matmul import (
+    BLOCK,
+    block_scaled_linear,
+    multiplies_fp8,
+    no_program_finished,
+)
 from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts, quantize_tokens, quantized_words
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
@@ -65,6 +70,7 @@ class BlockFP8Linear(Linear):
         self.weight = torch.empty(sum(rows), columns, dtype=FP8, device=device)
         self.scale = torch.empty(blocks_of(sum(rows)), blocks_of(columns), device=device)
         self.tensors = (self.weight, self.scale)
+        self._finished = no_program_finished(self.weight)
         self.sources = []
         pieces = self.weight.split(rows), self.scale.split([blocks_of(n) for n in rows])
         for part, codes, scales in zip(parts, *pieces, strict=True):
@@ -77,7 +83,7 @@ class BlockFP8Linear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         powers = {"power_of_two": self._power_of_two, "weight_power_of_two": self._weight_power_of_two}
-        return block_scaled_linear(x, self.weight, self.scale, **powers)
+        return block_scaled_linear(x, self.weight, self.scale, finished=self._finished, **powers)
 
     def dequantized(self) -> torch.Tensor:
         return dequantize_blocks(self.weight, self.scale, (BLOCK, BLOCK), dtype=self._dtype)

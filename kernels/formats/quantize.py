@@ -56,7 +56,7 @@ def quantize_rows_reference(values: torch.Tensor, block: int, power_of_two: bool
 
 @triton.jit(do_not_specialize=["count"])
 def quantize_rows_kernel(
-    x, codes, scales, count, x_stride,
+    x, codes, scales, count, x_stride, code_stride, scale_stride,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
@@ -70,18 +70,25 @@ def quantize_rows_kernel(
         inside &= column < WIDTH
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     code, scale = quantize_tile(values.to(tl.float32), POWER_OF_TWO, CONVERTS)
-    tl.store(codes + row * WIDTH + column, code, mask=inside)
-    tl.store(scales + block, scale, mask=known)
+    tl.store(codes + row * code_stride + column, code, mask=inside)
+    tl.store(scales + row * scale_stride + block % per_row, scale, mask=known)
 
 
-def _numbers(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+def _numbers(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor] | None) -> list[torch.Tensor] | None:
+    if result is None:  # before the call there are none
+        return None
     codes, scales = result
     return [codes.float() * scales.repeat_interleave(given["block"], dim=-1)[..., : codes.shape[-1]]]
 
 
-@operation(decoded=_numbers)
+@operation(writes=("codes", "scales"), decoded=_numbers)
 def quantize_rows(
-    values: torch.Tensor, block: int = 128, power_of_two: bool = False
+    values: torch.Tensor,
+    block: int = 128,
+    power_of_two: bool = False,
+    *,
+    codes: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises ``values [..., width]``, each run of ``block`` values by its own scale.
 
@@ -89,26 +96,34 @@ def quantize_rows(
         values: bfloat16, float16 or float32; the last dimension contiguous.
         block: a power of two. Where it does not divide the width, the last block of a row is narrower.
         power_of_two: round scales up to powers of two (``scale_fmt: ue8m0`` in released configurations).
+        codes, scales: memory for the results of a matrix ``values``, the elements of a row side by side; default: new.
 
     Returns:
-        float8_e4m3fn, shaped like ``values``, and float32 scales ``[..., ceil(width / block)]``; both contiguous.
+        float8_e4m3fn, shaped like ``values``, and float32 scales ``[..., ceil(width / block)]``; contiguous where new.
 
     Raises:
-        ValueError: a block that is no power of two.
+        ValueError: a block that is no power of two, or memory of other shapes.
     """
     width = values.shape[-1]
     if block < 1 or block & (block - 1):
         raise ValueError(f"the block must be a power of two, not {block}")
+    shape = (*values.shape[:-1], cdiv(width, block))
+    if codes is not None and scales is not None and (codes.shape, scales.shape) != (values.shape, shape):
+        raise ValueError(f"codes {list(codes.shape)} and scales {list(scales.shape)} do not fit {list(values.shape)}")
     if not runs_triton(values):
-        return quantize_rows_reference(values, block, power_of_two)
-    per_row = cdiv(width, block)
-    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
-    scales = torch.empty(*values.shape[:-1], per_row, dtype=torch.float32, device=values.device)
+        made = quantize_rows_reference(values, block, power_of_two)
+        if codes is None or scales is None:
+            return made
+        return codes.copy_(made[0]), scales.copy_(made[1])
+    if codes is None or scales is None:
+        codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
+        scales = torch.empty(shape, dtype=torch.float32, device=values.device)
     rows = values if values.dim() == 2 and values.stride(1) == 1 else values.contiguous().view(-1, width)
     if scales.numel():
         blocks = max(1, _TILE // block)
         quantize_rows_kernel[(cdiv(scales.numel(), blocks),)](
             rows, codes.view(torch.uint8), scales, scales.numel(), rows.stride(0),
+            codes.view(-1, width).stride(0), scales.view(-1, shape[-1]).stride(0),
             WIDTH=width, SIZE=block, BLOCKS=blocks,
             POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(values), num_warps=_WARPS,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3
+from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
 from dsa_engine.kernels.grouped.tiles import Tiles, fitting, launch_grouped
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -27,13 +27,15 @@ _BLOCK = tl.constexpr(BLOCK)
 def block_products(
     x_at, x_scale_at, rows_inside, weight_at, weight_scale_at, begin, end, inner, to_up_scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, GATED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr = False, CONVERTS: tl.constexpr = False,
 ):  # fmt: skip
     """Sums a tile over the blocks ``begin`` … ``end - 1`` of the inner dimension: float32 ``[ROWS, COLUMNS]``, or with
     SWAPPED ``[COLUMNS, ROWS]``, as a warpgroup's products have 64 rows and few columns.
 
     ``x_at [ROWS, 128]``, ``x_scale_at [ROWS]``, ``weight_at [COLUMNS, 128]`` and ``weight_scale_at`` point to what
     belongs to block ``begin``; all COLUMNS lie in one block of the weight. WHOLE: the last block is not partial. GATED:
-    columns are in turns of two weights, the scales of the second ``to_up_scale`` after those of the first.
+    columns are in turns of two weights, the scales of the second ``to_up_scale`` after those of the first. Without
+    ``x_scale_at`` x holds numbers, which are quantised here, as :func:`.e4m3.quantize_tile` says.
     """
     depth = tl.arange(0, _BLOCK)
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
@@ -48,7 +50,12 @@ def block_products(
             mask &= remaining
             weight_tile = tl.load(weight_at, mask=remaining, other=0.0)
         x_tile = tl.load(x_at, mask=mask, other=0.0)
-        scale = tl.load(x_scale_at, mask=rows_inside, other=0.0)
+        if x_scale_at is None:
+            code, row_scale = quantize_tile(x_tile.to(tl.float32), POWER_OF_TWO, CONVERTS)
+            x_tile, scale = code.to(tl.float8e4nv, bitcast=True), tl.reshape(row_scale, (ROWS,))
+        else:
+            scale = tl.load(x_scale_at, mask=rows_inside, other=0.0)
+            x_scale_at += 1
         weight_scale = tl.load(weight_scale_at)
         if GATED and SWAPPED:
             total += tl.dot(weight_tile, tl.trans(x_tile)) * scale[None, :] * weight_scale[:, None]
@@ -61,7 +68,6 @@ def block_products(
         else:
             total += tl.dot(x_tile, tl.trans(weight_tile)) * (scale * weight_scale)[:, None]
         x_at += _BLOCK
-        x_scale_at += 1
         weight_at += _BLOCK
         weight_scale_at += 1
     return total
@@ -72,7 +78,7 @@ def multiply_block_scaled_tile(
     x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    x_scale, weight, weight_scale = operands
+    x_scale, x_scale_stride, weight, weight_scale = operands
     WHOLE: tl.constexpr = CONSTANTS[0]
     SWAPPED: tl.constexpr = CONSTANTS[1]
     blocks, row_blocks = tl.cdiv(inner, _BLOCK), tl.cdiv(width, _BLOCK)
@@ -81,7 +87,7 @@ def multiply_block_scaled_tile(
     if GATED:
         group *= 2  # gate, then up
     total = block_products(
-        x + source_row[:, None] * x_stride + depth, x_scale + source_row * blocks, inside,
+        x + source_row[:, None] * x_stride + depth, x_scale + source_row * x_scale_stride, inside,
         weight + weight_row[:, None] * inner + depth, weight_scale + (group * row_blocks + start // _BLOCK) * blocks,
         0, blocks, inner, row_blocks * blocks, ROWS, COLUMNS, WHOLE, SWAPPED, GATED,
     )  # fmt: skip
@@ -92,16 +98,16 @@ def multiply_block_scaled_tile(
 
 @triton.jit
 def block_scaled_experts_kernel(
-    x, source, row_ends, x_scale, weight, weight_scale, out_scale, out, x_stride, width, inner, groups,
+    x, source, row_ends, x_scale, x_scale_stride, weight, weight_scale, out_scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """With ``out_scale`` the result is quantised into ``out``."""
     multiply_groups(
-        x, source, row_ends, (x_scale, weight, weight_scale), out, out_scale, x_stride, width, inner, groups,
-        multiply_block_scaled_tile, (WHOLE, SWAPPED, POWER_OF_TWO, CONVERTS), GATHER, GATED, ROWS, COLUMNS, BAND,
-        GROUPS_PAD,
+        x, source, row_ends, (x_scale, x_scale_stride, weight, weight_scale), out, out_scale, x_stride, width, inner,
+        groups, multiply_block_scaled_tile, (WHOLE, SWAPPED, POWER_OF_TWO, CONVERTS), GATHER, GATED, ROWS, COLUMNS,
+        BAND, GROUPS_PAD,
     )  # fmt: skip
 
 
@@ -128,9 +134,10 @@ def _launch(
     gated = out_scale is not None
     tiles = fitting(config_for(_GATED if gated else _PLAIN, x), expected / len(row_ends))
     launch_grouped(
-        block_scaled_experts_kernel, tiles, x, source, row_ends, (x_scale, weight, weight_scale, out_scale),
-        out.view(torch.uint8) if gated else out, gated=gated, WHOLE=x.shape[1] % BLOCK == 0, SWAPPED=tiles.swapped,
-        POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(x),
+        block_scaled_experts_kernel, tiles, x, source, row_ends,
+        (x_scale, x_scale.stride(0), weight, weight_scale, out_scale), out.view(torch.uint8) if gated else out,
+        gated=gated, WHOLE=x.shape[1] % BLOCK == 0, SWAPPED=tiles.swapped, POWER_OF_TWO=power_of_two,
+        CONVERTS=converts_e4m3(x),
     )  # fmt: skip
 
 
@@ -141,7 +148,7 @@ def gate_and_up(
     """The kernel's first product: gathered rows by gate and up, gated, quantised.
 
     Args:
-        x, x_scale: codes ``[S, in]`` and scales ``[S, ceil(in / 128)]``.
+        x, x_scale: codes ``[S, in]`` and scales ``[S, ceil(in / 128)]``, with any row strides.
         source: int32 ``[R]``, the row of ``x`` that each row is made from.
         row_ends: int32 ``[groups]``, the index after the last row of each group.
         weight, weight_scale: ``[groups, 2, width, in]`` codes and ``[groups, 2, …]`` scales.

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.formats.e4m3 import converts_e4m3
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.formats.quantize import quantize_rows
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import BLOCK, block_products
@@ -33,6 +34,11 @@ _BLOCK = tl.constexpr(BLOCK)
 # Largest number of rows whose time is that of reading the weights: they take our kernel, where many programs share a
 # sum.
 FEW_ROWS = 64
+
+# Largest number of rows that each program of our kernel quantises for itself: those of the smallest tile. More rows are
+# quantised once, by a kernel of their own: by each program they would be read in 16 bits, half as many bytes as the
+# weight or more.
+QUANTISED_ROWS = 16
 
 # Elements of a weight that the reference expands at a time: 16 MiB in float32.
 _REFERENCE_ELEMENTS = 1 << 22
@@ -59,11 +65,13 @@ def block_scaled_matmul_reference(
 
 @triton.jit
 def block_scaled_matmul_kernel(
-    x, x_scale, weight, weight_scale, out, rows, width, inner, x_stride, split_stride,
+    x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x_stride, part_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile [ROWS, COLUMNS] a program; with several programs along the second axis of the grid each sums a part of the
-    inner dimension, into its own matrix, ``split_stride`` elements apart."""
+    """A tile [ROWS, COLUMNS] a program. With ``parts [splits, rows, width]`` there are ``splits`` along the second axis
+    of the grid, each of which sums a part of the inner dimension into its own matrix; the last to finish of those of a
+    tile adds them. Without ``x_scale`` x holds numbers."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(width, COLUMNS)
     row_tile, column_tile = banded(tl.program_id(0), row_tiles, column_tiles, BAND)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -77,36 +85,52 @@ def block_scaled_matmul_kernel(
     # Columns beyond the last repeat it and are not stored: weights need no mask there.
     weight_row = tl.minimum(start + tl.arange(0, COLUMNS), width - 1).to(tl.int64)
     depth = begin * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    x_scale_at = None
+    if x_scale is not None:
+        x_scale_at = x_scale + far_row * blocks + begin
     total = block_products(
-        x + far_row[:, None] * x_stride + depth, x_scale + far_row * blocks + begin, inside,
+        x + far_row[:, None] * x_stride + depth, x_scale_at, inside,
         weight + weight_row[:, None] * inner + depth, weight_scale + start // _BLOCK * blocks + begin,
-        begin, end, inner, 0, ROWS, COLUMNS, WHOLE, SWAPPED, False,
+        begin, end, inner, 0, ROWS, COLUMNS, WHOLE, SWAPPED, False, POWER_OF_TWO, CONVERTS,
     )  # fmt: skip
     if SWAPPED:
         total = tl.trans(total)
     column = start + tl.arange(0, COLUMNS)[None, :]
-    out += tl.program_id(1).to(tl.int64) * split_stride
-    tl.store(out + far_row[:, None] * width + column, total.to(out.dtype.element_ty),
-             mask=inside[:, None] & (column < width))  # fmt: skip
+    at, stored = far_row[:, None] * width + column, inside[:, None] & (column < width)
+    if parts is None:
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
+    else:
+        splits = tl.num_programs(1)
+        tl.store(parts + tl.program_id(1).to(tl.int64) * part_stride + at, total, mask=stored)
+        tl.debug_barrier()  # one thread counts, after the stores of all
+        # It acquires and releases: the last program sees what all others have stored.
+        if tl.atomic_add(finished + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == splits - 1:
+            total = _added(parts + at, stored, splits, part_stride, ROWS, COLUMNS)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
+            tl.store(finished + tl.program_id(0), 0)  # for the next product
 
 
 @triton.jit
-def sum_parts_kernel(parts, out, count, splits, SIZE: tl.constexpr):
-    """Adds ``splits`` matrices of ``count`` elements, in order."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    total = tl.zeros((SIZE,), tl.float32)
-    for split in range(splits):
-        total += tl.load(parts + split * count + at, mask=at < count, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
+def _added(part_at, stored, splits, part_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of a tile's parts, ``part_stride`` elements apart, in order. Small ones are loaded together."""
+    together: tl.constexpr = 8 if ROWS <= 16 else 1
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, splits, together):
+        for split in tl.static_range(together):
+            # Not masked beyond the last: the compiler would load one after another.
+            number = tl.minimum(first + split, splits - 1).to(tl.int64)
+            part = tl.load(part_at + number * part_stride, mask=stored, other=0.0)
+            total += tl.where(first + split < splits, part, 0.0)
+    return total
 
 
 # By capability: the first with room for the rows is taken, else the last. Few rows: reading the weights takes the
-# time, and each program has 48 KB of them in flight. Many: a block's sum and the whole sum are both in
+# time, and a multiprocessor has 96 KB of them in flight. Many: a block's sum and the whole sum are both in
 # registers, so tiles are half of what bfloat16 takes.
 # Compiled for sm_90 and sm_100 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
     89: (Tiles(16, 64, 128, 4, 3, 3), Tiles(64, 128, 128, 8, 3, 1)),
-    90: (Tiles(16, 128, 128, 4, 4, 3, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 128, 8, 4, 1)),
+    90: (Tiles(16, 128, 128, 4, 3, 3, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 128, 8, 4, 1)),
 }
 _CONFIGS[120] = _CONFIGS[89]  # products by single warps, and 99 KB of shared memory
 
@@ -123,11 +147,25 @@ def splits_for(tiles: int, blocks: int, resident: int) -> int:
     return max(1, min(resident // tiles, blocks // 4))
 
 
+def no_program_finished(like: torch.Tensor) -> torch.Tensor:
+    """Zeros int32, in which the programs of a product on the device of ``like`` are counted that share a tile's sum.
+
+    A product leaves zeros there. Products that may run at the same time need their own.
+    """
+    resident = max(tiles.resident for tiles in config_for(_CONFIGS, like))
+    return torch.zeros(resident * multiprocessors(like) // 2, dtype=torch.int32, device=like.device)
+
+
 def block_scaled_matmul_triton(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+    x: torch.Tensor, x_scale: torch.Tensor | None, weight: torch.Tensor, weight_scale: torch.Tensor,
+    dtype: torch.dtype, power_of_two: bool = False, finished: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The kernel; ``[R, out]`` in ``dtype``. Results do not depend on how many rows are multiplied at once, as far as
-    these take the same tiles."""
+    these take the same tiles.
+
+    Without ``x_scale`` x holds numbers, and each program quantises its rows as :func:`~.formats.quantize.quantize_rows`
+    does: to the same bits.
+    """
     (rows, inner), width = x.shape, weight.shape[0]
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
     if not out.numel():
@@ -135,14 +173,14 @@ def block_scaled_matmul_triton(
     tiles = tiles_for(x, rows)
     count = cdiv(rows, tiles.rows) * cdiv(width, tiles.columns)
     splits = splits_for(count, cdiv(inner, BLOCK), tiles.resident * multiprocessors(x))
-    into = out if splits == 1 else torch.empty(splits, rows, width, device=x.device)
+    parts = None if splits == 1 else torch.empty(splits, rows, width, device=x.device)
+    if parts is not None and finished is None:
+        finished = no_program_finished(x)
     block_scaled_matmul_kernel[(count, splits)](
-        x, x_scale, weight, weight_scale, into, rows, width, inner, x.stride(0), rows * width,
+        x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x.stride(0), rows * width,
         ROWS=tiles.rows, COLUMNS=tiles.columns, WHOLE=inner % BLOCK == 0, SWAPPED=tiles.swapped, BAND=16,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(x), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    if splits > 1:
-        sum_parts_kernel[(cdiv(out.numel(), 1024),)](into, out, out.numel(), splits, SIZE=1024, num_warps=4)
     return out
 
 
@@ -159,11 +197,12 @@ def block_scaled_linear(
     *,
     power_of_two: bool = False,
     weight_power_of_two: bool = False,
+    finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A linear layer in FP8: quantises its input 1 × 128 and multiplies.
 
     On CUDA many rows of bfloat16 are multiplied by DeepGEMM or PyTorch where they can (:mod:`.block_scaled_libraries`),
-    all others by the kernel here.
+    all others by the kernel here, which quantises few rows itself.
 
     Args:
         x: ``[..., in]``, any floating dtype.
@@ -171,6 +210,7 @@ def block_scaled_linear(
         weight_scale: ``[ceil(out / 128), ceil(in / 128)]`` float32, contiguous.
         power_of_two: round the scales of ``x`` up to powers of two.
         weight_power_of_two: the scales of the weight are known to be powers of two, which some libraries need.
+        finished: :func:`no_program_finished`, if it is kept between calls; else it costs a launch.
 
     Returns:
         ``[..., out]`` in x's dtype, rounded once.
@@ -182,16 +222,20 @@ def block_scaled_linear(
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
     rows = x.reshape(-1, x.shape[-1])
-    codes, scales = quantize_rows(rows, BLOCK, power_of_two)
-    library = None
+    ours, library = runs_triton(x), None
     if len(rows) > FEW_ROWS and takes(x, weight, x.dtype):
         library = library_product(x.device, power_of_two and weight_power_of_two)
-    if library is not None:
-        out = library(codes, scales, weight, weight_scale)
-    elif runs_triton(x):
-        out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype)
+    if ours and len(rows) <= QUANTISED_ROWS:
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = block_scaled_matmul_triton(rows, None, weight, weight_scale, x.dtype, power_of_two, finished)
     else:
-        out = block_scaled_matmul_reference(codes, scales, weight, weight_scale).to(x.dtype)
+        codes, scales = quantize_rows(rows, BLOCK, power_of_two)
+        if library is not None:
+            out = library(codes, scales, weight, weight_scale)
+        elif ours:
+            out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype, finished=finished)
+        else:
+            out = block_scaled_matmul_reference(codes, scales, weight, weight_scale).to(x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

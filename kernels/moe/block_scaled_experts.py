@@ -31,8 +31,11 @@ def quantized_words(hidden: int) -> int | None:
 def quantize_tokens(tokens: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     """Quantises tokens ``[T, hidden]`` as the experts do, with the scales of a token beside its codes: int32
     ``[T, quantized_words(hidden)]``, so that they travel as one row."""
-    codes, scales = quantize_rows(tokens, BLOCK, power_of_two)
-    return torch.cat((codes.view(torch.int32), scales.view(torch.int32)), dim=1)
+    count, hidden = tokens.shape
+    words = torch.empty(count, hidden // 4 + cdiv(hidden, BLOCK), dtype=torch.int32, device=tokens.device)
+    codes, scales = codes_and_scales(words, hidden)
+    quantize_rows(tokens, BLOCK, power_of_two, codes=codes, scales=scales)
+    return words
 
 
 def codes_and_scales(words: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +118,7 @@ def block_scaled_experts(
     def mlp(order: Order, expected: float) -> torch.Tensor:
         codes, scales = codes_and_scales(x, hidden) if words else quantize_rows(x, BLOCK, power_of_two)
         gated = gate_and_up(
-            codes, scales.contiguous(), order.tokens, order.row_ends, gate_up, gate_up_scale, power_of_two=power_of_two,
+            codes, scales, order.tokens, order.row_ends, gate_up, gate_up_scale, power_of_two=power_of_two,
             expected=expected,
         )  # fmt: skip
         return grouped_product(*gated, order.row_ends, down, down_scale, dtype, expected)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dsa_engine.commands.planner.devices import Device
 from dsa_engine.measure.ceilings import Ceilings
@@ -26,24 +26,41 @@ class Efficiency(NamedTuple):
     fixed: float  # seconds of a layer's pass through it, independent of its size
 
 
-# Kernels of a layer's stage in a decode step, with 16-bit and with 8-bit products: these also quantise their inputs and
-# add the parts of a sum. Counted on a fake device (tests/engine/test_fake_cuda.py).
 TOP_K = "top-k"  # a part of the measured "lightning indexer", predicted apart
+
+Products = Literal["plain", "fp8", "fp8_many", "int8"]
+
+
+class _Counts(NamedTuple):
+    """Kernels of a layer's stage in a decode step, by the products of linear layers and experts: with 16-bit operands;
+    in FP8, whose kernel quantises few rows itself; in FP8 of more rows; in INT8."""
+
+    plain: int
+    fp8: int
+    fp8_many: int
+    int8: int
+
+    @classmethod
+    def same(cls, count: int) -> _Counts:
+        return cls(count, count, count, count)
+
+
+# Counted on a fake device (tests/engine/test_fake_cuda.py).
 _KERNELS = {
-    "embedding": (1, 1),
-    "MLA prolog": (8, 14),
-    "indexer prolog": (5, 9),
-    "lightning indexer": (1, 1),
-    TOP_K: (3, 3),
-    "sparse flash attention": (2, 2),
-    "MLA epilog": (3, 5),
-    "dense MLP": (3, 6),
-    "MoE gate": (4, 4),  # with those that pack and unpack tokens
-    "MoE experts": (4, 5),
-    "MoE shared": (3, 7),
-    "MoE combine": (1, 1),
-    "LM head": (2, 2),
-    "other": (27, 27),
+    "embedding": _Counts.same(1),
+    "MLA prolog": _Counts(8, 8, 11, 14),
+    "indexer prolog": _Counts(5, 5, 7, 9),
+    "lightning indexer": _Counts.same(1),
+    TOP_K: _Counts.same(3),
+    "sparse flash attention": _Counts.same(2),
+    "MLA epilog": _Counts(3, 3, 4, 5),
+    "dense MLP": _Counts(3, 3, 5, 7),
+    "MoE gate": _Counts(4, 5, 5, 4),  # with those that quantise, pack and unpack tokens
+    "MoE experts": _Counts(4, 4, 4, 6),
+    "MoE shared": _Counts(3, 3, 5, 7),
+    "MoE combine": _Counts.same(1),
+    "LM head": _Counts.same(2),
+    "other": _Counts.same(27),
 }
 
 # Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200.
@@ -109,18 +126,18 @@ class Efficiencies:
     ):
         self._stages, self.source, self._kernels, self._measured = stages, source, kernels, measured
 
-    def of(self, phase: str, stage: str, narrow: bool = False, eager: bool = False) -> Efficiency:
+    def of(self, phase: str, stage: str, products: Products = "plain", eager: bool = False) -> Efficiency:
         """The efficiency of a stage in "prefill" or "decode".
 
         Args:
-            narrow: its products have 8-bit inputs.
+            products: those of linear layers.
             eager: a decode step without a CUDA graph.
         """
         known = self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
         if stage not in _KERNELS or self.has_measured(phase, stage):
             return known
         launch = self._kernels.eager if eager else self._kernels.launch
-        return known._replace(fixed=_KERNELS[stage][narrow] * launch)
+        return known._replace(fixed=getattr(_KERNELS[stage], products) * launch)
 
     def has_measured(self, phase: str, stage: str) -> bool:
         return (phase, stage) in self._measured
@@ -130,9 +147,9 @@ class Efficiencies:
         """Estimates for this project's kernels."""
         stages = {}
         for phase, compute in (("prefill", of.prefill), ("decode", of.decode)):
-            for name, (kernels, _) in _KERNELS.items():
+            for name, kernels in _KERNELS.items():
                 of_memory = _MEMORY.get(name, _COPY)
-                stages[(phase, name)] = Efficiency(compute.get(name, _PRODUCT), of_memory, kernels * of.launch)
+                stages[(phase, name)] = Efficiency(compute.get(name, _PRODUCT), of_memory, kernels.plain * of.launch)
         return cls(stages, of.source, of)
 
     @classmethod

@@ -14,10 +14,12 @@ from dsa_engine.commands.planner.efficiency import (
     PREFETCHED,
     TOP_K,
     Efficiencies,
+    Products,
     stage_seconds,
 )
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.kernels.linear.block_scaled_matmul import QUANTISED_ROWS
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.batch_schedule import COMBINE, DISPATCH, Exchange, LayerTimes, schedule
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, halved_prefill_plans, prefill_plans
@@ -140,7 +142,8 @@ def predict_prefill(placed: Placed, reached: Efficiencies, tokens: int, prompts:
         own, everyone = sum(step.ranks[0].rows for step in steps), sum(sum(p.rows for p in s.ranks) for s in steps)
         dispatch = placed.exchange.method(how.dispatch, own / len(steps))
         work = _prefill_work(placed.costs, cut, number, how.drafts, groups)
-        stages = _timed("prefill", placed, reached, placed.dispatched(work, own, groups * everyone, dispatch))
+        work = placed.dispatched(work, own, groups * everyone, dispatch)
+        stages = _timed("prefill", placed, reached, work, own / len(steps))
         last = steps[-1] if number == len(plans) - 1 else None
         sizes = Counter((s.ranks[0].rows, max(plan.rows for plan in s.ranks), s is last) for s in steps)
         exchange = Exchange()
@@ -180,7 +183,7 @@ def predict_decode(
         dispatch = placed.exchange.method(how.dispatch, rows, static=True)
         work = placed.dispatched(placed.costs.verification(part), rows, all_rows, dispatch)
         exchange = placed.exchange.of(dispatch, rows)
-        stages = _timed("decode", placed, reached, work, eager=dispatch != "all_gather")
+        stages = _timed("decode", placed, reached, work, rows, eager=dispatch != "all_gather")
         if how.prefetch_weights and len(parts) == 1:
             _prefetch(stages, placed, reached, exchange.combine)
         _communicate(stages, placed, rows, 0, rows)
@@ -209,7 +212,7 @@ def _prefetch(stages: dict[str, StageTime], placed: Placed, reached: Efficiencie
 
 def _drafting(placed: Placed, reached: Efficiencies, step: Decode) -> dict[str, StageTime]:
     """The passes that draft, each one MoE layer and a head, in one batch."""
-    stages = _timed("decode", placed, reached, placed.costs.drafting(step))
+    stages = _timed("decode", placed, reached, placed.costs.drafting(step), step.requests * (1 + step.drafts))
     layers = placed.config.num_hidden_layers
     for number in range(step.drafts):
         rows = step.requests * (1 + step.drafts if number == 0 else 1)
@@ -271,16 +274,26 @@ def _passed(placed: Placed, batches: list[_Batch]) -> dict[str, StageTime]:
 
 
 def _timed(
-    phase: str, placed: Placed, reached: Efficiencies, work: Stages, eager: bool = False
+    phase: str, placed: Placed, reached: Efficiencies, work: Stages, rows: float, eager: bool = False
 ) -> dict[str, StageTime]:
+    """The stages of passes over ``rows`` rows each."""
     stages = {}
     if not reached.has_measured(phase, "lightning indexer"):
         work = _top_k_apart(placed.config, work)
-    narrow = placed.costs.formats.narrow_linear
     for name, one in work.items():
-        seconds, limit = stage_seconds(one, placed.device, reached.of(phase, name, narrow, eager))
+        products = _products(placed, rows * placed.how.tp_size if name == "MLA epilog" else rows)
+        seconds, limit = stage_seconds(one, placed.device, reached.of(phase, name, products, eager))
         stages[name] = StageTime(seconds, 0.0, limit)
     return stages
+
+
+def _products(placed: Placed, rows: float) -> Products:
+    """The products of linear layers over so many rows."""
+    if not placed.costs.formats.narrow_linear:
+        return "plain"
+    if placed.how.weights != "fp8":
+        return "int8"
+    return "fp8" if rows <= QUANTISED_ROWS else "fp8_many"
 
 
 def _top_k_apart(config: ModelConfig, work: Stages) -> Stages:

@@ -15,6 +15,7 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     block_scaled_linear,
     block_scaled_matmul_reference,
     block_scaled_matmul_triton,
+    no_program_finished,
 )
 from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
@@ -31,7 +32,7 @@ LAYERS = {"q_a": (1536, 7168), "q_b": (24576, 1536), "o": (7168, 16384)}
 
 
 def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
-    for tokens in (sizes.tokens, *sizes.batches[1:3]):
+    for tokens in (sizes.tokens, *sizes.batches[:3]):
         for name, shape in LAYERS.items():
             yield _linear(make, tokens, name, *shape)
             yield _product(make, tokens, name, *shape)
@@ -47,11 +48,11 @@ def _scales(make: Inputs, *shape: int) -> torch.Tensor:
 
 def _linear(make: Inputs, tokens: int, name: str, out: int, inner: int) -> KernelCase:
     x, weight, scale = make.normal(tokens, inner), make.fp8(out, inner), _scales(make, out, inner)
-    plain = make.normal(out, inner)
+    plain, finished = make.normal(out, inner), no_program_finished(x)
     return KernelCase(
         f"FP8 linear layer {name}, input quantised",
         shape=f"{tokens} x {inner} x {out}",
-        run=lambda: block_scaled_linear(x, weight, scale, power_of_two=True),
+        run=lambda: block_scaled_linear(x, weight, scale, power_of_two=True, finished=finished),
         flops=2.0 * tokens * out * inner,
         bytes=float(x.nbytes + weight.nbytes + tokens * out * x.element_size()),
         baselines={"torch in the run's dtype": lambda: F.linear(x, plain)},

@@ -139,3 +139,20 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
 def test_bad_blocks(block: int) -> None:
     with pytest.raises(ValueError, match=f"must be a power of two, not {block}"):
         quantize_rows(torch.ones(2, 192), block)
+
+
+@pytest.mark.parametrize("shape, block", [((5, 300), 128), ((70, 256), 128), ((0, 8), 4)])
+def test_given_memory(shape: tuple[int, int], block: int, dtype: torch.dtype, device: str) -> None:
+    """The same codes and scales, side by side in wider rows, of which nothing else is written."""
+    g = torch.Generator().manual_seed(0)
+    x, (count, width) = torch.randn(shape, generator=g).to(dtype).to(device), shape
+    wanted = quantize_rows(x, block)
+    codes = torch.zeros(count, width + 16, dtype=torch.uint8, device=device)
+    scales = torch.zeros(count, wanted[1].shape[1] + 3, device=device)
+    into = codes.view(torch.float8_e4m3fn)[:, 8:-8], scales[:, 1:-2]
+    for got, same, new in zip(quantize_rows(x, block, codes=into[0], scales=into[1]), into, wanted, strict=True):
+        assert got.data_ptr() == same.data_ptr() and torch.equal(got.float(), new.float())
+    edges = codes[:, :8], codes[:, -8:], scales[:, :1], scales[:, -2:]
+    assert not any(edge.any() for edge in edges)
+    with pytest.raises(ValueError, match="do not fit"):
+        quantize_rows(x, block, codes=into[0][:, 1:], scales=into[1])

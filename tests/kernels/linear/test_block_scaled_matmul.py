@@ -10,9 +10,17 @@ import torch
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows
 from dsa_engine.kernels.linear import block_scaled_matmul as module
-from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_linear, splits_for
+from dsa_engine.kernels.linear.block_scaled_matmul import (
+    QUANTISED_ROWS,
+    block_scaled_linear,
+    block_scaled_matmul_triton,
+    no_program_finished,
+    splits_for,
+)
+from dsa_engine.kernels.runtime.launch import runs_triton
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
+SPLITS = 9  # one more than are loaded together
 
 
 def spread(*shape: int, seed: int) -> torch.Tensor:
@@ -49,6 +57,48 @@ def test_against_float64(
     y = block_scaled_linear(x, weight, scale, power_of_two=power_of_two)
     assert y.shape == (rows, out) and y.dtype == dtype
     assert relative_error(y, naive(x, weight, scale, power_of_two)) < bound
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("rows, out, inner", [(1, 70, 300), (16, 260, 96), (3, 8, 1200)])
+def test_rows_that_the_product_quantises(
+    rows: int, out: int, inner: int, power_of_two: bool, dtype: torch.dtype, device: str
+) -> None:
+    """The same bits as codes and scales made before; also from rows that lie apart, and of zeros."""
+    if not runs_triton(torch.empty(0, device=device)):
+        pytest.skip("the kernel runs on CUDA or in Triton's interpreter")
+    x = spread(rows, inner + 16, seed=0).to(device, dtype)[:, :inner]
+    x[-1, : inner // 2] = 0
+    weight, scale = (t.to(device) for t in quantize_blocks(spread(out, inner, seed=1), (128, 128)))
+    once = block_scaled_matmul_triton(x, None, weight, scale, dtype, power_of_two)
+    codes = quantize_rows(x, 128, power_of_two)
+    assert once.any() and torch.equal(once, block_scaled_matmul_triton(*codes, weight, scale, dtype))
+    assert rows <= QUANTISED_ROWS and torch.equal(
+        once, block_scaled_linear(x, weight, scale, power_of_two=power_of_two)
+    )
+
+
+@pytest.mark.parametrize("rows, out", [(5, 140), (20, 70)])
+def test_programs_that_share_a_sum(
+    rows: int, out: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last to finish adds the parts, in order: the same bits as those of products over a part each, added after.
+    It leaves the counts as they were, for products of other sizes."""
+    if not runs_triton(torch.empty(0, device=device)):
+        pytest.skip("the kernel runs on CUDA or in Triton's interpreter")
+    weight, scale = (t.to(device) for t in quantize_blocks(spread(out, 1200, seed=1), (128, 128)))
+    x, x_scale = quantize_rows(spread(rows, 1200, seed=0).to(device), 128)
+    finished, blocks = no_program_finished(x), scale.shape[1]
+    monkeypatch.setattr(module, "splits_for", lambda *_: SPLITS)
+    shared = [block_scaled_matmul_triton(x, x_scale, weight, scale, dtype, finished=finished) for _ in range(2)]
+    monkeypatch.setattr(module, "splits_for", lambda *_: 1)
+    total = torch.zeros(rows, out, device=device)
+    bounds = [blocks * split // SPLITS for split in range(SPLITS + 1)]
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        columns, part = slice(128 * first, 128 * last), slice(first, last)
+        operands = (x[:, columns], x_scale[:, part], weight[:, columns], scale[:, part])
+        total += block_scaled_matmul_triton(*(t.contiguous() for t in operands), torch.float32)
+    assert total.any() and all(torch.equal(once, total.to(dtype)) for once in shared) and not finished.any()
 
 
 @pytest.mark.parametrize("rows", [1, 17, 70])

@@ -79,6 +79,8 @@ def test_tokens_that_were_quantised_before_they_travelled(hidden: int, power_of_
     """The same bits, read from packed rows; these have the bytes that are counted without them."""
     x, experts, weights, *stored = (one.to(device) for one in problem(9, 2, hidden, 96, elsewhere=0.3))
     words = quantize_tokens(x, power_of_two)
+    codes, scales = quantize_rows(x, 128, power_of_two)
+    assert torch.equal(words, torch.cat((codes.view(torch.int32), scales.view(torch.int32)), dim=1))
     assert words.shape[1] == quantized_words(hidden) == quantized_bytes(hidden) // 4
     packed = pack_tokens(words, experts, weights)
     assert packed.shape[1] * 4 == RowBytes.of(quantized_bytes(hidden), 2).there

@@ -1,7 +1,7 @@
 """A record of a rank's collectives: bytes, order, and the times at which each begins and is waited for.
 
 What a side stream does is recorded too: a *task* of it begins where the main stream starts it, and ends where the main
-stream waits for it. On a CPU a task runs in parts among the main work, and its events say so.
+stream waits for it. On a CPU a task runs in parts among the main work, and its events say so. No task starts another.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ class CollectiveLog:
     def part(self, task: int) -> Iterator[None]:
         """What runs inside is a part of a task."""
         self._moment("enter", task)
-        yield
-        self._moment("leave", task)
+        try:
+            yield
+        finally:
+            self._moment("leave", task)
 
     def join(self, task: int) -> None:
         """The main stream waits for a task."""

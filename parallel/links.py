@@ -42,7 +42,8 @@ class Transfer(NamedTuple):
         return max(map(sum, self))
 
     def plus(self, other: Transfer) -> Transfer:
-        """The same with the seconds of another one in addition."""
+        """The same with the latency and the bytes of another one in addition: as long as both, one after the other, if
+        the same kind of link bounds them, and else less."""
         return Transfer(*((a + c, b + d) for (a, b), (c, d) in zip(self, other, strict=True)))
 
     def scaled(self, factor: float) -> Transfer:

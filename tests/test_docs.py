@@ -15,7 +15,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from dsa_engine.cli import COMMANDS, main
-from dsa_engine.commands.planner.devices import DEVICES
+from dsa_engine.commands.planner.prediction.devices import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

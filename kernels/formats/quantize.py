@@ -102,12 +102,14 @@ def quantize_rows(
         float8_e4m3fn, shaped like ``values``, and float32 scales ``[..., ceil(width / block)]``; contiguous where new.
 
     Raises:
-        ValueError: a block that is no power of two, or memory of other shapes.
+        ValueError: a block that is no power of two, memory of other shapes, or for one of the results only.
     """
     width = values.shape[-1]
     if block < 1 or block & (block - 1):
         raise ValueError(f"the block must be a power of two, not {block}")
     shape = (*values.shape[:-1], cdiv(width, block))
+    if (codes is None) != (scales is None):
+        raise ValueError("codes and scales are given both or neither")
     if codes is not None and scales is not None and (codes.shape, scales.shape) != (values.shape, shape):
         raise ValueError(f"codes {list(codes.shape)} and scales {list(scales.shape)} do not fit {list(values.shape)}")
     if not runs_triton(values):

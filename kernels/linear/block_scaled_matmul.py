@@ -153,6 +153,7 @@ def no_program_finished(like: torch.Tensor) -> torch.Tensor:
     A product leaves zeros there. Products that may run at the same time need their own.
     """
     resident = max(tiles.resident for tiles in config_for(_CONFIGS, like))
+    # A sum has several parts only if two programs of each tile are resident at once (splits_for).
     return torch.zeros(resident * multiprocessors(like) // 2, dtype=torch.int32, device=like.device)
 
 

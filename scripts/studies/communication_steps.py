@@ -18,10 +18,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dsa_engine.arguments import add_json_argument, argument_parser, run
-from dsa_engine.commands.planner.deployment import Deployment, Placed
-from dsa_engine.commands.planner.devices import DEVICES
-from dsa_engine.commands.planner.efficiency import TOP_K, Efficiencies
-from dsa_engine.commands.planner.predict import COMBINE, DISPATCH, SLOWED, StageTime, predict_decode, predict_prefill
+from dsa_engine.commands.planner.prediction.deployment import Deployment, Placed
+from dsa_engine.commands.planner.prediction.devices import DEVICES
+from dsa_engine.commands.planner.prediction.efficiency import TOP_K, Efficiencies
+from dsa_engine.commands.planner.prediction.predict import (
+    COMBINE,
+    DISPATCH,
+    SLOWED,
+    StageTime,
+    predict_decode,
+    predict_prefill,
+)
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine

@@ -82,3 +82,11 @@ class TestOnCuda:
             assert device.reached[0][1] == 1
             second()
             assert device.reached[0][1] == 2
+
+    def test_memory_of_the_main_stream_is_used_after_what_that_has_done(self) -> None:
+        with FakeDevice():
+            torch.zeros(4, device=CUDA)  # freed at once
+            early, late = torch.empty(4, device=CUDA), torch.empty(4, device=CUDA)
+            with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="stream 0 may still use"):
+                early.zero_()
+            SideStream(CUDA).run(late.zero_, late)()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsa_engine.commands.planner.choices import AXES, CACHES, DISPATCH_DTYPES, DISPATCHES, DRAFTS, WEIGHTS
-from dsa_engine.commands.planner.devices import DEVICES
+from dsa_engine.commands.planner.prediction.devices import DEVICES
 from dsa_engine.config.released import RELEASED_CONFIGS
 
 

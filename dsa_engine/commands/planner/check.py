@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
-from dsa_engine.commands.planner.devices import DEVICES
-from dsa_engine.commands.planner.efficiency import Efficiencies, Entry, stage_seconds
+from dsa_engine.commands.planner.prediction.devices import DEVICES
+from dsa_engine.commands.planner.prediction.efficiency import Efficiencies, Entry, stage_seconds
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks

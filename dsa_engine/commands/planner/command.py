@@ -10,10 +10,10 @@ from typing import Any
 from dsa_engine.arguments import json_object
 from dsa_engine.commands.planner.check import Check
 from dsa_engine.commands.planner.choices import AXES
-from dsa_engine.commands.planner.devices import DEVICES, Device, device_named
-from dsa_engine.commands.planner.efficiency import Efficiencies, read_measured
 from dsa_engine.commands.planner.handover import CheckedHandovers
 from dsa_engine.commands.planner.plan import CannotCut, Demand, NothingFits, demand_json
+from dsa_engine.commands.planner.prediction.devices import DEVICES, Device, device_named
+from dsa_engine.commands.planner.prediction.efficiency import Efficiencies, read_measured
 from dsa_engine.commands.planner.published import POINTS, published_table
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.commands.planner.sweep import plot_sweep, sweep, sweep_json, sweep_table

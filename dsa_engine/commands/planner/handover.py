@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.commands.planner.deployment import Placed
-from dsa_engine.commands.planner.predict import Prefill
+from dsa_engine.commands.planner.prediction.deployment import Placed
+from dsa_engine.commands.planner.prediction.predicted import Prefill
 from dsa_engine.config.model import DTYPES
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.handover import Handover, handover_of, seconds_of_steps

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsa_engine.commands.planner.choices import DRAFTS
-from dsa_engine.commands.planner.deployment import Deployment
-from dsa_engine.commands.planner.predict import DecodeStep, Prefill
+from dsa_engine.commands.planner.prediction.deployment import Deployment
+from dsa_engine.commands.planner.prediction.predicted import DecodeStep, Prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.costs.handover import Handover
 

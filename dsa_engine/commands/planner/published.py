@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsa_engine.commands.planner.deployment import Deployment, Placed
-from dsa_engine.commands.planner.devices import DEVICES
-from dsa_engine.commands.planner.efficiency import Efficiencies
-from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
+from dsa_engine.commands.planner.prediction.deployment import Deployment, Placed
+from dsa_engine.commands.planner.prediction.devices import DEVICES
+from dsa_engine.commands.planner.prediction.efficiency import Efficiencies
+from dsa_engine.commands.planner.prediction.predict import predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.measure.report import format_table

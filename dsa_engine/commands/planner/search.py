@@ -8,12 +8,13 @@ from functools import lru_cache
 from typing import Any
 
 from dsa_engine.commands.planner.choices import CACHES, DISPATCHES, DRAFTS, WEIGHTS
-from dsa_engine.commands.planner.deployment import Deployment, Placed
-from dsa_engine.commands.planner.devices import Device
-from dsa_engine.commands.planner.efficiency import Efficiencies
 from dsa_engine.commands.planner.handover import predict_handover
 from dsa_engine.commands.planner.plan import NEAR, CannotCut, Demand, DeploymentPlan, NothingFits
-from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
+from dsa_engine.commands.planner.prediction.deployment import Deployment, Placed
+from dsa_engine.commands.planner.prediction.devices import Device
+from dsa_engine.commands.planner.prediction.efficiency import Efficiencies
+from dsa_engine.commands.planner.prediction.predict import predict_decode, predict_prefill
+from dsa_engine.commands.planner.prediction.predicted import DecodeStep, Prefill
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.runtime.integers import cdiv
 

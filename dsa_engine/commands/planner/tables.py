@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment
 from dsa_engine.commands.planner.plan import ASSUMED_ACCEPTANCE, DRAFTS, NEAR, Demand, DeploymentPlan, NothingFits
-from dsa_engine.commands.planner.predict import StageTime
+from dsa_engine.commands.planner.prediction.deployment import UTILIZATION, Deployment
+from dsa_engine.commands.planner.prediction.stages import StageTime
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.measure.report import format_table
 from dsa_engine.system.sizes import format_bytes

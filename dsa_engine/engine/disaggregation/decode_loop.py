@@ -193,8 +193,8 @@ class DecodeLoop(SideLoop):
         super()._hand_over(sampled)
 
     def _return(self) -> None:
-        """Sends preempted requests back. All their tokens have been read: a step that preempts a request does not
-        compute it, and reads the step before."""
+        """Sends preempted requests back. Their tokens have been read, or with drafts under way forgotten: a step that
+        preempts a request does not compute it, and reads the step before."""
         for request in self._scheduler.returned:
             del self._requests[request.id]
             self.tell(Back(request.id))

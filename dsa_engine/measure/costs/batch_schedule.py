@@ -170,8 +170,10 @@ class _Program:
         self._ends[batch] = [Wait(end, reason)]
 
     def _starts(self, kind: str, legs: Mapping[str, Transfer]) -> Iterator[Start]:
-        """The transfers there are. Counts and tokens have communicators of their own."""
+        """The transfers there are. Along rails and inside machines, counts and tokens have communicators of their own;
+        that of all ranks carries both."""
         for name, leg in legs.items():
             if leg != _NO_TRANSFER:
                 self._started += 1
-                yield Start(self._started, leg, (kind, name), self._started)
+                communicator = name if name == "everyone" else (kind, name)
+                yield Start(self._started, leg, communicator, self._started)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsa_engine.commands.planner.devices import DEVICES
+from dsa_engine.commands.planner.prediction.devices import DEVICES
 
 SHARED_BYTES = 128  # read or written per cycle
 ISSUED = 4  # warp instructions per cycle

@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.commands.planner import exchange
-from dsa_engine.commands.planner.deployment import Deployment, Placed, stored
-from dsa_engine.commands.planner.devices import DEVICES
-from dsa_engine.commands.planner.efficiency import Efficiencies, Efficiency, Entry, read_measured, stage_seconds
 from dsa_engine.commands.planner.handover import predict_handover
 from dsa_engine.commands.planner.plan import Demand
-from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
+from dsa_engine.commands.planner.prediction import exchange
+from dsa_engine.commands.planner.prediction.deployment import Deployment, Placed, stored
+from dsa_engine.commands.planner.prediction.devices import DEVICES
+from dsa_engine.commands.planner.prediction.efficiency import (
+    Efficiencies,
+    Efficiency,
+    Entry,
+    read_measured,
+    stage_seconds,
+)
+from dsa_engine.commands.planner.prediction.predict import predict_decode, predict_prefill
 from dsa_engine.commands.planner.published import POINTS
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.commands.planner.tables import print_plan

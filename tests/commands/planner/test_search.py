@@ -11,11 +11,11 @@ import pytest
 
 from dsa_engine.cli import main
 from dsa_engine.commands.planner.choices import DISPATCHES
-from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment, Placed
-from dsa_engine.commands.planner.devices import DEVICES, device_named
-from dsa_engine.commands.planner.efficiency import Efficiencies
 from dsa_engine.commands.planner.plan import NEAR, CannotCut, Demand, NothingFits
-from dsa_engine.commands.planner.predict import predict_prefill
+from dsa_engine.commands.planner.prediction.deployment import UTILIZATION, Deployment, Placed
+from dsa_engine.commands.planner.prediction.devices import DEVICES, device_named
+from dsa_engine.commands.planner.prediction.efficiency import Efficiencies
+from dsa_engine.commands.planner.prediction.predict import predict_prefill
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.commands.planner.tables import print_plan
 from dsa_engine.config.model import ModelConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dsa_engine.commands.planner.devices import Device
-from dsa_engine.commands.planner.exchange import ExpertExchange, even_seconds
+from dsa_engine.commands.planner.prediction.devices import Device
+from dsa_engine.commands.planner.prediction.exchange import ExpertExchange, even_seconds
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8

@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dsa_engine.commands.planner.devices import Device
+from dsa_engine.commands.planner.prediction.devices import Device
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.work import Stages, Work
 

@@ -50,6 +50,9 @@ class Transfer(NamedTuple):
         return Transfer(*((latency * factor, load * factor) for latency, load in self))
 
 
+NO_TRANSFER = Transfer()
+
+
 @dataclass(frozen=True)
 class Link:
     """Link from one rank to others, in each direction."""

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
@@ -110,6 +111,19 @@ def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
         yield launch
         server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def rank_results(fork_ranks: Launch) -> Callable[..., list[Any]]:
+    """``rank_results(ranks, script, cases, folder)``: what each rank saved, when a script has run the cases."""
+
+    def run(ranks: int, script: str, cases: Any, folder: Path) -> list[Any]:
+        (folder / "cases.json").write_text(json.dumps(cases))
+        done = fork_ranks(ranks, script, folder / "cases.json", folder)
+        assert done.returncode == 0, done.stderr
+        return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.measure.costs.stream_model import Compute, Operation, Reach, Start, Wait, play
-from dsa_engine.parallel.links import Transfer
+from dsa_engine.parallel.links import NO_TRANSFER, Transfer
 
 DISPATCH, COMBINE = "MoE dispatch", "MoE combine"
-_NO_TRANSFER = Transfer()
 
 
 class Legs(NamedTuple):
@@ -173,7 +172,7 @@ class _Program:
         """The transfers there are. Along rails and inside machines, counts and tokens have communicators of their own;
         that of all ranks carries both."""
         for name, leg in legs.items():
-            if leg != _NO_TRANSFER:
+            if leg != NO_TRANSFER:
                 self._started += 1
                 communicator = name if name == "everyone" else (kind, name)
                 yield Start(self._started, leg, communicator, self._started)

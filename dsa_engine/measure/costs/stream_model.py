@@ -16,10 +16,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from dsa_engine.parallel.links import Transfer
+from dsa_engine.parallel.links import NO_TRANSFER, Transfer
 
 _NOTHING = 1e-13  # seconds; what rounding leaves
-_NO_TRANSFER = Transfer()
 
 
 class Compute(NamedTuple):
@@ -200,7 +199,7 @@ class _Device:
         queue = self._queues[communicator]
         while communicator not in self.running and queue and queue[-1] in self._issued:
             start = self._issued.pop(queue.pop())
-            if start.transfer == _NO_TRANSFER:
+            if start.transfer == NO_TRANSFER:
                 self._reach(start.key)
             else:
                 self.running[communicator] = _Running(start)

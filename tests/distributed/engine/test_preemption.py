@@ -6,14 +6,12 @@ All cases of a world size run in one launch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 LENGTHS = [20, 5, 10, 1, 24, 13, 9, 16]
 COUNT = 32
@@ -87,7 +85,7 @@ def test_one_by_one_with_preemption(
     model: Any,
     requests: dict[str, list[Any]],
     alone: list[dict[str, Any]],
-    fork_ranks: Callable[..., Any],
+    rank_results: Callable[..., list[Any]],
     worker: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
@@ -98,10 +96,7 @@ def test_one_by_one_with_preemption(
     if world == 1:
         ranks = [{c["name"]: worker.run_case(c) for c in cases}]
     else:
-        (tmp_path / "cases.json").write_text(json.dumps(cases))
-        done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
-        assert done.returncode == 0, done.stderr
-        ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
+        ranks = rank_results(world, "worker.py", cases, tmp_path)
     for described in cases:
         results = [rank[described["name"]] for rank in ranks]
         first = results[0]

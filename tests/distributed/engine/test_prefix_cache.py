@@ -7,14 +7,12 @@ them. All cases of a world size run in one launch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
@@ -114,7 +112,7 @@ def test_conversations(
     world: int,
     folders: dict[str, str],
     conversations: dict[str, list[dict[str, Any]]],
-    fork_ranks: Callable[..., Any],
+    rank_results: Callable[..., list[Any]],
     tmp_path: Path,
 ) -> None:
     cases = [c | {"folder": folders[c["model"]], "generate": conversations[c["model"]]} for c in CASES[world]]
@@ -122,10 +120,7 @@ def test_conversations(
         described["options"] = options = described["options"] | {"cache_folder": str(tmp_path / "pages")}
         with LLM(described["folder"], **options) as llm:  # one rank writes what several read
             llm.generate(described["generate"][0]["prompts"], SamplingParams(max_tokens=1), use_tqdm=False)
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
+    ranks = rank_results(world, "worker.py", cases, tmp_path)
     for described in cases:
         results = [rank[described["name"]] for rank in ranks]
         first = results[0]

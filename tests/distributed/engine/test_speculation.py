@@ -7,14 +7,12 @@ in one step and accepts nothing; this shows that the module's caches are right.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
@@ -157,7 +155,7 @@ def wanted(
 def test_the_same_tokens(
     world: int,
     wanted: Callable[[str], Wanted],
-    fork_ranks: Callable[..., Any],
+    rank_results: Callable[..., list[Any]],
     worker: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
@@ -168,10 +166,7 @@ def test_the_same_tokens(
     if world == 1:
         ranks = [{c["name"]: worker.run_case(c) for c in cases}]
     else:
-        (tmp_path / "cases.json").write_text(json.dumps(cases))
-        done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
-        assert done.returncode == 0, done.stderr
-        ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
+        ranks = rank_results(world, "worker.py", cases, tmp_path)
     for described in cases:
         name, expected = described["name"], wanted(described["model"])
         count = described["options"]["speculative_config"]["num_speculative_tokens"]

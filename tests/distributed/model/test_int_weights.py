@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +56,7 @@ def cases(
 def test_tokens_do_not_depend_on_ranks(
     world: int,
     stored: dict[str, Path],
-    fork_ranks: Callable[..., Any],
+    rank_results: Callable[..., list[Any]],
     worker: SimpleNamespace,
     random_ids: Callable[..., list[int]],
     tmp_path: Path,
@@ -67,10 +66,7 @@ def test_tokens_do_not_depend_on_ranks(
         {"tp_size": 2, "moe_dispatch": "all_gather", "redundant_experts": 4, "rebalance_every": 2},
     ]
     described = cases(stored, random_ids, parallels)
-    (tmp_path / "cases.json").write_text(json.dumps(described))
-    done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
+    ranks = rank_results(world, "worker.py", described, tmp_path)
     for name, folder in stored.items():
         single = worker.run_case(cases({name: folder}, random_ids, [{}])[0])
         for number in range(len(parallels)):

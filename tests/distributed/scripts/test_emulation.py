@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.llm import LLM
@@ -51,14 +50,10 @@ def worker() -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def truth(
-    fork_ranks: Callable[..., Any], demo_cache: Path, tmp_path_factory: pytest.TempPathFactory
+    rank_results: Callable[..., list[Any]], demo_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """Counts of every rank of one true run, by name of the case."""
-    folder = tmp_path_factory.mktemp("true")
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    done = fork_ranks(WORLD, "emulation_worker.py", folder / "cases.json", folder)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+    return rank_results(WORLD, "emulation_worker.py", CASES, tmp_path_factory.mktemp("true"))
 
 
 @pytest.mark.parametrize("rank", [0, 3])

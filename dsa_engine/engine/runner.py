@@ -58,8 +58,8 @@ class ModelRunner:
         self.graphs = graphs
         self._two_batches = two_batches
         self.num_drafts = 0
-        self.drafter = Drafter(model, cache, self._observed, seed) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
+        self.drafter = Drafter(model, cache, self.observers, seed) if model.mtp else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,7 +74,8 @@ class ModelRunner:
             step = self.graphs.pad(step, self.num_drafts)
         if self._two_batches is not None:
             step = self._two_batches.cut(step, chunks, self._config, layout)
-        self._observed(step)
+        for observer in self.observers:
+            observer(step)
         return step
 
     def _fits_graph(self, step: StepPlan) -> bool:
@@ -83,10 +84,6 @@ class ModelRunner:
         if self.num_drafts == 0:
             return True
         return not self._relaxed and self.drafter is not None and self.drafter.graph.fits(step, self.num_drafts)
-
-    def _observed(self, step: StepPlan) -> None:
-        for observer in self.observers:
-            observer(step)
 
     def runs_ahead(self, plan: StepPlan, before: StepResult) -> bool:
         """Whether this step can be launched without waiting for the device.

@@ -46,7 +46,7 @@ class Drafter:
 
     Args:
         model, cache: the engine's.
-        observe: called with the plan of each pass whose rows are not the step's.
+        observers: each is called with the plan of each pass whose rows are not the step's.
         seed: the engine's, for requests that have no seed.
 
     Attributes:
@@ -55,10 +55,10 @@ class Drafter:
         rule: decides how many drafts are accepted.
     """
 
-    def __init__(self, model: Model, cache: KVCache, observe: Callable[[StepPlan], None], seed: int):
+    def __init__(self, model: Model, cache: KVCache, observers: list[Callable[[StepPlan], None]], seed: int):
         self._mesh = model.runtime.mesh
         self._seed = seed
-        self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, observe)
+        self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, observers)
         self.graph = GraphStep(self.passes, seed)
         self.rule: AcceptanceRule = count_equal
 

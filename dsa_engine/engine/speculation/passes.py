@@ -47,14 +47,14 @@ class Passes(ABC):
 
     Args:
         model, cache: the engine's.
-        observe: is called with the plan of passes whose rows are not those of the step.
+        observers: each is called with the plan of passes whose rows are not those of the step.
     """
 
-    def __init__(self, model: Model, cache: KVCache, observe: Callable[[StepPlan], None]):
+    def __init__(self, model: Model, cache: KVCache, observers: list[Callable[[StepPlan], None]]):
         self.model = model
         self.cache = cache
         self.mesh = model.runtime.mesh
-        self._observe = observe
+        self._observers = observers
 
     @abstractmethod
     def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
@@ -150,7 +150,9 @@ class Passes(ABC):
         max_pages = max(map(len, pages), default=0) + pages_for(2 * width, page_size)
         bucket = Bucket(max(1, *map(len, by_rank)), width, max_pages * page_size)
         selects = self.model.config.has_indexer
-        self._observe(StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket))
+        plan = StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket)
+        for observer in self._observers:
+            observer(plan)
         in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), max_pages)
         columns = upload(ChunkColumns.on_host(own, page_size, width, bucket.requests), self.mesh.device)
         max_visible = [chunk.start + width for chunk in own] + [width] * (bucket.requests - len(own))

@@ -3,6 +3,7 @@ captured, and no later step takes more than was set aside."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,30 @@ def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[...,
             for request in requests:
                 engine.finish(request, "abort")
         assert device.live - before >= 2 * 4 * 8 * 129_280, "counts and biases"
+
+
+def test_no_memory_waits_for_the_garbage_collector(fake_engine: Callable[..., Any]) -> None:
+    """What the largest steps took would otherwise be missing from the caches, and an engine's memory from the next."""
+    sizes = SMALL | {"max_num_batched_tokens": 512, "workspace": "16MiB", "cache_memory": None}
+    params = SamplingParams(presence_penalty=0.1, logit_bias={7: 1.0}, max_tokens=8)
+    gc.collect()
+    gc.disable()
+    try:
+        with FakeDevice(memory=40 * 10**9) as device:
+            engine = fake_engine(device, "deepseek_v32", 1, **sizes, speculative_config={"num_speculative_tokens": 2})
+            add_filled(engine, 2000, params)
+            before = device.live
+            gc.collect()
+            assert device.live == before, "the largest steps have left nothing"
+            engine.step()
+            engine.step()
+            before = device.live
+            gc.collect()
+            assert device.live == before, "steps have left nothing"
+            del engine
+            assert device.live < 1 << 20 < before
+    finally:
+        gc.enable()
 
 
 def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> None:

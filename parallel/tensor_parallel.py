@@ -66,7 +66,7 @@ def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int
     if group.size == 1:
         return project(heads.flatten(1))
     count = heads.shape[0]
-    padded = F.pad(heads, (0, 0, 0, 0, 0, rows - count))
+    padded = F.pad(heads, (0, 0, 0, 0, 0, rows - count)) if count < rows else heads
     by_rank = padded.view(rows, group.size, -1).transpose(0, 1)  # [size, rows, heads / size · dim]
     mine = group.all_to_all(by_rank.reshape(group.size * rows, -1))  # all tokens, this rank's heads
     if not project.scales_whole_rows:

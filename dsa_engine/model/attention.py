@@ -100,33 +100,25 @@ class Attention(Weighted):
         indexer, cache_format = self.indexer, cache.format
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
 
-        # The gather is started first, so that it overlaps with the computation of q.
-        gathering = self._gather_cache_rows(x, batch, cache_format) if batch.gathers else None
+        def index() -> tuple[torch.Tensor, ...]:
+            """The indexer's queries."""
+            if indexer is None or key_pool is None or not batch.sparse_mqa.rows:
+                return ()
+            return indexer.queries(x, q_resid, batch, cache_format)
+
+        # Stages are timed on the main stream: they see only the start of side work and the wait for it. The cache rows
+        # are started first, so that they, or their gather, overlap with the computation of q.
+        store = self._gather_cache_rows if batch.gathers else self._store_cache_rows
+        stored = store(x, batch, cache)
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
-
-        def index() -> tuple[torch.Tensor, ...]:
-            """The indexer's prolog: stores its keys and returns its queries."""
-            if indexer is None or key_pool is None:
-                return ()
-            if gathering is None:
-                indexer.store_keys(x, batch, cache_format, key_pool, batch.slot_mapping)
-            return indexer.queries(x, q_resid, batch, cache_format) if batch.sparse_mqa.rows else ()
-
-        # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
-            indexed = self.streams.indexer.run(index, x, q_resid)
+            indexed = self.streams.beside_queries.run(index, x, q_resid)
         with stage("MLA prolog"):
-            if gathering is None:
-                self._store_latent(x, batch, cache_format, latent_pool, batch.slot_mapping)
             q_mha, q_mqa = self._queries(q_resid, batch)
         with stage("indexer prolog"):
             index_query = indexed()
-        if gathering is not None:
-            with stage("communication"):
-                rows = gathering()
-            with stage("MLA prolog"):
-                self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping, cache_format)
+        stored()
         if cache.sender is not None and not batch.first_half:
             cache.sender.arrive(self.layer)
 
@@ -145,6 +137,23 @@ class Attention(Weighted):
             if overflowing is not None:  # then the logits are NaN too, which ends the row's request
                 attended[batch.first_sparse :].masked_fill_(overflowing[:, None], torch.nan)
             return attended, topk_slots
+
+    def _store_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
+        """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
+        beside, indexer, rows = self.streams.beside_queries, self.indexer, (x, batch, cache.format)
+        latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
+        with stage("MLA prolog"):
+            waits = [beside.run(lambda: self._store_latent(*rows, latent_pool, slots), x)]
+        if indexer is not None and key_pool is not None:
+            with stage("indexer prolog"):
+                waits.append(beside.run(lambda: indexer.store_keys(*rows, key_pool, slots), x))
+
+        def stored() -> None:
+            with stage("indexer prolog"):
+                for wait in waits:
+                    wait()
+
+        return stored
 
     def _store_latent(
         self,
@@ -168,35 +177,32 @@ class Attention(Weighted):
             power_of_two=cache_format.power_of_two,
         )
 
-    def _gather_cache_rows(
-        self, x: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
-    ) -> Callable[[], torch.Tensor]:
+    def _gather_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
-        side. The rows after this rank's tokens are undefined, and their slots are −1."""
+        side; returns a function that waits for them and writes them to the slots of their tokens. The rows after this
+        rank's tokens are undefined, and their slots are −1."""
+        cache_format, latent_pool, key_pool = cache.format, cache.latent[self.layer], cache.index_keys[self.layer]
         tokens, latent, index_key = x.shape[0], cache_format.latent.columns, cache_format.index_key
         width = cache_format.packed_width(index_key=self.indexer is not None)
-        rows = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
+        own = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
-            self._store_latent(x, batch, cache_format, rows[:tokens, :latent])
+            self._store_latent(x, batch, cache_format, own[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
-                self.indexer.store_keys(x, batch, cache_format, rows[:tokens, latent : latent + index_key.columns])
+                self.indexer.store_keys(x, batch, cache_format, own[:tokens, latent : latent + index_key.columns])
         with stage("communication"):
-            return self.runtime.mesh.cp.all_gather_async(rows)
+            gathered = self.runtime.mesh.cp.all_gather_async(own)
 
-    def _store_gathered(
-        self,
-        rows: torch.Tensor,
-        latent_pool: torch.Tensor,
-        key_pool: torch.Tensor | None,
-        slots: torch.Tensor,
-        cache_format: CacheFormat,
-    ) -> None:
-        """Writes gathered rows to the slots of their tokens."""
-        if key_pool is None or cache_format.index_key is None:
-            store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], slots)
-        else:
-            store_cache_rows(latent_pool, key_pool, rows, slots, cache_format.index_key)
+        def stored() -> None:
+            with stage("communication"):
+                rows = gathered()
+            with stage("MLA prolog"):
+                if key_pool is None or index_key is None:
+                    store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], batch.slot_mapping)
+                else:
+                    store_cache_rows(latent_pool, key_pool, rows, batch.slot_mapping, index_key)
+
+        return stored
 
     def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and queries of the other rows with W_UK

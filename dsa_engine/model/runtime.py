@@ -34,7 +34,7 @@ class Streams(NamedTuple):
     """Side streams for work beside the main stream; on a CPU all work runs in order."""
 
     shared_expert: SideStream  # the shared expert, while tokens travel to their experts
-    indexer: SideStream  # the indexer's prolog, beside MLA's
+    beside_queries: SideStream  # cache rows and the indexer's queries, beside MLA's queries
     prefetch: SideStream  # the next layer's weights, while sums travel back
 
     @classmethod

@@ -224,8 +224,9 @@ class EngineOptions(Options):
     overlap_indexer: bool = option(
         BOOL,
         True,
-        "run the indexer's prolog on a separate CUDA stream, beside MLA's; False shows the gain.",
-        help="run the indexer's prolog in order, not beside MLA's",
+        "run the indexer's prolog and the cache rows on a separate CUDA stream, beside MLA's queries; False shows the "
+        "gain.",
+        help="run the indexer's prolog and the cache rows in order, not beside MLA's queries",
     )
     prefetch_weights: bool = option(
         BOOL,

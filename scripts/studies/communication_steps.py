@@ -80,6 +80,8 @@ def steps() -> Iterator[Step]:
         ("+ two batches in prefill", {"two_batches": True}, {}),
         ("+ 64 redundant experts", {"redundant": RANKS}, {"redundant": RANKS}),
         ("+ three drafts", {}, {"drafts": 3}),
+        ("+ cache rows and indexer beside the queries", {}, {"beside_queries": True}),
+        ("+ output projection over 4 ranks, not 8", {}, {"tp_size": 4}),
         ("+ prefetch of weights in decode", {}, {"prefetch_weights": True}),
         ("+ sums in FP8 in prefill", {"combine_dtype": "fp8"}, {}),
     )

@@ -182,6 +182,7 @@ class Planner:
                             combine_dtype=self.fixed.get("combine_dtype", "bfloat16"),
                             prefetch_weights=self.fixed.get("prefetch_weights", False),
                             beside_shared=True,
+                            beside_queries=True,
                             redundant=self.fixed.get("redundant_experts", 0),
                             imbalance=self.fixed.get("imbalance", 1.0),
                         )

@@ -149,6 +149,26 @@ def test_what_each_step_brings(config: ModelConfig) -> None:
     assert mended.weight_bytes - uneven.weight_bytes == pytest.approx(mended.expert_bytes)
 
 
+def test_the_prologs_take_as_long_as_the_longer_stream(config: ModelConfig) -> None:
+    """In a graph only: otherwise the host launches one kernel after the other."""
+    reached, prologs = Efficiencies.assumed(), ("MLA prolog", "indexer prolog")
+    for dispatch, requests in (("all_gather", 64), ("all_gather", 64 * 64), ("all_to_all", 64)):
+        base = Deployment(64, dispatch=dispatch, weights="bfloat16", cache="fp8")
+        alone, beside = (
+            predict_decode(Placed(config, H200, replace(base, beside_queries=on)), reached, requests, 8192, 1.0, 9216)
+            for on in (False, True)
+        )
+        mla, indexer, both = (sum(one.stages[n].computed for n in names) for one, names in (
+            (alone, prologs[:1]), (alone, prologs[1:]), (beside, prologs)
+        ))  # fmt: skip
+        launch = 61 * 3.3e-6
+        work = mla + indexer - (8 + 6) * launch
+        expected = max(mla - 2 * launch, indexer + 2 * launch, work) if dispatch == "all_gather" else mla + indexer
+        assert both == pytest.approx(expected)
+        changed = {n for n, time in alone.stages.items() if time != beside.stages[n]}
+        assert changed == (set(prologs) if dispatch == "all_gather" else set())
+
+
 def test_prefetched_weights_save_what_memory_takes_longer_for(config: ModelConfig) -> None:
     """At most half of L2 in each of 57 layers: less on a device with faster memory, and nothing where none wait."""
     saved = {}

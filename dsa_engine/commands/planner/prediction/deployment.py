@@ -51,6 +51,7 @@ class Deployment:
         combine_dtype: "fp8": sums travel back as codes, except in an all-gather dispatch; or "bfloat16".
         prefetch_weights: in decode, the next layer's first weights come into L2 while sums travel back.
         beside_shared: the shared expert runs beside the dispatch.
+        beside_queries: in decode, cache rows and the indexer's prolog are computed beside MLA's queries.
         two_batches: a step is cut into two halves, and tokens of one travel while the other computes.
         redundant: replicas of experts on all ranks together.
         imbalance: token-expert pairs of the busiest rank over the mean, with these replicas.
@@ -69,6 +70,7 @@ class Deployment:
     combine_dtype: str = "bfloat16"
     prefetch_weights: bool = False
     beside_shared: bool = False
+    beside_queries: bool = False
     two_batches: bool = False
     redundant: int = 0
     imbalance: float = 1.0

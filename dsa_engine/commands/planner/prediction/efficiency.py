@@ -31,7 +31,7 @@ TOP_K = "top-k"  # a part of the measured "lightning indexer", predicted apart
 Products = Literal["plain", "fp8", "fp8_many", "int8"]
 
 
-class _Counts(NamedTuple):
+class Counts(NamedTuple):
     """Kernels of a layer's stage in a decode step, by the products of linear layers and experts: with 16-bit operands;
     in FP8, whose kernel quantises few rows itself; in FP8 of more rows; in INT8."""
 
@@ -41,27 +41,27 @@ class _Counts(NamedTuple):
     int8: int
 
     @classmethod
-    def same(cls, count: int) -> _Counts:
+    def same(cls, count: int) -> Counts:
         return cls(count, count, count, count)
 
 
-# Counted on a fake device (tests/engine/test_fake_cuda.py).
-_KERNELS = {
-    "embedding": _Counts.same(1),
-    "MLA prolog": _Counts(8, 8, 11, 14),
-    "indexer prolog": _Counts(5, 5, 7, 9),
-    "lightning indexer": _Counts.same(1),
-    TOP_K: _Counts.same(3),
-    "sparse flash attention": _Counts.same(2),
-    "MLA epilog": _Counts(3, 3, 4, 5),
-    "dense MLP": _Counts(3, 3, 5, 7),
-    "MoE gate": _Counts(4, 5, 5, 4),  # with those that quantise, pack and unpack tokens
-    "MoE experts": _Counts(4, 4, 4, 6),
-    "MoE shared": _Counts(3, 3, 5, 7),
-    "MoE combine": _Counts.same(1),
-    "LM head": _Counts.same(2),
-    "other": _Counts.same(27),
+# Counted on a fake device (tests/engine/test_stage_launches.py), with a cache in FP8.
+KERNELS = {
+    "embedding": Counts.same(1),
+    "MLA prolog": Counts(8, 8, 11, 14),
+    "indexer prolog": Counts(6, 6, 8, 10),
+    "lightning indexer": Counts.same(1),
+    TOP_K: Counts.same(3),
+    "sparse flash attention": Counts.same(2),
+    "MLA epilog": Counts(3, 3, 4, 5),
+    "dense MLP": Counts(3, 3, 5, 7),
+    "MoE gate": Counts(4, 5, 5, 4),  # with those that quantise, pack and unpack tokens
+    "MoE experts": Counts(4, 4, 6, 6),
+    "MoE shared": Counts(3, 3, 5, 7),
+    "LM head": Counts.same(2),
+    "other": Counts.same(28),
 }
+CACHE_ROWS = 2  # of MLA's prolog those that store cache rows: a product and a store
 
 # Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200.
 _PRODUCT, _COPY = 0.80, 0.90
@@ -126,18 +126,26 @@ class Efficiencies:
     ):
         self._stages, self.source, self._kernels, self._measured = stages, source, kernels, measured
 
-    def of(self, phase: str, stage: str, products: Products = "plain", eager: bool = False) -> Efficiency:
+    def of(
+        self, phase: str, stage: str, products: Products = "plain", eager: bool = False, copies: int = 0
+    ) -> Efficiency:
         """The efficiency of a stage in "prefill" or "decode".
 
         Args:
             products: those of linear layers.
             eager: a decode step without a CUDA graph.
+            copies: launches beside those of one rank alone.
         """
         known = self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
-        if stage not in _KERNELS or self.has_measured(phase, stage):
+        if stage not in KERNELS or self.has_measured(phase, stage):
             return known
         launch = self._kernels.eager if eager else self._kernels.launch
-        return known._replace(fixed=getattr(_KERNELS[stage], products) * launch)
+        return known._replace(fixed=(getattr(KERNELS[stage], products) + copies) * launch)
+
+    @property
+    def launch(self) -> float:
+        """Seconds of a launch in a CUDA graph."""
+        return self._kernels.launch
 
     def has_measured(self, phase: str, stage: str) -> bool:
         return (phase, stage) in self._measured
@@ -147,7 +155,7 @@ class Efficiencies:
         """Estimates for this project's kernels."""
         stages = {}
         for phase, compute in (("prefill", of.prefill), ("decode", of.decode)):
-            for name, kernels in _KERNELS.items():
+            for name, kernels in KERNELS.items():
                 of_memory = _MEMORY.get(name, _COPY)
                 stages[(phase, name)] = Efficiency(compute.get(name, _PRODUCT), of_memory, kernels.plain * of.launch)
         return cls(stages, of.source, of)

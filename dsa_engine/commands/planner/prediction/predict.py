@@ -117,13 +117,15 @@ def _drafting(placed: Placed, reached: Efficiencies, step: Decode) -> dict[str, 
     """The passes that draft, each one MoE layer and a head, in one batch."""
     stages = timed("decode", placed, reached, placed.costs.drafting(step), step.requests * (1 + step.drafts))
     layers = placed.config.num_hidden_layers
+    beside = stages["MoE shared"].seconds / step.drafts if placed.how.beside_shared and "MoE shared" in stages else 0.0
     for number in range(step.drafts):
         rows = step.requests * (1 + step.drafts if number == 0 else 1)
         for name, seconds, _ in placed.collectives(rows, 0, step.requests):
             add(stages, name, seconds if name in ("LM head", "embedding") else seconds / layers)
         dispatch = placed.exchange.method(placed.how.dispatch, rows, static=True)
         exchange = placed.exchange.of(dispatch, rows)
-        add(stages, DISPATCH, exchange.dispatch)
+        hidden = min(exchange.dispatch, beside)
+        add(stages, DISPATCH, exchange.dispatch - hidden, hidden)
         add(stages, COMBINE, exchange.combine)
     return stages
 

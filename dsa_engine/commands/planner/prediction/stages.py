@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsa_engine.commands.planner.prediction.deployment import Placed
-from dsa_engine.commands.planner.prediction.efficiency import TOP_K, Efficiencies, Products, stage_seconds
+from dsa_engine.commands.planner.prediction.efficiency import (
+    CACHE_ROWS,
+    TOP_K,
+    Efficiencies,
+    Products,
+    stage_seconds,
+)
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.linear.block_scaled_matmul import QUANTISED_ROWS
 from dsa_engine.measure.costs.work import SCORE_BYTES, Stages, Work
@@ -49,14 +55,35 @@ def timed(
     phase: str, placed: Placed, reached: Efficiencies, work: Stages, rows: float, eager: bool = False
 ) -> dict[str, StageTime]:
     """The stages of passes over ``rows`` rows each."""
-    stages = {}
+    stages, launched = {}, {}
     if not reached.has_measured(phase, "lightning indexer"):
         work = _top_k_apart(placed.config, work)
     for name, one in work.items():
-        products = _products(placed, rows * placed.how.tp_size if name == "MLA epilog" else rows)
-        seconds, limit = stage_seconds(one, placed.device, reached.of(phase, name, products, eager))
-        stages[name] = StageTime(seconds, 0.0, limit)
+        sharded = placed.how.tp_size if name == "MLA epilog" else 1
+        products, copies = _products(placed, rows * sharded), sharded > 1 < rows  # rows of some heads are copied apart
+        efficiency = reached.of(phase, name, products, eager, copies)
+        seconds, limit = stage_seconds(one, placed.device, efficiency)
+        stages[name], launched[name] = StageTime(seconds, 0.0, limit), one.passes * efficiency.fixed
+    # Without a graph the host launches one kernel after the other, on whatever stream.
+    graph = phase == "decode" and not eager and not reached.has_measured(phase, "MLA prolog")
+    if graph and placed.how.beside_queries and work.keys() >= {"MLA prolog", "indexer prolog"}:
+        _beside_queries(stages, launched, work["MLA prolog"].passes * CACHE_ROWS * reached.launch)
     return stages
+
+
+def _beside_queries(stages: dict[str, StageTime], launched: dict[str, float], moved: float) -> None:
+    """Cache rows and the indexer's prolog on a second stream: the prologs take as long as the longer stream, but no
+    less than what both compute and read.
+
+    Args:
+        launched: seconds of each stage that are launches.
+        moved: those of MLA's prolog that store cache rows.
+    """
+    mla, indexer = stages["MLA prolog"], stages["indexer prolog"]
+    queries, others = mla.computed - moved, indexer.computed + moved
+    work = queries + others - launched["MLA prolog"] - launched["indexer prolog"]
+    stages["MLA prolog"] = replace(mla, computed=queries)
+    stages["indexer prolog"] = replace(indexer, computed=max(0.0, others - queries, work - queries))
 
 
 def _products(placed: Placed, rows: float) -> Products:

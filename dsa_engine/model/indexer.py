@@ -117,10 +117,9 @@ class Indexer(Weighted):
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
         if cache_format.fp8:
-            q, scales = quantize_index_queries(
-                q, cos, sin, interleaved=interleaved, power_of_two=cache_format.power_of_two
+            return quantize_index_queries(
+                q, weights, cos, sin, interleaved=interleaved, power_of_two=cache_format.power_of_two
             )
-            return q, weights * scales
         turned = q[..., : config.qk_rope_head_dim]  # RoPE on the first dimensions only, in place
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
         return q, weights

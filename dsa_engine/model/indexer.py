@@ -21,7 +21,6 @@ from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.rope import apply_rope
-from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import Float32OutputLinear, Weighted
@@ -118,10 +117,9 @@ class Indexer(Weighted):
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
         if cache_format.fp8:
-            q, scales = quantize_index_queries(
-                q, cos, sin, interleaved=interleaved, power_of_two=cache_format.power_of_two
+            return quantize_index_queries(
+                q, weights, cos, sin, interleaved=interleaved, power_of_two=cache_format.power_of_two
             )
-            return q, weights * scales
         turned = q[..., : config.qk_rope_head_dim]  # RoPE on the first dimensions only, in place
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
         return q, weights
@@ -132,7 +130,7 @@ class Indexer(Weighted):
         """int32 slots ``[sparse rows, index_topk]`` of the tokens that the sparse rows attend to."""
         assert cache_format.index_key is not None
         with stage("lightning indexer"):
-            topk_indices = lightning_indexer(
+            return lightning_indexer(
                 q,
                 weights,
                 pool,
@@ -142,7 +140,6 @@ class Indexer(Weighted):
                 key_format=cache_format.index_key,
                 workspace=self.runtime.workspace,
             )
-            return slots_of(topk_indices, batch.block_tables, batch.sparse_mqa.sequences, pool.shape[1])
 
     def overflowing(
         self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat

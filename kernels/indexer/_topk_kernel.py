@@ -61,10 +61,12 @@ def _find_line(scores, held, floor, k, max_kept, PIECE: tl.constexpr):
 
 @triton.jit
 def _cut(
-    scores, columns, held, floor, k, max_kept, out_scores, out_columns, KEEP_SCORES: tl.constexpr, PIECE: tl.constexpr
+    scores, columns, held, floor, k, max_kept, out_scores, out_columns, table,
+    KEEP_SCORES: tl.constexpr, PAGE_SIZE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Copies the best of the held candidates, in order: k to ``max_kept`` of them, exactly k where ties decide, all if
-    they are no more. They may be copied over themselves. Returns their number, and the floor that they set."""
+    they are no more. They may be copied over themselves. With a PAGE_SIZE, their slots are stored instead of their
+    positions, by the table of a sequence's pages. Returns their number, and the floor that they set."""
     slots = tl.arange(0, PIECE)
     tl.debug_barrier()  # the candidates are stored
     padding = held + slots
@@ -86,6 +88,10 @@ def _cut(
         selected = above | (level & (levels < ties))
         goal = done + (before & 0xFFFF) + tl.minimum(levels, ties)
         goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue: see _flush
+        if PAGE_SIZE > 0:
+            at = (positions_of.to(tl.uint32) // PAGE_SIZE).to(tl.int32)  # unsigned: fewer instructions
+            page = tl.load(table + at, mask=selected)
+            positions_of += ((page - at) * PAGE_SIZE).to(tl.int32)
         tl.debug_barrier()  # this piece is read: selected candidates move to its beginning or before it
         tl.store(out_columns + goal, positions_of, mask=selected)
         if KEEP_SCORES:
@@ -111,7 +117,7 @@ def _flush(
         values = tl.where(slots < 4 * staged, values, float("-inf"))
         added = tl.sum(_above(values, floor).to(tl.int32))
         if (held + added > CAPACITY) & (floor < NAN):
-            held, floor = _cut(scores, columns, held, floor, k, max_kept, scores, columns, True, PIECE)
+            held, floor = _cut(scores, columns, held, floor, k, max_kept, scores, columns, None, True, 0, PIECE)
             added = tl.sum(_above(values, floor).to(tl.int32))
         if (added > 0) & (floor < NAN):
             wanted = _above(values, floor)
@@ -156,16 +162,16 @@ def _guess(row, length, scores, k, PIECE: tl.constexpr, SAMPLE: tl.constexpr):
 
 
 # These change from step to step and are no addresses: one compiled kernel serves all.
-@triton.jit(do_not_specialize=["rows", "width", "slices", "max_kept"])
+@triton.jit(do_not_specialize=["rows", "width", "slices", "max_kept", "table_stride"])
 def select_topk_kernel(
-    scores, payload, lengths, candidate_scores, candidate_columns, positions, best, counts,
-    rows, width, row_stride, slices, span, k, max_kept,
-    HAS_LENGTHS: tl.constexpr, HAS_PAYLOAD: tl.constexpr, KEEP_SCORES: tl.constexpr,
+    scores, payload, lengths, candidate_scores, candidate_columns, positions, best, counts, tables, sequences,
+    rows, width, row_stride, slices, span, k, max_kept, table_stride,
+    HAS_LENGTHS: tl.constexpr, HAS_PAYLOAD: tl.constexpr, KEEP_SCORES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LANES: tl.constexpr, GROUPS: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Programs take parts (slices of rows) in turn. Each has CAPACITY candidates and a stage of two chunks to itself;
     a chunk is LANES · GROUPS groups of 4 scores. With KEEP_SCORES the result is k scores and positions of each part,
-    filled up with −inf; else positions, filled up with −1, and counts."""
+    filled up with −inf; else positions, or with a PAGE_SIZE slots, filled up with −1, and counts."""
     CHUNK: tl.constexpr = 4 * LANES * GROUPS
     STAGE: tl.constexpr = 2 * CHUNK + PIECE
     # The counts of a thread's GROUPS groups lie side by side in one number, so that one prefix sum does for all.
@@ -234,9 +240,13 @@ def select_topk_kernel(
             passes = tl.where(held < k, passes - 1, 0)
             floor = tl.where(passes > 0, MINUS_INF, floor)
         goal = (row * slices + part % slices) * k
+        table = tables
+        if PAGE_SIZE > 0:
+            table = tables + tl.load(sequences + row).to(tl.int64) * table_stride
         held, floor = _cut(
-            candidate_scores, candidate_columns, held, floor, k, k, best + goal, positions + goal, KEEP_SCORES, PIECE
-        )
+            candidate_scores, candidate_columns, held, floor, k, k, best + goal, positions + goal, table,
+            KEEP_SCORES, PAGE_SIZE, PIECE,
+        )  # fmt: skip
         for first in range(0, k, PIECE):
             slots = first + tl.arange(0, PIECE)
             empty = (slots >= held) & (slots < k)

@@ -1,6 +1,6 @@
 """The lightning indexer: which tokens each query attends to.
 
-    positions[t] = the k positions s ≤ t with the highest score[t, s]
+    slots[t] = the slots of the k positions s ≤ t with the highest score[t, s]
 
 Scores live in a workspace of fixed size: queries are taken in as many blocks as it needs, so memory does not grow
 with S².
@@ -21,6 +21,7 @@ from dsa_engine.kernels.indexer._arguments import check_indexer_arguments
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.topk import select_topk
 from dsa_engine.kernels.rows.segment import Segments
+from dsa_engine.kernels.rows.slots_of import Paging, slots_of_reference
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import runs_triton
@@ -31,13 +32,18 @@ _MAX_QUERIES, _MIN_QUERIES = 128, 16
 _TILE = 64  # rows that pieces are rounded to
 
 
-def _selected(given: dict[str, Any], positions: torch.Tensor) -> list[torch.Tensor]:
-    """float32 ``[T, tokens + 2]``: 1 for each selected position; the last two columns are of −1 and of what is no
-    position."""
-    count = given["segments"].longest
-    known = (positions >= 0) & (positions < count)
-    column = torch.where(known, positions, torch.where(positions == -1, count, count + 1))
-    return [torch.zeros(len(positions), count + 2, device=positions.device).scatter_(1, column.long(), 1.0)]
+def _selected(given: dict[str, Any], slots: torch.Tensor) -> list[torch.Tensor]:
+    """float32 ``[T, tokens + 2]``: 1 for each visible token whose slot is selected; the last two columns are of −1 and
+    of what is no such slot."""
+    segments, count = given["segments"], given["segments"].longest
+    positions = torch.arange(count, dtype=torch.int32, device=slots.device).expand(len(slots), -1)
+    paging = Paging(given["block_tables"], segments.sequences, given["pool"].shape[1])
+    tokens = slots_of_reference(positions, *paging).masked_fill_(positions >= segments.visible[:, None], -2)
+    ordered = slots.sort(dim=1).values
+    nearest = torch.searchsorted(ordered, tokens).clamp_(max=slots.shape[1] - 1)
+    selected, empty = ordered.gather(1, nearest) == tokens, slots == -1
+    known = selected.sum(dim=1) + empty.sum(dim=1)
+    return [torch.cat((selected, empty.any(dim=1, keepdim=True), (known != slots.shape[1])[:, None]), dim=1).float()]
 
 
 @operation(runs=cpu.serves, near_ties=_selected, waits=True)
@@ -65,7 +71,8 @@ def lightning_indexer(
         workspace: bytes for scores and intermediate products.
 
     Returns:
-        positions ``[T, k]`` int32, ascending, −1 after the last where a query sees fewer than k tokens.
+        slots ``[T, k]`` int32, in ascending order of the tokens' positions, −1 after the last where a query sees fewer
+        than k tokens.
 
     Raises:
         ValueError, TypeError: as :func:`._arguments.check_indexer_arguments` says; k below 1.
@@ -74,10 +81,10 @@ def lightning_indexer(
     check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
-    positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
+    slots = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
     if cpu.serves(q, weights, pool):
-        _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, positions, workspace)
-        return positions
+        _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, slots, workspace)
+        return slots
     # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
     # small part of what it reads. The references take a quarter of the workspace for the scores and half for the
     # products; the selection over the scores, when the products are gone, takes twice their bytes (and more in rows
@@ -90,9 +97,10 @@ def lightning_indexer(
         scores = indexer_scores(
             q[rows], weights[rows], pool, block_tables, piece, key_format=key_format, workspace=workspace // 2
         )
-        select_topk(scores, k, piece.visible, out=positions[rows])
+        paging = Paging(block_tables, piece.sequences, pool.shape[1])
+        select_topk(scores, k, piece.visible, paging=paging, out=slots[rows])
         del scores  # before the next piece's are made
-    return positions
+    return slots
 
 
 def _select_natively(
@@ -101,12 +109,12 @@ def _select_natively(
     pool: torch.Tensor,
     block_tables: torch.Tensor,
     segments: Segments,
-    positions: torch.Tensor,
+    slots: torch.Tensor,
     workspace: int,
 ) -> None:
-    """Fills ``positions [T, k]``. Each thread has a tile's keys and best scores, of as many queries as fit in its part
+    """Fills ``slots [T, k]``. Each thread has a tile's keys and best scores, of as many queries as fit in its part
     of the workspace; of one query at least."""
-    (rows, heads, dim), k = q.shape, positions.shape[1]
+    (rows, heads, dim), k = q.shape, slots.shape[1]
     library = cpu.kernels()
     threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
     queries = min(_MAX_QUERIES, max(_MIN_QUERIES, cdiv(rows, 4 * threads)))
@@ -116,7 +124,7 @@ def _select_natively(
     scratch = q.new_empty(threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k))
     outside = library.dsa_lightning_indexer(
         q.data_ptr(), weights.data_ptr(), pool.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
-        segments.sequences.data_ptr(), segments.visible.data_ptr(), positions.data_ptr(), scratch.data_ptr(),
+        segments.sequences.data_ptr(), segments.visible.data_ptr(), slots.data_ptr(), scratch.data_ptr(),
         len(tiles), queries, len(pool), pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k, threads,
     )  # fmt: skip
     if outside:

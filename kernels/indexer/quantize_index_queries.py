@@ -3,8 +3,8 @@
     q[:rotated] = RoPE(q[:rotated])            the first dimensions only, rounded once
     q = Hadamard(q) · dim^-0.5                 rounded once; the keys have passed the same, so products stay
     q = scale · e4m3(q / scale)                one scale a token and head
+    w = w · scale                              head weights: the scale is a factor of its head's score
 
-The scale of a query is a factor of its head's score, so the caller multiplies the head weights by it.
 DeepSeek-V3.2-Exp, section 2.1.
 """
 
@@ -37,17 +37,18 @@ _PROGRAMS, _WARPS = 2, 4
 
 
 def quantize_index_queries_reference(
-    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, power_of_two: bool
+    q: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dim = q.shape[-1]
     turned = rotate_first_reference(q, cos, sin, interleaved)
     codes, scales = quantize_rows_reference(hadamard_reference(turned, dim**-0.5), dim, power_of_two)
-    return codes, scales.squeeze(-1)
+    return codes, weights * scales.squeeze(-1)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def quantize_index_queries_kernel(
-    q, cos, sin, codes, scales, tokens, heads, q_token, q_head, cos_stride, sin_stride, head_tiles,
+    q, weights, cos, sin, codes, weighted, tokens, heads,
+    q_token, q_head, weights_stride, cos_stride, sin_stride, head_tiles,
     DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
@@ -70,45 +71,59 @@ def quantize_index_queries_kernel(
         a, b = turn(a, b, c, s)
         query = hadamard_of_parts(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
         code, scale = quantize_tile(query.to(a.dtype).to(tl.float32), POWER_OF_TWO, CONVERTS)
+        weight = tl.load(weights + token * weights_stride + head, mask=inside)
         at = token * heads + head
         tl.store(codes + at * DIM + column, code, mask=inside)
-        tl.store(scales + at, scale, mask=inside)
+        tl.store(weighted + at, weight * scale, mask=inside)
 
 
 def _numbers(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-    codes, scales = result
-    return [codes.float() * scales[..., None]]
+    codes, weights = result
+    return [codes.float() * weights[..., None]]
 
 
 @operation(decoded=_numbers)
 def quantize_index_queries(
-    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, power_of_two: bool = False
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool,
+    power_of_two: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index queries as products with FP8 index keys take them.
+    """Index queries as products with FP8 index keys take them, and their head weights.
 
     Args:
         q: ``[T, heads, dim]``, the output of wq_b; the last dimension contiguous.
+        weights: float32 ``[T, heads]``, the output of weights_proj.
         cos, sin: float32 ``[T, rotated / 2]``.
         interleaved: see :mod:`.rows.rope`.
         power_of_two: scales are rounded up to powers of two.
 
     Returns:
-        float8_e4m3fn ``[T, heads, dim]`` and float32 scales ``[T, heads]``: ``query = e4m3 · scale``.
+        float8_e4m3fn ``[T, heads, dim]`` and float32 ``weights · scales [T, heads]``, where ``query = e4m3 · scale``.
 
     Raises:
-        ValueError: shapes that do not fit, or a dim that is no power of two.
+        ValueError: shapes that do not fit, weights that are not float32, or a dim that is no power of two.
     """
     tokens, heads, dim = q.shape
     rotated = 2 * cos.shape[-1]
     if rotated > dim:
         raise ValueError(f"{rotated} rotated columns do not fit queries of {dim}")
+    if weights.shape != (tokens, heads) or weights.dtype != torch.float32:
+        raise ValueError(
+            f"weights must be float32 [{tokens}, {heads}], one for each query, not {weights.dtype} "
+            f"{list(weights.shape)}"
+        )
     check_angles(cos, sin, tokens)
     check_size(dim)
     if not runs_triton(q):
-        return quantize_index_queries_reference(q, cos, sin, interleaved, power_of_two)
+        return quantize_index_queries_reference(q, weights, cos, sin, interleaved, power_of_two)
     q = q if q.stride(2) == 1 else q.contiguous()
+    weights = weights if weights.stride(1) == 1 else weights.contiguous()
     codes = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
-    scales = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    weighted = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if q.numel():
         rows = rows_for(q)
         heads_at_once = min(next_power_of_2(heads), rows)
@@ -116,10 +131,10 @@ def quantize_index_queries(
         head_tiles = cdiv(heads, heads_at_once)
         tiles = cdiv(tokens, tokens_at_once) * head_tiles
         quantize_index_queries_kernel[(min(tiles, _PROGRAMS * multiprocessors(q)),)](
-            q, cos, sin, codes.view(torch.uint8), scales, tokens, heads,
-            q.stride(0), q.stride(1), cos.stride(0), sin.stride(0), head_tiles,
+            q, weights, cos, sin, codes.view(torch.uint8), weighted, tokens, heads,
+            q.stride(0), q.stride(1), weights.stride(0), cos.stride(0), sin.stride(0), head_tiles,
             **row_parts(dim, rotated, 16), TOKENS=tokens_at_once, HEADS=heads_at_once,
             INTERLEAVED=interleaved, POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(q),
             num_warps=_WARPS,
         )  # fmt: skip
-    return codes, scales
+    return codes, weighted

@@ -5,7 +5,8 @@
 Shapes: ``scores [R, W]`` float32 of any row stride, ``lengths [R]`` int32; positions ``[R, k]`` and counts ``[R]`` are
 int32. Of equal scores the lower position wins (−0 equals +0), and positions come back in ascending order, so
 that the gathers that follow walk the cache forward. A score of −inf is never selected; NaN is above everything, as for
-``torch.topk``. Columns beyond a row's length are never selected, whatever they hold.
+``torch.topk``. Columns beyond a row's length are never selected, whatever they hold. The columns of a score matrix are
+positions in a sequence; given its pages, the slots of the positions are the result.
 
 The kernel (`_topk_kernel.py`) reads a row once, and a sample of a long one before that. A fixed number of programs
 takes the rows in turn, so that their buffers (75 KB each) do not grow with the rows. Few rows, as in decode, are cut
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.kernels.indexer._topk_kernel import select_topk_kernel
+from dsa_engine.kernels.rows.slots_of import Paging, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -107,10 +109,12 @@ def _launch(
     config: Config,
     slices: int,
     payload: torch.Tensor | None = None,
+    paging: Paging | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions ``[R, k]`` and counts ``[R]``. Of several slices, positions ``[R, slices · k]`` and their scores, which
-    are −inf after the last of a slice. A payload, laid out like the scores, gives the position of each column."""
+    """Positions, or slots, ``[R, k]`` and counts ``[R]``. Of several slices, positions ``[R, slices · k]`` and their
+    scores, which are −inf after the last of a slice. A payload, laid out like the scores, gives the position of each
+    column."""
     (rows, width), device = scores.shape, scores.device
     programs = min(rows * slices, config.resident * multiprocessors(scores))
     staged = 2 * config.chunk + config.piece
@@ -118,14 +122,15 @@ def _launch(
     columns = torch.empty(programs, config.capacity + staged // 4, dtype=torch.int32, device=device)
     positions = torch.empty(rows, slices * k, dtype=torch.int32, device=device) if out is None else out
     counts = torch.empty(rows, dtype=torch.int32, device=device)
+    tables, sequences, page_size = (None, None, 0) if paging is None else paging
     best = torch.empty(positions.shape if slices > 1 else 0, dtype=torch.float32, device=device)
     select_topk_kernel[(programs,)](
         scores, payload, lengths, candidates, columns, positions, best, counts,
-        rows, width, scores.stride(0), slices, cdiv(width, slices * config.chunk) * config.chunk,
-        k, min(config.largest_k, k + k // 4),
+        tables, sequences, rows, width, scores.stride(0), slices, cdiv(width, slices * config.chunk) * config.chunk,
+        k, min(config.largest_k, k + k // 4), 0 if tables is None else tables.stride(0),
         HAS_LENGTHS=lengths is not None, HAS_PAYLOAD=payload is not None, KEEP_SCORES=slices > 1,
-        LANES=32 * config.warps, GROUPS=config.groups, PIECE=config.piece, CAPACITY=config.capacity,
-        SAMPLE=config.sample, num_warps=config.warps, maxnreg=config.registers,
+        PAGE_SIZE=page_size, LANES=32 * config.warps, GROUPS=config.groups, PIECE=config.piece,
+        CAPACITY=config.capacity, SAMPLE=config.sample, num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return positions, best if slices > 1 else counts
 
@@ -136,6 +141,7 @@ def select_by_kernel(
     lengths: torch.Tensor | None,
     config: Config,
     slices: int,
+    paging: Paging | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`select_topk` by the kernel, with the launch given; k at most ``config.largest_k``."""
@@ -143,27 +149,36 @@ def select_by_kernel(
         scores = scores.contiguous()
     if lengths is not None:
         lengths = lengths.contiguous()
+    if paging is not None:
+        paging = Paging(paging.block_tables.contiguous(), paging.sequences.contiguous(), paging.page_size)
     if slices == 1:
-        return _launch(scores, k, lengths, config, 1, out=out)
+        return _launch(scores, k, lengths, config, 1, paging=paging, out=out)
     positions, best = _launch(scores, k, lengths, config, slices)
-    return _launch(best, k, None, config, 1, positions, out)
+    return _launch(best, k, None, config, 1, positions, paging, out)
 
 
 @operation(writes=("out",), waits=True)
 def select_topk(
-    scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    scores: torch.Tensor,
+    k: int,
+    lengths: torch.Tensor | None = None,
+    *,
+    paging: Paging | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best positions of each row of ``scores [R, W]`` (float32).
+    """The k best positions of each row of ``scores [R, W]`` (float32), or their slots.
 
     Args:
         scores: any row stride; columns follow one another.
         k: number of positions to select. The kernel takes up to 4096; beyond, the reference runs.
         lengths: ``[R]`` int32, the number of columns of each row that count; all if not given. The reference overwrites
             the columns after them, the kernel does not.
-        out: int32 ``[R, k]``, contiguous: gets the positions; default: a new tensor.
+        paging: the pages of the rows' sequences: slots are the result, as :func:`.slots_of.slots_of` gives them.
+        out: int32 ``[R, k]``, contiguous: gets the positions, or slots; default: a new tensor.
 
     Returns:
-        positions ``[R, k]`` int32, ascending, −1 after the last; counts ``[R]`` int32, the number of selected ones.
+        positions ``[R, k]`` int32, ascending, or slots in the same order, −1 after the last; counts ``[R]`` int32, the
+        number of selected ones.
     """
     if scores.dim() != 2 or scores.dtype != torch.float32 or scores.shape[1] == 0:
         raise ValueError(f"scores must be float32 [rows, width > 0], not {scores.dtype} {tuple(scores.shape)}")
@@ -171,13 +186,17 @@ def select_topk(
         raise ValueError(f"k must be at least 1, not {k}")
     if lengths is not None and lengths.shape != scores.shape[:1]:
         raise ValueError(f"lengths must be [{scores.shape[0]}], one for each row, not {tuple(lengths.shape)}")
+    if paging is not None and paging.sequences.shape != scores.shape[:1]:
+        raise ValueError(f"{scores.shape[0]} rows of scores, but {tuple(paging.sequences.shape)} sequence numbers")
     rows, width = scores.shape
     if out is not None and (out.shape != (rows, k) or out.dtype != torch.int32 or not out.is_contiguous()):
         raise ValueError(f"out must be contiguous int32 [{rows}, {k}], not {out.dtype} {list(out.shape)}")
     if not runs_triton(scores) or k > LARGEST_K or not rows:
-        positions, counts = select_topk_reference(scores, k, lengths)
-        return positions if out is None else out.copy_(positions), counts
+        selected, counts = select_topk_reference(scores, k, lengths)
+        if paging is not None:
+            selected = slots_of(selected, *paging)
+        return selected if out is None else out.copy_(selected), counts
     processors = multiprocessors(scores)
     slices = slices_of(rows, width, k, processors)
     config = config_for(FEW_ROWS if rows * slices <= processors else MANY_ROWS, scores)
-    return select_by_kernel(scores, k, lengths, config, slices, out)
+    return select_by_kernel(scores, k, lengths, config, slices, paging, out)

@@ -27,7 +27,7 @@ struct Problem {
     const float* pool;
     const int32_t* tables;
     int64_t page_stride, table_stride, page_size, heads, dim, k;
-    int32_t* positions;  // [rows, k]
+    int32_t* slots;  // [rows, k]
 };
 
 struct Tile {
@@ -133,6 +133,10 @@ inline const float* key_of(const Problem& p, const int32_t* table, int64_t posit
     return p.pool + table[position / p.page_size] * p.page_stride + position % p.page_size * p.dim;
 }
 
+inline int32_t slot_of(const Problem& p, const int32_t* table, int32_t position) {
+    return (int32_t)(table[position / p.page_size] * p.page_size + position % p.page_size);
+}
+
 // panel[d][lane] of the keys first ... first + PANEL - 1, of which `count` exist.
 void pack(const Problem& p, const int32_t* table, int64_t first, int64_t count, float* panel) {
     const float* rows[PANEL];
@@ -235,6 +239,7 @@ void select_by_rows(const Problem& p, const Tile& tile, Best* best, float* scrat
 }
 
 void select(const Problem& p, const Tile& tile, float* scratch) {
+    const int32_t* table = p.tables + tile.sequence * p.table_stride;
     const int64_t capacity = capacity_for(p.k);
     int32_t* entries = reinterpret_cast<int32_t*>(scratch);
     float* rest = scratch + tile.count * 2 * capacity;
@@ -247,8 +252,8 @@ void select(const Problem& p, const Tile& tile, float* scratch) {
         select_by_panels(p, tile, best, rest);
     for (int64_t i = 0; i < tile.count; i++) {
         best[i].keep(p.k);
-        int32_t* out = p.positions + (tile.row + i) * p.k;
-        for (int64_t j = 0; j < p.k; j++) out[j] = j < best[i].count ? best[i].positions[j] : -1;
+        int32_t* out = p.slots + (tile.row + i) * p.k;
+        for (int64_t j = 0; j < p.k; j++) out[j] = j < best[i].count ? slot_of(p, table, best[i].positions[j]) : -1;
     }
 }
 
@@ -264,7 +269,7 @@ extern "C" int64_t dsa_lightning_indexer_scratch(int64_t queries, int64_t heads,
 // Returns 1, and does nothing, where a visible token's page lies outside of the pool; else 0.
 extern "C" int64_t dsa_lightning_indexer(
     const float* q, const float* weights, const float* pool, const int32_t* tables, const int32_t* tiles,
-    const int32_t* sequences, const int32_t* visible, int32_t* positions, float* scratch, int64_t tile_count,
+    const int32_t* sequences, const int32_t* visible, int32_t* slots, float* scratch, int64_t tile_count,
     int64_t largest, int64_t pages, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads,
     int64_t dim, int64_t k, int64_t threads) {
     for (int64_t i = 0; i < tile_count; i++) {
@@ -274,7 +279,7 @@ extern "C" int64_t dsa_lightning_indexer(
             if (table[n] < 0 || table[n] >= pages) return 1;
         }
     }
-    const Problem p{q, weights, pool, tables, page_stride, table_stride, page_size, heads, dim, k, positions};
+    const Problem p{q, weights, pool, tables, page_stride, table_stride, page_size, heads, dim, k, slots};
     const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k);
     // Last tiles first: in a causal batch they tend to see more tokens.
     for_tiles(tile_count, (int)threads, scratch, size, [&](int64_t i, float* mine) {

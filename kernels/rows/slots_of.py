@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +15,14 @@ from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 _LOOKED_UP, _WARPS = 2048, 4  # positions of a program
+
+
+class Paging(NamedTuple):
+    """The arguments of :func:`slots_of` after the positions, for operations that give slots instead of positions."""
+
+    block_tables: torch.Tensor  # [sequences, max_pages] int32
+    sequences: torch.Tensor  # [T], the row of the block tables for each
+    page_size: int
 
 
 def slots_of_reference(

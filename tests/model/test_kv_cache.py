@@ -176,8 +176,8 @@ def test_an_fp8_cache_is_attended_to() -> None:
         selected, _ = sparse_attention(q, pool, slots, row_format=stored.latent, scale=scale, counts=segments.visible)
         torch.testing.assert_close(selected, out, rtol=1e-4, atol=1e-4)
         if dtype == FP8:
-            codes, scales = quantize_index_queries(index_q, tokens.cos, tokens.sin, interleaved=False)
-            scores = indexer_scores(codes, weights * scales, key_pool, tables, segments, key_format=stored.index_key)
+            codes, weighted = quantize_index_queries(index_q, weights, tokens.cos, tokens.sin, interleaved=False)
+            scores = indexer_scores(codes, weighted, key_pool, tables, segments, key_format=stored.index_key)
         else:
             turned = torch.cat((index_q[..., :0], _turned(index_q, tokens)), dim=-1)
             scores = indexer_scores(turned, weights, key_pool, tables, segments, key_format=stored.index_key)

@@ -170,7 +170,9 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "merge_splits": lambda m: ((m.floats(3, T, HEADS, 64), m.floats(3, T, HEADS)), {}),
     "pack_tokens": lambda m: (m.experts(), {}),
     "per_head_matmul": lambda m: ((m.normal(T, HEADS, 16), m.normal(HEADS, 16, 32), m.normal(T, HEADS, 32)), {}),
-    "quantize_index_queries": lambda m: ((m.normal(T, HEADS, 32), *m.angles(8)), {"interleaved": False}),
+    "quantize_index_queries": lambda m: (
+        (m.normal(T, HEADS, 32), m.floats(T, HEADS), *m.angles(8)), {"interleaved": False},
+    ),
     "quantize_rows": lambda m: ((m.normal(T, 256),), {}),
     "quantize_rows_int8": lambda m: ((m.normal(T, HIDDEN),), {}),
     "rms_norm": lambda m: ((m.normal(T, HIDDEN), m.normal(HIDDEN), 1e-6), {}),

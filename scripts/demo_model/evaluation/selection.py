@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dsa_engine.kernels.rows.slots_of import Paging, slots_of
 from dsa_engine.model import indexer as indexer_module
 
 SELECTIONS = ("trained", "random", "recent")
@@ -39,16 +40,20 @@ def selection(kind: str, layers: int, watched: Watched, seed: int = 0) -> Iterat
     def select(
         q: torch.Tensor, weights: torch.Tensor, pool: Any, tables: Any, segments: Any, k: int, **options: Any
     ) -> Any:
+        paging = Paging(tables, segments.sequences, pool.shape[1])
         if kind == "trained":
-            positions = own(q, weights, pool, tables, segments, k, **options)
+            slots = own(q, weights, pool, tables, segments, k, **options)
         else:
-            positions = _replace(kind, segments.visible.cpu(), k, generator).to(q.device)
+            slots = slots_of(_replace(kind, segments.visible.cpu(), k, generator).to(q.device), *paging)
         queries = segments.visible.cpu().long() - 1
         for position in set(queries.tolist()) & watched.keys():
             (row,) = torch.nonzero(queries == position).flatten()[:1].tolist()
-            chosen = set(positions[row].tolist())
-            selected[position].append({wanted: wanted in chosen for wanted in watched[position]})
-        return positions
+            chosen, tokens = set(slots[row].tolist()), torch.tensor([watched[position]], dtype=torch.int32)
+            own_paging = paging._replace(sequences=paging.sequences[row : row + 1])
+            (wanted,) = slots_of(tokens.to(q.device), *own_paging).tolist()
+            pairs = zip(watched[position], wanted, strict=True)
+            selected[position].append({token: slot in chosen for token, slot in pairs})
+        return slots
 
     indexer_module.lightning_indexer = select  # type: ignore[assignment]
     try:

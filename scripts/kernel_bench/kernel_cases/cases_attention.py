@@ -14,6 +14,7 @@ from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentF
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores, indexer_scores_reference
 from dsa_engine.kernels.indexer.topk import select_topk
 from dsa_engine.kernels.rows.segment import Segments
+from dsa_engine.kernels.rows.slots_of import Paging
 from dsa_engine.kernels.runtime.integers import cdiv
 from kernel_cases.bench import Call, KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
@@ -85,10 +86,12 @@ def top_k(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 def _top_k(make: Inputs, rows: int, k: int, context: int) -> KernelCase:
     scores = make.normal(rows, context, dtype=torch.float32)
     lengths = torch.full((rows,), context, dtype=torch.int32, device=make.device)
+    tables, _ = make.block_tables(1, context)
+    paging = Paging(tables, torch.zeros_like(lengths), PAGE_SIZE)
     return KernelCase(
         "top-k",
         shape=f"{rows} rows, k {k}, S {context:,}",
-        run=lambda: select_topk(scores, k, lengths),
+        run=lambda: select_topk(scores, k, lengths, paging=paging),
         flops=0.0,
         bytes=float(scores.nbytes + 4 * rows * k),
         baselines={"torch.topk": lambda: scores.topk(k, dim=-1, sorted=False)},

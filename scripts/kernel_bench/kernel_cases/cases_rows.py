@@ -235,13 +235,14 @@ def _quantise(make: Inputs, tokens: int) -> KernelCase:
 
 def _quantise_queries(make: Inputs, tokens: int) -> KernelCase:
     q, (cos, sin) = make.normal(tokens, 64, INDEX_DIM), _angles(make, tokens)
+    weights = make.normal(tokens, 64, dtype=torch.float32)
     return KernelCase(
         "index queries: RoPE, Hadamard, quantise",
         shape=f"{tokens} tokens, 64 heads",
-        run=lambda: quantize_index_queries(q, cos, sin, interleaved=False, power_of_two=True),
+        run=lambda: quantize_index_queries(q, weights, cos, sin, interleaved=False, power_of_two=True),
         flops=2.0 * q.numel() * INDEX_DIM,  # the Hadamard transform
-        bytes=float(q.nbytes + q.numel() * (1 + 4 / INDEX_DIM)),
-        baselines={"torch": lambda: quantize_index_queries_reference(q, cos, sin, False, True)},
+        bytes=float(q.nbytes + q.numel() + 2 * weights.nbytes),
+        baselines={"torch": lambda: quantize_index_queries_reference(q, weights, cos, sin, False, True)},
     )
 
 

@@ -84,7 +84,8 @@ def test_index_queries(power_of_two: bool, device: str) -> None:
     heads = 16
     q = on_a_grid((TOKENS, heads, DIM), device)
     one = torch.ones(TOKENS, ROPE // 2, device=device)  # not rotated: the rounded result would lie on no grid
-    codes, scales = quantize_index_queries(q, one, 0 * one, interleaved=False, power_of_two=power_of_two)
+    weights = torch.ones(TOKENS, heads, device=device)  # then the scales are left
+    codes, scales = quantize_index_queries(q, weights, one, 0 * one, interleaved=False, power_of_two=power_of_two)
     wanted, wanted_scales = released_quantization(transformed(q.flatten(0, 1)), power_of_two)
     assert torch.equal(codes.view(torch.uint8).flatten(0, 1), wanted)
     assert torch.equal(scales.flatten(), wanted_scales)

@@ -39,6 +39,10 @@ def naive(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, position: 
     return sorted(best) + [-1] * (k - len(best))
 
 
+def slots_at(positions: list[int], table: torch.Tensor, page_size: int) -> list[int]:
+    return [-1 if s < 0 else int(table[s // page_size]) * page_size + s % page_size for s in positions]
+
+
 # Two runs of one sequence (as head-tail gives), one of a second, one token of a third; in any order of rows.
 RAGGED = [
     Segment(row=0, length=9, sequence=0, start=12),
@@ -72,7 +76,7 @@ def check(
         keys = [x * scale for x, scale in zip(keys, scales, strict=True)]
     else:
         pool, tables = scatter([x.to(dtype) for x in keys], page_size)
-    positions = select(
+    slots = select(
         q.to(device, dtype),
         weights.to(device),
         pool.to(device),
@@ -81,11 +85,12 @@ def check(
         k,
         workspace=workspace,
     )
-    assert positions.dtype == torch.int32 and positions.shape == (rows, k)
-    selected = positions.tolist()
+    assert slots.dtype == torch.int32 and slots.shape == (rows, k)
+    selected = slots.tolist()
     for s in runs:
         for row, position in zip(range(s.row, s.row + s.length), range(s.start, s.end), strict=True):
-            assert selected[row] == naive(q[row], weights[row], keys[s.sequence], position, k)
+            wanted = naive(q[row], weights[row], keys[s.sequence], position, k)
+            assert selected[row] == slots_at(wanted, tables[s.sequence], page_size)
 
 
 def pack(
@@ -148,14 +153,14 @@ def test_the_best_of_long_rows(order: str, total: int, k: int, device: str) -> N
     rows = 5
     weights = torch.tensor([1.0, -1.0, -0.0, 2.0, 0.5])[:, None]
     scores = weights * torch.where(keys < 0, 0.0, keys)
-    positions = select(
+    slots = select(
         torch.ones(rows, 1, 1, device=device), weights.to(device), keys.view(-1, 1, 1).to(device),
         torch.arange(total, device=device).int()[None], Segments.of([Segment(0, rows, 0, total - rows)], device), k,
-    ).tolist()  # fmt: skip
+    ).tolist()  # fmt: skip  # pages of one token, in order: slots are positions
     for row, line in enumerate(scores.tolist()):
         seen = [s for s in range(total - rows + row + 1) if line[s] != -math.inf]
         best = sorted(seen, key=lambda s: (line[s] == line[s], -line[s] if line[s] == line[s] else 0, s))[:k]
-        assert positions[row] == sorted(best) + [-1] * (k - len(best))
+        assert slots[row] == sorted(best) + [-1] * (k - len(best))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="of the C++ kernel only")
@@ -175,15 +180,15 @@ def test_k_beyond_what_is_visible(device: str, scattered_pages: Scatter) -> None
     pool, tables = scattered_pages([whole_numbers(5, DIM, seed=0)], 4)
     q, weights = whole_numbers(5, HEADS, DIM, seed=1).to(device), whole_numbers(5, HEADS, seed=2).to(device)
     segments = Segments.of([Segment(0, 5, 0, 0)], device)
-    positions = select(q, weights, pool.to(device), tables.to(device), segments, 9)
-    assert positions.tolist() == [[*range(t + 1), *[-1] * (8 - t)] for t in range(5)]
+    slots = select(q, weights, pool.to(device), tables.to(device), segments, 9)
+    assert slots.tolist() == [slots_at([*range(t + 1), *[-1] * (8 - t)], tables[0], 4) for t in range(5)]
 
 
 def test_no_queries(device: str, scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([torch.zeros(3, DIM)], 4)
     q, weights = torch.empty(0, HEADS, DIM, device=device), torch.empty(0, HEADS, device=device)
-    positions = select(q, weights, pool.to(device), tables.to(device), Segments.of([], device), 6)
-    assert positions.shape == (0, 6)
+    slots = select(q, weights, pool.to(device), tables.to(device), Segments.of([], device), 6)
+    assert slots.shape == (0, 6)
 
 
 def test_a_batch_in_one_piece_makes_its_tiles_once(device: str, scattered_pages: Scatter) -> None:

@@ -39,6 +39,11 @@ def make(
     return q, angle.cos().float(), angle.sin().float(), wanted
 
 
+def quantize(q: torch.Tensor, *turns: torch.Tensor, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales: head weights of one leave them as they are."""
+    return quantize_index_queries(q, torch.ones(q.shape[:2], device=q.device), *turns, **options)
+
+
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_queries(
     shape: tuple[int, int, int], rotated: int, interleaved: bool, power_of_two: bool, dtype: torch.dtype, device: str
 ) -> None:
     q, cos, sin, wanted = make(*shape, rotated, dtype, interleaved)
-    values, scales = quantize_index_queries(
+    values, scales = quantize(
         q.to(device), cos.to(device), sin.to(device), interleaved=interleaved, power_of_two=power_of_two
     )
     assert values.dtype == torch.float8_e4m3fn and values.shape == shape
@@ -69,15 +74,29 @@ def test_queries(
     assert bool((error <= wanted.abs() / 16 + scales[..., None] / 900 + slack * largest[..., None]).all())
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_head_weights(strided: bool, dtype: torch.dtype, device: str) -> None:
+    """One product in float32 with each scale: bit by bit. Some weights are zero; rows may lie apart."""
+    q, cos, sin, _ = make(5, 12, 32, 8, dtype, False)
+    weights = torch.randn(5, 30, generator=torch.Generator().manual_seed(1)).to(device)
+    weights = weights[:, 3:15] if strided else weights[:, 3:27:2].contiguous()
+    weights[2, 4:6] = torch.tensor([0.0, -0.0])
+    given = q.to(device), cos.to(device), sin.to(device)
+    codes, scales = quantize(*given, interleaved=False)
+    same, weighted = quantize_index_queries(given[0], weights, *given[1:], interleaved=False)
+    assert torch.equal(same.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(weighted.view(torch.int32), (weights * scales).view(torch.int32))
+
+
 def test_more_tiles_than_programs(device: str) -> None:
     """Every program takes several tiles."""
     tokens = 40 if INTERPRETED else 2000
     q, cos, sin, _ = make(tokens, 64, 16, 8, torch.float16, False)
     turns = cos.to(device), sin.to(device)
-    values, scales = quantize_index_queries(q.to(device), *turns, interleaved=False)
+    values, scales = quantize(q.to(device), *turns, interleaved=False)
     for token in (0, tokens // 2, tokens - 1):
         part = slice(token, token + 1)
-        alone, scale = quantize_index_queries(q[part].to(device), turns[0][part], turns[1][part], interleaved=False)
+        alone, scale = quantize(q[part].to(device), turns[0][part], turns[1][part], interleaved=False)
         assert torch.equal(values[part].view(torch.uint8), alone.view(torch.uint8))
         assert torch.equal(scales[part], scale)
 
@@ -93,7 +112,7 @@ def test_products_with_fp8_keys_are_those_of_queries_and_keys(device: str, relat
     for out, stored in ((rows, FP8), (plain, torch.float16)):
         key_format = IndexKeyFormat(128, stored)
         store_index_keys(projected, ones, 0 * ones, 1e-6, *turns, out, key_format=key_format, interleaved=False)
-    values, scales = quantize_index_queries(q.to(device), *turns, interleaved=False)
+    values, scales = quantize(q.to(device), *turns, interleaved=False)
     keys = rows[:, :128].view(torch.float8_e4m3fn).double() * rows[:, 128:].contiguous().view(torch.float32).double()
     got = torch.einsum("thd,sd->ths", values.double() * scales.double()[..., None], keys)
     half, x = 32, q.double()
@@ -112,15 +131,18 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     x = torch.empty(far + 64, dtype=torch.float16, device=device).as_strided((2, 4, 16), (far, 16, 1))
     x.copy_(q)
     turns = cos.to(device), sin.to(device)
-    got, near = (quantize_index_queries(t, *turns, interleaved=True) for t in (x, q.to(device)))
+    got, near = (quantize(t, *turns, interleaved=True) for t in (x, q.to(device)))
     assert torch.equal(got[0].view(torch.uint8), near[0].view(torch.uint8)) and torch.equal(got[1], near[1])
 
 
 def test_bad_arguments() -> None:
-    cos = torch.ones(3, 4)
+    cos, weights = torch.ones(3, 4), torch.ones(3, 2)
     with pytest.raises(ValueError, match="needs a power of two, at most 128, not 24"):
-        quantize_index_queries(torch.ones(3, 2, 24), cos, cos, interleaved=True)
+        quantize_index_queries(torch.ones(3, 2, 24), weights, cos, cos, interleaved=True)
     with pytest.raises(ValueError, match="8 rotated columns do not fit queries of 4"):
-        quantize_index_queries(torch.ones(3, 2, 4), cos, cos, interleaved=True)
+        quantize_index_queries(torch.ones(3, 2, 4), weights, cos, cos, interleaved=True)
     with pytest.raises(ValueError, match=r"must both be \[2, dim / 2\]"):
-        quantize_index_queries(torch.ones(2, 2, 16), cos, cos, interleaved=True)
+        quantize_index_queries(torch.ones(2, 2, 16), weights[:2], cos, cos, interleaved=True)
+    for wrong, given in ((weights[:, :1], r"float32 \[3, 1\]"), (weights.half(), r"float16 \[3, 2\]")):
+        with pytest.raises(ValueError, match=r"must be float32 \[3, 2\], one for each query, not torch." + given):
+            quantize_index_queries(torch.ones(3, 2, 16), wrong, cos, cos, interleaved=True)

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsa_engine.kernels.indexer.topk import Config, select_by_kernel, select_topk, slices_of
+from dsa_engine.kernels.indexer.topk import LARGEST_K, Config, select_by_kernel, select_topk, slices_of
+from dsa_engine.kernels.rows.slots_of import Paging, slots_of_reference
 from dsa_engine.kernels.runtime.compile_only import compile_only
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
@@ -152,6 +153,43 @@ def test_rows_cut_into_slices(config: Config, slices: int, device: str) -> None:
     compare(select_by_kernel(scores.to(device), 37, lengths.int().to(device), config, slices), masked.tolist(), 37)
 
 
+def scattered(rows: int, width: int, page_size: int, device: str) -> Paging:
+    """Rows of three sequences, in turn from the last; after a row's own pages, its table holds no page."""
+    pages = width // page_size + 1
+    tables = torch.randperm(3 * pages, generator=torch.Generator().manual_seed(width)).int().view(3, pages)
+    none = torch.full((3, 2), -1, dtype=torch.int32)
+    return Paging(torch.cat((tables, none), dim=1).to(device), (2 - torch.arange(rows).int() % 3).to(device), page_size)
+
+
+@pytest.mark.parametrize(
+    "rows, width, k, page_size",
+    [(1, 20_000, 100, 64), (4, 777, 64, 7), (3, 50, 60, 1), (2, 4200, LARGEST_K + 1, 64), (0, 9, 4, 4)],
+)
+def test_slots(rows: int, width: int, k: int, page_size: int, device: str) -> None:
+    """Slots are those of the positions: of rows that end early, in slices, and from the reference beyond its k."""
+    scores = torch.randn(rows, width, generator=torch.Generator().manual_seed(k)).to(device)
+    lengths = torch.tensor([width, width // 2, 3, 0], dtype=torch.int32)[:rows].to(device)
+    paging = scattered(rows, width, page_size, device)
+    positions, counts = select_topk(scores, k, lengths)
+    slots, counted = select_topk(scores, k, lengths, paging=paging)
+    assert slots.dtype == torch.int32 and torch.equal(counts, counted)
+    assert torch.equal(slots, slots_of_reference(positions, *paging))
+    into = torch.full((rows, k), 7, dtype=torch.int32, device=device)
+    assert select_topk(scores, k, lengths, paging=paging, out=into)[0] is into and torch.equal(into, slots)
+
+
+@KERNEL_ONLY
+@pytest.mark.parametrize("slices", [1, 3])
+def test_slots_from_buffers_that_overflow(slices: int, device: str) -> None:
+    """While candidates are cut down, they are positions."""
+    scores = torch.stack(list(awkward_rows(811, seed=slices).values())[::3]).to(device)
+    paging = scattered(len(scores), 811, 64, device)
+    tables = paging.block_tables.repeat(1, 2)[:, : paging.block_tables.shape[1]]  # not contiguous
+    positions, counts = select_by_kernel(scores, 37, None, PLAIN, slices)
+    slots, counted = select_by_kernel(scores, 37, None, PLAIN, slices, paging._replace(block_tables=tables))
+    assert torch.equal(slots, slots_of_reference(positions, *paging)) and torch.equal(counts, counted)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_decode(rows: int, device: str) -> None:
     """Few rows and a wide matrix; under the interpreter one row is cut into slices."""
@@ -206,8 +244,9 @@ def test_how_rows_are_cut() -> None:
 def test_compiled(chip: int, rows: int, width: int) -> None:
     """No spills, scores read 16 bytes at a time where rows are aligned; and selected scores are stored one by one:
     their targets are declared adjacent, which they are not, for the sake of the layout."""
+    ints = torch.empty(rows, dtype=torch.int32)
     with compile_only(chip) as launches:
-        select_topk(torch.empty(rows, width), 2048, torch.empty(rows, dtype=torch.int32))
+        select_topk(torch.empty(rows, width), 2048, ints, paging=Paging(torch.empty_like(ints)[:, None], ints, 64))
     assert len(launches) == (2 if rows == 1 else 1)
     for launch in launches:
         ptx, resources = launch.kernel.asm["ptx"], launch.resources(launch.sass())
@@ -239,5 +278,7 @@ def test_bad_arguments() -> None:
         select_topk(scores, 0)
     with pytest.raises(ValueError, match=r"lengths must be \[2\], one for each row, not \(3,\)"):
         select_topk(scores, 2, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"2 rows of scores, but \(3,\) sequence numbers"):
+        select_topk(scores, 2, paging=scattered(3, 5, 4, "cpu"))
     with pytest.raises(ValueError, match=r"out must be contiguous int32 \[2, 3\], not torch.int64 \[2, 3\]"):
         select_topk(torch.zeros(2, 8), 3, out=torch.zeros(2, 3, dtype=torch.int64))

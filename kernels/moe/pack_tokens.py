@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas_reference, physical_expert
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -38,9 +39,16 @@ def tokens_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Te
 
 
 def pack_tokens_reference(
-    tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, source: torch.Tensor | None, rows: int
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    source: torch.Tensor | None,
+    rows: int,
+    replicas: Replicas | None = None,
 ) -> torch.Tensor:
     (count, hidden), k = tokens.shape, experts.shape[1]
+    if replicas is not None:
+        experts = choose_replicas_reference(experts, *replicas)
     if source is not None:
         tokens, experts, weights, count = tokens[source], experts[source], weights[source], rows
     packed = torch.zeros(rows, row_words(hidden, tokens.dtype, k), dtype=torch.int32, device=tokens.device)
@@ -52,11 +60,11 @@ def pack_tokens_reference(
     return packed
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "first"])
 def pack_tokens_kernel(
-    tokens, experts, weights, source, token_part, packed, count, token_stride,
+    tokens, experts, weights, source, replicas, token_part, packed, count, token_stride, first,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, TOKEN_WORDS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
-    CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: tl.constexpr, REPLICAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A part of one token a program; the first also writes the choices. ``token_part`` is ``packed`` in the tokens'
     dtype, of which PADDED elements begin each row."""
@@ -72,6 +80,8 @@ def pack_tokens_kernel(
     if part == 0:
         word = tl.arange(0, CHOICES)
         expert = tl.load(experts + at * K + word, mask=known & (word < K), other=-1)
+        if replicas is not None:
+            expert = physical_expert(expert, first + at, replicas, REPLICAS)
         is_weight = (word >= K) & (word < 2 * K)
         weight = tl.load(weights + at * K + word - K, mask=known & is_weight, other=0.0)
         words = tl.where(word < K, expert, weight.to(tl.int32, bitcast=True))
@@ -86,6 +96,7 @@ def pack_tokens(
     *,
     source: torch.Tensor | None = None,
     rows: int | None = None,
+    replicas: Replicas | None = None,
 ) -> torch.Tensor:
     """Packs tokens, with their choices of experts, for one collective.
 
@@ -95,6 +106,8 @@ def pack_tokens(
         weights: ``[T, k]`` float32.
         source: int32 ``[R]``: the token of each row; default: the tokens in their order.
         rows: without ``source``, at least T: rows after the tokens hold zeros and the experts −1; default: T.
+        replicas: experts are logical ones, and the row has the physical ones of :func:`.choose_replicas`, which looks
+            them up in a table with these arguments; default: the row has them as they are.
 
     Returns:
         int32 ``[rows, row_words(hidden, dtype, k)]``.
@@ -119,17 +132,19 @@ def pack_tokens(
     if rows < count:
         raise ValueError(f"{count} tokens do not fit in {rows} rows")
     if not runs_triton(tokens):
-        return pack_tokens_reference(tokens, experts, weights, source, rows)
+        return pack_tokens_reference(tokens, experts, weights, source, rows, replicas)
     words, width = token_words(hidden, tokens.dtype), row_words(hidden, tokens.dtype, k)
     packed = torch.empty(rows, width, dtype=torch.int32, device=tokens.device)
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     padded = words * (_WORD // tokens.dtype.itemsize)
     block = min(_COPIED, next_power_of_2(padded))
+    table, first = (None, 0) if replicas is None else (replicas.table.contiguous(), replicas.first)
     if rows:
         pack_tokens_kernel[(rows, cdiv(padded, block))](
-            tokens, experts.contiguous(), weights.contiguous(), source, packed.view(tokens.dtype), packed,
-            count, tokens.stride(0),
+            tokens, experts.contiguous(), weights.contiguous(), source, table, packed.view(tokens.dtype), packed,
+            count, tokens.stride(0), first,
             HIDDEN=hidden, PADDED=padded, TOKEN_WORDS=words, WIDTH=width, K=k,
-            CHOICES=next_power_of_2(width - words), BLOCK=block, num_warps=max(1, block // 256),
+            CHOICES=next_power_of_2(width - words), REPLICAS=0 if table is None else table.shape[1], BLOCK=block,
+            num_warps=max(1, block // 256),
         )  # fmt: skip
     return packed

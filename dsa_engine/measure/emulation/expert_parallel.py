@@ -37,6 +37,10 @@ class AssignedExpertParallel(ExpertParallel):
         count, k = experts.shape
         return self.assigned.own(count, k, experts.device)
 
+    @property
+    def choosing(self) -> None:
+        return None
+
 
 class EmulatedExpertParallel(AssignedExpertParallel):
     """Expert parallelism of an emulated rank: the counts and choices that other ranks would send are assigned too."""

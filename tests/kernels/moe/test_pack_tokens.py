@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words, tokens_of
 from dsa_engine.kernels.moe.unpack_choices import unpack_choices
 
@@ -43,6 +44,23 @@ def test_rows_in_another_order_and_several_times(device: str) -> None:
     assert torch.equal(tokens_of(packed, 40, torch.float32), strided[source.long()])
     local, carried = unpack_choices(packed, 40, torch.float32, 2, first=0, held=40)
     assert torch.equal(local, experts[source.long()]) and torch.equal(carried, weights[source.long()])
+
+
+@pytest.mark.parametrize("taken", [None, [4, 0, 0, 5]])
+def test_replicas_that_are_chosen_on_the_way(taken: list[int] | None, device: str) -> None:
+    """As if they had been chosen before; the table need not be as it was when a CUDA graph was captured."""
+    tokens, experts, weights = random_tokens(6, 40, 3, torch.bfloat16, device)
+    source = None if taken is None else torch.tensor(taken, dtype=torch.int32, device=device)
+    rows = 8 if taken is None else None
+    number = torch.arange(40, dtype=torch.int32, device=device)
+    table = torch.stack((1 + number % 3, 3 * number, 3 * number + 1, 3 * number + 2), dim=1)
+    before = None
+    for replicas in (Replicas(table, 0), Replicas(table, 63), Replicas(table.clone().fill_(1), 63)):
+        physical = choose_replicas(experts, *replicas)
+        assert before is None or not torch.equal(physical, before)
+        packed = pack_tokens(tokens, experts, weights, source=source, rows=rows, replicas=replicas)
+        assert torch.equal(packed, pack_tokens(tokens, physical, weights, source=source, rows=rows))
+        before = physical
 
 
 def test_nothing_to_pack(device: str) -> None:

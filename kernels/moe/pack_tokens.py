@@ -3,7 +3,7 @@
     row = [token, in its dtype | experts, int32 · k | weights, float32 · k | zeros]
 
 Tokens begin every row and rows are whole 16 bytes, so that the experts read them in the received buffer
-(:func:`tokens_of`); only the choices are written anew, counted within the experts of the rank.
+(:func:`tokens_of`, :func:`choices_of`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ def tokens_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Te
     return packed.view(dtype)[:, :hidden]
 
 
+def choices_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts ``[rows, k]`` and weights ``[rows, k]`` of packed rows: views."""
+    choices = packed[:, token_words(hidden, dtype) :]
+    return choices[:, :k], choices[:, k : 2 * k].view(torch.float32)
+
+
 def pack_tokens_reference(
     tokens: torch.Tensor,
     experts: torch.Tensor,
@@ -62,7 +68,8 @@ def pack_tokens_reference(
 
 @triton.jit(do_not_specialize=["count", "first"])
 def pack_tokens_kernel(
-    tokens, experts, weights, source, replicas, token_part, packed, count, token_stride, first,
+    tokens, experts, weights, source, replicas, token_part, packed,
+    count, token_stride, expert_stride, weight_stride, first,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, TOKEN_WORDS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
     CHOICES: tl.constexpr, REPLICAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -79,11 +86,11 @@ def pack_tokens_kernel(
     tl.store(token_part + row * (WIDTH * ratio) + column, values, mask=column < PADDED)
     if part == 0:
         word = tl.arange(0, CHOICES)
-        expert = tl.load(experts + at * K + word, mask=known & (word < K), other=-1)
+        expert = tl.load(experts + at * expert_stride + word, mask=known & (word < K), other=-1)
         if replicas is not None:
             expert = physical_expert(expert, first + at, replicas, REPLICAS)
         is_weight = (word >= K) & (word < 2 * K)
-        weight = tl.load(weights + at * K + word - K, mask=known & is_weight, other=0.0)
+        weight = tl.load(weights + at * weight_stride + word - K, mask=known & is_weight, other=0.0)
         words = tl.where(word < K, expert, weight.to(tl.int32, bitcast=True))
         tl.store(packed + row * WIDTH + TOKEN_WORDS + word, words, mask=word < WIDTH - TOKEN_WORDS)
 
@@ -135,14 +142,14 @@ def pack_tokens(
         return pack_tokens_reference(tokens, experts, weights, source, rows, replicas)
     words, width = token_words(hidden, tokens.dtype), row_words(hidden, tokens.dtype, k)
     packed = torch.empty(rows, width, dtype=torch.int32, device=tokens.device)
-    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    tokens, experts, weights = (x if x.stride(1) == 1 else x.contiguous() for x in (tokens, experts, weights))
     padded = words * (_WORD // tokens.dtype.itemsize)
     block = min(_COPIED, next_power_of_2(padded))
     table, first = (None, 0) if replicas is None else (replicas.table.contiguous(), replicas.first)
     if rows:
         pack_tokens_kernel[(rows, cdiv(padded, block))](
-            tokens, experts.contiguous(), weights.contiguous(), source, table, packed.view(tokens.dtype), packed,
-            count, tokens.stride(0), first,
+            tokens, experts, weights, source, table, packed.view(tokens.dtype), packed,
+            count, tokens.stride(0), experts.stride(0), weights.stride(0), first,
             HIDDEN=hidden, PADDED=padded, TOKEN_WORDS=words, WIDTH=width, K=k,
             CHOICES=next_power_of_2(width - words), REPLICAS=0 if table is None else table.shape[1], BLOCK=block,
             num_warps=max(1, block // 256),

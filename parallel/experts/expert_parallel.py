@@ -161,8 +161,11 @@ class ExpertParallel:
     def gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
     ) -> Callable[[], Received]:
-        """Starts to gather the tokens of all ranks, with their logical ``experts``, ``max_tokens`` rows of each. Padding
-        has no experts, so no expert works on it.
+        """Starts to gather the tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert
+        works on it.
+
+        Args:
+            experts: logical ones.
 
         Returns:
             a function that waits for them.
@@ -173,13 +176,14 @@ class ExpertParallel:
         wait = group.all_gather_async(pack_tokens(tokens, experts, weights, rows=max_tokens, replicas=replicas))
 
         def received() -> Received:
-            gathered = unpacked(wait(), tokens, k, self.placement, group.index)
-            return Received(*gathered, self.placement.fraction(group.index))
+            fraction, first = self.placement.fraction(group.index), self.placement.first(group.index)
+            return Received(*unpacked(wait(), tokens, k), fraction, first=first)
 
         return received
 
-    def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
+    def count_served(self, received: Received, together: int) -> list[int]:
         """Number of gathered choices that this rank serves, of each ``together`` tokens; the host waits for it."""
+        experts = received.local(self.placement.count(self.group.index))
         padded = F.pad(experts, (0, 0, 0, -len(experts) % together), value=-1) if len(experts) % together else experts
         return download((padded.view(-1, together * experts.shape[1]) >= 0).sum(dim=1))()
 
@@ -285,7 +289,7 @@ class ExpertParallel:
             if rows * choices <= max_pairs:
                 return [Part(0, rows, None)]
             together = tokens_counted_together(max_pairs, choices)
-            return parts_of(self.count_served(received.experts, together), together, rows, max_pairs)
+            return parts_of(self.count_served(received, together), together, rows, max_pairs)
 
         return AllGatherDispatch(group, self.gather(tokens, experts, weights, max_tokens), parts, count)
 

@@ -55,9 +55,9 @@ def logits_with(llm: LLM, ids: list[int], rounding: Rounding) -> torch.Tensor:
     whole = GroupedExperts.__call__
 
     def in_parts(self: GroupedExperts, received: Received, uncounted_bytes: int) -> torch.Tensor:
-        chosen = received.experts
+        chosen, received = received.local(self.count), received._replace(served=None, first=None)
         parts = (
-            whole(self, received._replace(experts=chosen.where(chosen == expert, -1), served=None), uncounted_bytes)
+            whole(self, received._replace(experts=chosen.where(chosen == expert, -1)), uncounted_bytes)
             for expert in range(self.count)
         )
         return torch.stack([rounding(part) for part in parts]).sum(dim=0)

@@ -160,18 +160,16 @@ class GroupedExperts(Weights):
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
 
         Args:
-            received: tokens, as they are or as :meth:`to_send` has made them, and their choices, counted within these
-                experts.
+            received: tokens, as they are or as :meth:`to_send` has made them, and their choices.
             uncounted_bytes: if the rows between the products may take more bytes than this, the host first asks the
                 device how many choices are served.
 
         Returns:
             ``[R, hidden]`` in the run's dtype.
         """
-        tokens, experts, weights, fraction, served = received
-        return self._mlp(
-            tokens, experts, weights, served_fraction=fraction, served=served, uncounted_bytes=uncounted_bytes
-        )
+        tokens, experts, weights, fraction, served, first = received
+        counts = {"first": first, "served": served, "uncounted_bytes": uncounted_bytes}
+        return self._mlp(tokens, experts, weights, served_fraction=fraction, **counts)
 
     def to_send(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, hidden]`` as they travel to the rank of these experts, ``[T, width]``: as the products take

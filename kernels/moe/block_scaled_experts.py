@@ -16,7 +16,7 @@ from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_rows_ref
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import BLOCK, gate_and_up, grouped_product
 from dsa_engine.kernels.grouped.tiles import rows_by_group
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference, check_weight
-from dsa_engine.kernels.moe.expert_order import Order
+from dsa_engine.kernels.moe.expert_order import Order, local_experts
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import runs_triton
@@ -81,6 +81,7 @@ def block_scaled_experts(
     *,
     power_of_two: bool = False,
     dtype: torch.dtype | None = None,
+    first: int | None = None,
     served_fraction: float = 1.0,
     served: int | None = None,
     uncounted_bytes: int = UNCOUNTED_BYTES,
@@ -89,7 +90,7 @@ def block_scaled_experts(
 
     Args:
         x: ``[T, hidden]``; or what :func:`quantize_tokens` has made of it, with the same result.
-        experts, weights, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
+        experts, weights, first, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
         gate_up: ``[experts, 2, intermediate, hidden]`` float8_e4m3fn, gate before up.
         gate_up_scale: ``[experts, 2, ceil(intermediate / 128), ceil(hidden / 128)]`` float32.
         down: ``[experts, hidden, intermediate]`` float8_e4m3fn.
@@ -111,6 +112,7 @@ def block_scaled_experts(
     dtype = dtype or x.dtype
     check_experts(x[:, :1].expand(-1, hidden) if words else x, experts, weights, gate_up, down, down.shape[2])
     if not runs_triton(x):
+        experts = local_experts(experts, len(down), first)
         return block_scaled_experts_reference(
             x, experts, weights, gate_up, gate_up_scale, down, down_scale, power_of_two, dtype
         )
@@ -124,6 +126,6 @@ def block_scaled_experts(
         return grouped_product(*gated, order.row_ends, down, down_scale, dtype, expected)
 
     return sum_experts(
-        experts, weights, mlp, count=len(down), row_bytes=down.shape[2] + hidden * dtype.itemsize,
+        experts, weights, mlp, count=len(down), first=first, row_bytes=down.shape[2] + hidden * dtype.itemsize,
         served_fraction=served_fraction, served=served, uncounted_bytes=uncounted_bytes,
     )  # fmt: skip

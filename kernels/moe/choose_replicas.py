@@ -7,6 +7,8 @@ Multiples of √2 divide any run of consecutive rows evenly, and every second or
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,30 +18,41 @@ from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 _CHOICES = 1024  # a program; compiled for sm_90, not yet measured
-_ROOT = 0x6A09E667  # 2³² · frac(√2); the product of 32-bit numbers keeps the fraction
+_ROOT = tl.constexpr(0x6A09E667)  # 2³² · frac(√2); the product of 32-bit numbers keeps the fraction
+
+
+class Replicas(NamedTuple):
+    """What chooses replicas, see :func:`choose_replicas`."""
+
+    table: torch.Tensor  # int32 [experts, 1 + n]
+    first: int
 
 
 def choose_replicas_reference(experts: torch.Tensor, replicas: torch.Tensor, first: int) -> torch.Tensor:
     row = torch.arange(first, first + len(experts), device=experts.device)
-    turn = (row * _ROOT & 0xFFFFFFFF) >> 16
+    turn = (row * _ROOT.value & 0xFFFFFFFF) >> 16
     entries = replicas[experts.long()]  # an entry for expert −1 too
     number = 1 + (turn[:, None] * entries[..., 0] >> 16)
     return entries.gather(2, number[..., None])[..., 0].masked_fill_(experts < 0, -1)
 
 
+@triton.jit
+def physical_expert(expert, row, replicas, WIDTH: tl.constexpr):
+    """The replica of ``expert`` that serves row ``row``; −1 stays."""
+    turn = ((row.to(tl.uint32) * tl.full((), _ROOT, tl.uint32)) >> 16).to(tl.int32)
+    among = tl.load(replicas + expert * WIDTH, mask=expert >= 0, other=1)
+    number = 1 + ((turn * among) >> 16)
+    return tl.load(replicas + expert * WIDTH + number, mask=expert >= 0, other=-1)
+
+
 @triton.jit(do_not_specialize=["count", "first"])
 def choose_replicas_kernel(
-    experts, replicas, physical, count, first, ROOT: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    experts, replicas, physical, count, first, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
+):
     """BLOCK choices a program."""
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + choice, mask=choice < count, other=-1)
-    row = (first + choice // K).to(tl.uint32)
-    turn = ((row * tl.full((), ROOT, tl.uint32)) >> 16).to(tl.int32)
-    among = tl.load(replicas + expert * WIDTH, mask=expert >= 0, other=1)
-    number = 1 + ((turn * among) >> 16)
-    chosen = tl.load(replicas + expert * WIDTH + number, mask=expert >= 0, other=-1)
+    chosen = physical_expert(expert, first + choice // K, replicas, WIDTH)
     tl.store(physical + choice, chosen, mask=choice < count)
 
 
@@ -72,6 +85,6 @@ def choose_replicas(experts: torch.Tensor, replicas: torch.Tensor, first: int) -
     if count:
         choose_replicas_kernel[(cdiv(count, _CHOICES),)](
             experts, replicas.contiguous(), physical, count, first,
-            ROOT=_ROOT, WIDTH=replicas.shape[1], K=experts.shape[1], BLOCK=_CHOICES, num_warps=4,
+            WIDTH=replicas.shape[1], K=experts.shape[1], BLOCK=_CHOICES, num_warps=4,
         )  # fmt: skip
     return physical

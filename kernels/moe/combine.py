@@ -25,7 +25,7 @@ def combine_reference(y: torch.Tensor, pair_rows: torch.Tensor, weights: torch.T
 
 
 @triton.jit
-def combine_kernel(y, pair_rows, weights, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(y, pair_rows, weights, out, width, weight_stride, K: tl.constexpr, BLOCK: tl.constexpr):
     """Part of one token a program: its K rows are loaded at once."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,7 +35,7 @@ def combine_kernel(y, pair_rows, weights, out, width, K: tl.constexpr, BLOCK: tl
         pair_row = tl.load(pair_rows + token * K + j).to(tl.int64)
         weight = 1.0
         if weights is not None:
-            weight = tl.load(weights + token * K + j)
+            weight = tl.load(weights + token * weight_stride + j)
         row = tl.load(y + pair_row * width + columns, mask=inside & (pair_row >= 0), other=0.0).to(tl.float32)
         # Not weight · 0: the weight of a pair that is not served here may be anything.
         total += tl.where(pair_row >= 0, weight * row, 0.0)
@@ -67,8 +67,10 @@ def combine(y: torch.Tensor, pair_rows: torch.Tensor, weights: torch.Tensor | No
     if out.numel():
         # 16 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
         block = min(1024, next_power_of_2(y.shape[1]))
+        if weights is not None and weights.stride(1) != 1:
+            weights = weights.contiguous()
         combine_kernel[(tokens, cdiv(y.shape[1], block))](
-            y.contiguous(), pair_rows.contiguous(), None if weights is None else weights.contiguous(), out, y.shape[1],
-            K=k, BLOCK=block, num_warps=max(1, block // 256),
+            y.contiguous(), pair_rows.contiguous(), weights, out,
+            y.shape[1], 0 if weights is None else weights.stride(0), K=k, BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ from dsa_engine.kernels.grouped.grouped_matmul import (
     grouped_matmul_triton,
     torch_has_it,
 )
-from dsa_engine.kernels.moe.expert_order import Order
+from dsa_engine.kernels.moe.expert_order import Order, local_experts
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
 from dsa_engine.kernels.rows.silu_mul import silu_mul, silu_mul_reference
 from dsa_engine.kernels.runtime import cpu
@@ -83,6 +83,7 @@ def expert_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
+    first: int | None = None,
     served_fraction: float = 1.0,
     served: int | None = None,
     uncounted_bytes: int = UNCOUNTED_BYTES,
@@ -99,6 +100,7 @@ def expert_mlp(
         weights: ``[T, k]`` float32.
         gate_up: ``[experts, 2·intermediate, hidden]``.
         down: ``[experts, hidden, intermediate]``.
+        first: number of this rank's first expert, if experts are numbered over all ranks; −1 need not mark others then.
         served_fraction: expected fraction of the choices that are served here: chooses the kernel, never the result.
         served: number of choices that are served here, where the host knows it.
         uncounted_bytes: largest number of bytes of rows for which unserved choices get rows too, so that
@@ -113,6 +115,7 @@ def expert_mlp(
     """
     check_experts(x, experts, weights, gate_up, down, down.shape[2])
     if not runs_triton(x):
+        experts = local_experts(experts, gate_up.shape[0], first)
         few = experts.numel() <= _FEW_ROWS_ON_A_CPU * gate_up.shape[0]
         if few and gate_up.is_contiguous() and down.is_contiguous() and cpu.serves(x, weights, gate_up, down):
             return _run_native(x.contiguous(), experts.int().contiguous(), weights.contiguous(), gate_up, down)
@@ -127,6 +130,6 @@ def expert_mlp(
         return experts_fused(x, order, gate_up, down, expected)
 
     return sum_experts(
-        experts, weights, mlp, count=gate_up.shape[0], row_bytes=row_bytes(gate_up, down),
+        experts, weights, mlp, count=gate_up.shape[0], first=first, row_bytes=row_bytes(gate_up, down),
         served_fraction=served_fraction, served=served, uncounted_bytes=uncounted_bytes,
     )  # fmt: skip

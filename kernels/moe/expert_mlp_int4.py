@@ -9,7 +9,7 @@ import torch
 
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
 from dsa_engine.kernels.grouped.grouped_matmul_int4 import grouped_matmul_int4_reference, grouped_matmul_int4_triton
-from dsa_engine.kernels.moe.expert_order import Order
+from dsa_engine.kernels.moe.expert_order import Order, local_experts
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
 from dsa_engine.kernels.rows.silu_mul import silu_mul_reference
 from dsa_engine.kernels.runtime.launch import runs_triton
@@ -51,6 +51,7 @@ def expert_mlp_int4(
     *,
     columns: Orders = (None, None),
     int8_activations: bool = False,
+    first: int | None = None,
     served_fraction: float = 1.0,
     served: int | None = None,
     uncounted_bytes: int = UNCOUNTED_BYTES,
@@ -58,7 +59,7 @@ def expert_mlp_int4(
     """Weighted sum of the chosen experts' outputs for every token.
 
     Args:
-        x, experts, weights, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
+        x, experts, weights, first, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
         gate_up: int32 ``[experts, 2·intermediate, hidden / 8]`` and its scales ``[…, hidden / size]``.
         down: int32 ``[experts, hidden, intermediate / 8]`` and its scales ``[…, intermediate / size]``; both
             arranged by :func:`.formats.int4.arrange_int4_`.
@@ -72,6 +73,7 @@ def expert_mlp_int4(
     intermediate, hidden = down[0].shape[2] * 8, x.shape[1]
     check_experts(x, experts, weights, gate_up[0], down[0], intermediate, packed=8)
     if not runs_triton(x):
+        experts = local_experts(experts, len(down[0]), first)
         return expert_mlp_int4_reference(x, experts, weights, gate_up, down, int8_activations, columns)
 
     def mlp(order: Order, expected: float) -> torch.Tensor:
@@ -85,7 +87,7 @@ def expert_mlp_int4(
         )  # fmt: skip
 
     return sum_experts(
-        experts, weights, mlp, count=len(down[0]),
+        experts, weights, mlp, count=len(down[0]), first=first,
         row_bytes=intermediate * (x.element_size() + int8_activations) + hidden * x.element_size(),
         served_fraction=served_fraction, served=served, uncounted_bytes=uncounted_bytes,
     )  # fmt: skip

@@ -72,6 +72,7 @@ def sum_experts_reference(
 def served_order(
     experts: torch.Tensor,
     count: int,
+    first: int | None,
     row_bytes: int,
     served_fraction: float,
     uncounted_bytes: int,
@@ -80,13 +81,13 @@ def served_order(
     """Sorts pairs by expert, and estimates how many of them this rank serves.
 
     Args:
-        experts, count, row_bytes, served_fraction, uncounted_bytes, served: as in :func:`sum_experts`.
+        experts, count, first, row_bytes, served_fraction, uncounted_bytes, served: as in :func:`sum_experts`.
 
     Returns:
         the order, with a row for each served pair where their number is known and else for every pair; and the number
         of served pairs, exact or expected.
     """
-    order = expert_order(experts, count)
+    order = expert_order(experts, count, first)
     # Nothing is gained by counting where all are served.
     if served is None and served_fraction < 1 and experts.numel() * row_bytes > uncounted_bytes:
         served = int(order.row_ends[-1])
@@ -101,6 +102,7 @@ def sum_experts(
     mlp: Callable[[Order, float], torch.Tensor],
     *,
     count: int,
+    first: int | None,
     row_bytes: int,
     served_fraction: float,
     served: int | None,
@@ -109,7 +111,7 @@ def sum_experts(
     """The weighted sums by kernels.
 
     Args:
-        experts: ``[T, k]`` int32 numbers within this rank's experts, −1 for choices that other ranks serve.
+        experts, first: as in :func:`.expert_order.expert_order`.
         weights: ``[T, k]`` float32.
         mlp: ``(order, expected rows) -> [R, hidden]``, the experts' results for the rows of the order.
         count: number of experts of this rank.
@@ -118,5 +120,5 @@ def sum_experts(
         served: number of the choices that this rank serves, where the host knows it.
         uncounted_bytes: see ``UNCOUNTED_BYTES``.
     """
-    order, expected = served_order(experts, count, row_bytes, served_fraction, uncounted_bytes, served)
+    order, expected = served_order(experts, count, first, row_bytes, served_fraction, uncounted_bytes, served)
     return combine(mlp(order, expected), order.pair_rows, weights)

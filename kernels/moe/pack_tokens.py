@@ -3,7 +3,7 @@
     row = [token, in its dtype | experts, int32 · k | weights, float32 · k | zeros]
 
 Tokens begin every row and rows are whole 16 bytes, so that the experts read them in the received buffer
-(:func:`tokens_of`); only the choices are written anew, counted within the experts of the rank.
+(:func:`tokens_of`, :func:`choices_of`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas_reference, physical_expert
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -37,10 +38,23 @@ def tokens_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Te
     return packed.view(dtype)[:, :hidden]
 
 
+def choices_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts ``[rows, k]`` and weights ``[rows, k]`` of packed rows: views."""
+    choices = packed[:, token_words(hidden, dtype) :]
+    return choices[:, :k], choices[:, k : 2 * k].view(torch.float32)
+
+
 def pack_tokens_reference(
-    tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, source: torch.Tensor | None, rows: int
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    source: torch.Tensor | None,
+    rows: int,
+    replicas: Replicas | None = None,
 ) -> torch.Tensor:
     (count, hidden), k = tokens.shape, experts.shape[1]
+    if replicas is not None:
+        experts = choose_replicas_reference(experts, *replicas)
     if source is not None:
         tokens, experts, weights, count = tokens[source], experts[source], weights[source], rows
     packed = torch.zeros(rows, row_words(hidden, tokens.dtype, k), dtype=torch.int32, device=tokens.device)
@@ -52,11 +66,12 @@ def pack_tokens_reference(
     return packed
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "first"])
 def pack_tokens_kernel(
-    tokens, experts, weights, source, token_part, packed, count, token_stride,
+    tokens, experts, weights, source, replicas, token_part, packed,
+    count, token_stride, expert_stride, weight_stride, first,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, TOKEN_WORDS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
-    CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: tl.constexpr, REPLICAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A part of one token a program; the first also writes the choices. ``token_part`` is ``packed`` in the tokens'
     dtype, of which PADDED elements begin each row."""
@@ -71,9 +86,11 @@ def pack_tokens_kernel(
     tl.store(token_part + row * (WIDTH * ratio) + column, values, mask=column < PADDED)
     if part == 0:
         word = tl.arange(0, CHOICES)
-        expert = tl.load(experts + at * K + word, mask=known & (word < K), other=-1)
+        expert = tl.load(experts + at * expert_stride + word, mask=known & (word < K), other=-1)
+        if replicas is not None:
+            expert = physical_expert(expert, first + at, replicas, REPLICAS)
         is_weight = (word >= K) & (word < 2 * K)
-        weight = tl.load(weights + at * K + word - K, mask=known & is_weight, other=0.0)
+        weight = tl.load(weights + at * weight_stride + word - K, mask=known & is_weight, other=0.0)
         words = tl.where(word < K, expert, weight.to(tl.int32, bitcast=True))
         tl.store(packed + row * WIDTH + TOKEN_WORDS + word, words, mask=word < WIDTH - TOKEN_WORDS)
 
@@ -86,6 +103,7 @@ def pack_tokens(
     *,
     source: torch.Tensor | None = None,
     rows: int | None = None,
+    replicas: Replicas | None = None,
 ) -> torch.Tensor:
     """Packs tokens, with their choices of experts, for one collective.
 
@@ -95,6 +113,8 @@ def pack_tokens(
         weights: ``[T, k]`` float32.
         source: int32 ``[R]``: the token of each row; default: the tokens in their order.
         rows: without ``source``, at least T: rows after the tokens hold zeros and the experts −1; default: T.
+        replicas: experts are logical ones, and the row has the physical ones of :func:`.choose_replicas`, which looks
+            them up in a table with these arguments; default: the row has them as they are.
 
     Returns:
         int32 ``[rows, row_words(hidden, dtype, k)]``.
@@ -119,17 +139,19 @@ def pack_tokens(
     if rows < count:
         raise ValueError(f"{count} tokens do not fit in {rows} rows")
     if not runs_triton(tokens):
-        return pack_tokens_reference(tokens, experts, weights, source, rows)
+        return pack_tokens_reference(tokens, experts, weights, source, rows, replicas)
     words, width = token_words(hidden, tokens.dtype), row_words(hidden, tokens.dtype, k)
     packed = torch.empty(rows, width, dtype=torch.int32, device=tokens.device)
-    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    tokens, experts, weights = (x if x.stride(1) == 1 else x.contiguous() for x in (tokens, experts, weights))
     padded = words * (_WORD // tokens.dtype.itemsize)
     block = min(_COPIED, next_power_of_2(padded))
+    table, first = (None, 0) if replicas is None else (replicas.table.contiguous(), replicas.first)
     if rows:
         pack_tokens_kernel[(rows, cdiv(padded, block))](
-            tokens, experts.contiguous(), weights.contiguous(), source, packed.view(tokens.dtype), packed,
-            count, tokens.stride(0),
+            tokens, experts, weights, source, table, packed.view(tokens.dtype), packed,
+            count, tokens.stride(0), experts.stride(0), weights.stride(0), first,
             HIDDEN=hidden, PADDED=padded, TOKEN_WORDS=words, WIDTH=width, K=k,
-            CHOICES=next_power_of_2(width - words), BLOCK=block, num_warps=max(1, block // 256),
+            CHOICES=next_power_of_2(width - words), REPLICAS=0 if table is None else table.shape[1], BLOCK=block,
+            num_warps=max(1, block // 256),
         )  # fmt: skip
     return packed

@@ -42,24 +42,24 @@ def token_ranks_reference(experts: torch.Tensor, rank_of: torch.Tensor, size: in
 
 
 @triton.jit
-def _rank(experts, rank_of, at, known):
-    expert = tl.load(experts + at, mask=known, other=-1)
+def _rank(experts, rank_of, token, choice, known, stride):
+    expert = tl.load(experts + token * stride + choice, mask=known, other=-1)
     return tl.load(rank_of + expert, mask=expert >= 0, other=-1)
 
 
 @triton.jit(do_not_specialize=["tokens", "size"])
 def token_ranks_kernel(
-    experts, rank_of, ranks, first, counts, tokens, size,
+    experts, rank_of, ranks, first, counts, tokens, size, expert_stride,
     K: tl.constexpr, TOKENS: tl.constexpr, K_PAD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens a program. Counts add up as whole numbers, the same in any order."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     choice = tl.arange(0, K_PAD)[None, :]
     known = (token < tokens) & (choice < K)
-    rank = _rank(experts, rank_of, token * K + choice, known)
+    rank = _rank(experts, rank_of, token, choice, known, expert_stride)
     again = tl.zeros((TOKENS, K_PAD), tl.int1)
     for i in tl.static_range(K - 1):
-        again |= (_rank(experts, rank_of, token * K + i, token < tokens) == rank) & (choice > i)
+        again |= (_rank(experts, rank_of, token, i, token < tokens, expert_stride) == rank) & (choice > i)
     once = tl.where(again, -1, rank)
     tl.store(ranks + token * K + choice, rank, mask=known)
     tl.store(first + token * K + choice, once, mask=known)
@@ -97,10 +97,11 @@ def token_ranks(experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> Toke
     ranks, first = (torch.empty(tokens, k, dtype=torch.int32, device=device) for _ in range(2))
     counts = torch.zeros(size, 2, dtype=torch.int32, device=device)
     if experts.numel():
+        experts = experts if experts.stride(1) == 1 else experts.contiguous()
         padded = next_power_of_2(k)
         at_once = max(1, _PAIRS // padded)
         token_ranks_kernel[(cdiv(tokens, at_once),)](
-            experts.contiguous(), rank_of.contiguous(), ranks, first, counts, tokens, size,
+            experts, rank_of.contiguous(), ranks, first, counts, tokens, size, experts.stride(0),
             K=k, TOKENS=at_once, K_PAD=padded, RANKS=min(_RANKS, next_power_of_2(size)), num_warps=4,
         )  # fmt: skip
     return TokenRanks(ranks, first, counts)

@@ -113,7 +113,7 @@ class AllGatherDispatch(Dispatch):
         if is_last:
             self._received = None  # its memory is free as soon as the experts are done with it
         tokens, experts, weights = (tensor[first:last] for tensor in received[:3])
-        return Received(tokens, experts, weights, received.served_fraction, served)
+        return received._replace(tokens=tokens, experts=experts, weights=weights, served=served)
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         if self._room is not None:

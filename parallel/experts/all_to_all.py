@@ -139,9 +139,10 @@ class AllToAllDispatch(Dispatch):
         del self._coming
         rank, k = self._rank, self._experts.shape[1]
         return Received(
-            *unpacked(packed, self._tokens, k, self._placement, rank),
+            *unpacked(packed, self._tokens, k),
             max(1 / k, self._placement.fraction(rank)),  # a token comes for one choice at least
             self._plans[number].served,
+            self._placement.first(rank),
         )
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:

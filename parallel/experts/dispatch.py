@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.moe.pack_tokens import tokens_of
-from dsa_engine.kernels.moe.unpack_choices import unpack_choices
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.kernels.moe.expert_order import local_experts
+from dsa_engine.kernels.moe.pack_tokens import choices_of, tokens_of
 
 
 class Received(NamedTuple):
     """Tokens at the rank that holds their experts.
 
-    ``experts`` are indices among this rank's experts; −1 is a choice that another rank serves. ``served_fraction`` is
-    the part of the choices that this rank serves under balanced routing, and ``served`` their number, if the host knows
-    it.
+    ``experts`` are physical ones, of which this rank's begin with ``first``; −1 is none. Without ``first`` they are
+    counted within this rank's, and −1 is a choice that another rank serves. ``served_fraction`` is the part of the
+    choices that this rank serves under balanced routing, and ``served`` their number, if the host knows it. Rows of
+    tokens, experts and weights may lie apart.
     """
 
     tokens: torch.Tensor  # [R, width], as they were sent: numbers, or words with codes and scales
@@ -28,6 +28,11 @@ class Received(NamedTuple):
     weights: torch.Tensor  # [R, k] float32
     served_fraction: float
     served: int | None = None
+    first: int | None = None
+
+    def local(self, count: int) -> torch.Tensor:
+        """``experts`` counted within the ``count`` of this rank, −1 for those that other ranks serve."""
+        return local_experts(self.experts, count, self.first)
 
 
 class Dispatch(ABC):
@@ -76,10 +81,7 @@ class NoDispatch(Dispatch):
         return self._sums
 
 
-def unpacked(
-    packed: torch.Tensor, like: torch.Tensor, k: int, placement: ExpertPlacement, rank: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packed rows as tokens (width and dtype of ``like``), choices as indices among ``rank``'s experts, and weights."""
+def unpacked(packed: torch.Tensor, like: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens (width and dtype of ``like``), physical experts and weights of packed rows: views."""
     hidden, dtype = like.shape[1], like.dtype
-    choices = unpack_choices(packed, hidden, dtype, k, placement.first(rank), placement.count(rank))
-    return tokens_of(packed, hidden, dtype), *choices
+    return tokens_of(packed, hidden, dtype), *choices_of(packed, hidden, dtype, k)

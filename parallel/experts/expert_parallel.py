@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.moe.choose_replicas import Replicas
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts import DispatchMethod, MoeDispatch
@@ -100,13 +101,13 @@ class ExpertParallel:
                 if there may be more, the host waits for their number.
             sum_bytes: of a token's sum in the tokens' dtype; default: those of the token.
         """
-        experts = self.to_physical(experts)
         if self.group.size == 1:
-            return NoDispatch(Received(tokens, experts, weights, 1.0))
+            return NoDispatch(Received(tokens, self.to_physical(experts), weights, 1.0))
         if method == "auto":
             method = self._chosen(tokens, experts.shape[1], max_tokens, max_pairs, sum_bytes)
         if method == "all_gather":
             return self._all_gather(tokens, experts, weights, max_tokens, max_pairs)
+        experts = self.to_physical(experts)
         if method == "by_machine" and self.machines is not None:
             return self._by_machine(tokens, experts, weights, max_pairs, self.machines)
         return self._all_to_all(tokens, experts, weights, max_pairs)
@@ -116,6 +117,11 @@ class ExpertParallel:
         if self.even:
             return self.placement.spread(experts, self.group.index * experts.numel())
         return self.placement.to_physical(experts, self.group.index)
+
+    @property
+    def choosing(self) -> Replicas | None:
+        """What :func:`.pack_tokens` does the same with as it packs; None: only :meth:`to_physical` does it."""
+        return None if self.even else self.placement.choosing(self.group.index)
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         """Tells every rank what comes to it, and the number of choices that the most loaded rank serves. In a dispatch
@@ -158,20 +164,26 @@ class ExpertParallel:
         """Starts to gather the tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert
         works on it.
 
+        Args:
+            experts: logical ones.
+
         Returns:
             a function that waits for them.
         """
-        group, k = self.group, experts.shape[1]
-        wait = group.all_gather_async(pack_tokens(tokens, experts, weights, rows=max_tokens))
+        group, k, replicas = self.group, experts.shape[1], self.choosing
+        if replicas is None:
+            experts = self.to_physical(experts)
+        wait = group.all_gather_async(pack_tokens(tokens, experts, weights, rows=max_tokens, replicas=replicas))
 
         def received() -> Received:
-            gathered = unpacked(wait(), tokens, k, self.placement, group.index)
-            return Received(*gathered, self.placement.fraction(group.index))
+            fraction, first = self.placement.fraction(group.index), self.placement.first(group.index)
+            return Received(*unpacked(wait(), tokens, k), fraction, first=first)
 
         return received
 
-    def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
+    def count_served(self, received: Received, together: int) -> list[int]:
         """Number of gathered choices that this rank serves, of each ``together`` tokens; the host waits for it."""
+        experts = received.local(self.placement.count(self.group.index))
         padded = F.pad(experts, (0, 0, 0, -len(experts) % together), value=-1) if len(experts) % together else experts
         return download((padded.view(-1, together * experts.shape[1]) >= 0).sum(dim=1))()
 
@@ -277,7 +289,7 @@ class ExpertParallel:
             if rows * choices <= max_pairs:
                 return [Part(0, rows, None)]
             together = tokens_counted_together(max_pairs, choices)
-            return parts_of(self.count_served(received.experts, together), together, rows, max_pairs)
+            return parts_of(self.count_served(received, together), together, rows, max_pairs)
 
         return AllGatherDispatch(group, self.gather(tokens, experts, weights, max_tokens), parts, count)
 

@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 
 import torch
 
-from dsa_engine.kernels.moe.choose_replicas import choose_replicas
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
 from dsa_engine.kernels.runtime.transfer import upload
 
 Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the order of its weights
@@ -97,7 +97,12 @@ class ExpertPlacement:
         Rows are numbered from ``first``; the number decides which replica serves a row, so that each serves equally
         many.
         """
-        return experts if self._replicas is None else choose_replicas(experts, self._replicas, first)
+        replicas = self.choosing(first)
+        return experts if replicas is None else choose_replicas(experts, *replicas)
+
+    def choosing(self, first: int) -> Replicas | None:
+        """What :meth:`to_physical` chooses with; None: physical experts are numbered as logical ones."""
+        return None if self._replicas is None else Replicas(self._replicas, first)
 
     def spread(self, experts: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Physical experts instead of ``experts [T, k]``, each on the rank after that of the one before; −1 stays.

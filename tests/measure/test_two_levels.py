@@ -48,7 +48,7 @@ def dispatched(parallel: ExpertParallel, log: CollectiveLog, method: MoeDispatch
     rounds = []
     for number in range(dispatch.rounds):
         here = dispatch.receive(number)
-        rounds.append((len(here.tokens), here.experts.tolist(), here.served))
+        rounds.append((len(here.tokens), here.local(len(parallel.held)).tolist(), here.served))
         dispatch.send_back(number, here.tokens.clone())
     assert dispatch.combine().shape == (count, HIDDEN)
     return rounds, [(c.kind, c.ranks, c.index, c.sent, c.received) for c in log.collectives]

@@ -11,7 +11,6 @@ from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentF
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.moe.block_scaled_experts import quantize_tokens
-from dsa_engine.kernels.moe.pack_tokens import pack_tokens_reference
 from dsa_engine.kernels.rows.segment import Segment, Segments
 
 T, HIDDEN, HEADS, EXPERTS, CHOICES, PAGE = 60, 128, 2, 8, 4, 16
@@ -125,11 +124,6 @@ def _two_replicas() -> torch.Tensor:
     return torch.tensor([[2, 1 + expert, 1 + expert + EXPERTS] for expert in range(EXPERTS)], dtype=torch.int32)
 
 
-def _unpack(make: Make) -> Call:
-    x, experts, weights = make.experts()
-    return (pack_tokens_reference(x, experts, weights, None, T), HIDDEN, BF16, CHOICES, 2, 4), {}
-
-
 def _grouped(make: Make) -> Call:
     counts = torch.tensor([10, 0, 30, 20])
     return (make.normal(T, HIDDEN), make.normal(4, 64, HIDDEN), counts), {}
@@ -189,5 +183,4 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "store_latent, FP8": lambda m: _store_latent(m, FP8),
     "store_rows": lambda m: ((_pool(32, BF16), m.normal(T, 32), _slots(m)), {}),
     "token_ranks": lambda m: ((m.whole(EXPERTS, T, CHOICES), (torch.arange(EXPERTS) // 4).int(), 4), {}),
-    "unpack_choices": _unpack,
 }  # fmt: skip

@@ -37,6 +37,10 @@ class AssignedExpertParallel(ExpertParallel):
         count, k = experts.shape
         return self.assigned.own(count, k, experts.device)
 
+    @property
+    def choosing(self) -> None:
+        return None
+
 
 class EmulatedExpertParallel(AssignedExpertParallel):
     """Expert parallelism of an emulated rank: the counts and choices that other ranks would send are assigned too."""
@@ -48,7 +52,7 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
     ) -> Callable[[], Received]:
         (count, k), wait = experts.shape, super().gather(tokens, experts, weights, max_tokens)
-        return lambda: wait()._replace(experts=self.assigned.gathered(count, max_tokens, k, experts.device))
+        return lambda: _assigned(wait(), self.assigned.gathered(count, max_tokens, k, experts.device))
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         (made_up, _), step = super().exchange_counts(sent), self.assigned.step
@@ -129,6 +133,11 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         return [torch.cat(one) for one in by_round], [[len(part) for part in one] for one in by_round]
 
 
+def _assigned(received: Received, experts: torch.Tensor) -> Received:
+    """The same tokens with other choices, counted within this rank's experts."""
+    return received._replace(experts=experts, first=None)
+
+
 class _Assigned(Dispatch):
     """A dispatch whose received tokens have other choices: ``experts`` of each round."""
 
@@ -140,7 +149,7 @@ class _Assigned(Dispatch):
         return self._dispatch.rounds
 
     def receive(self, number: int) -> Received:
-        return self._dispatch.receive(number)._replace(experts=self._experts[number])
+        return _assigned(self._dispatch.receive(number), self._experts[number])
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         self._dispatch.send_back(number, sums)

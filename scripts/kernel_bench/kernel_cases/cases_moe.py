@@ -13,14 +13,13 @@ from dsa_engine.kernels.grouped.grouped_matmul import (
     torch_has_it,
 )
 from dsa_engine.kernels.moe.block_scaled_experts import quantized_words
-from dsa_engine.kernels.moe.choose_replicas import choose_replicas, choose_replicas_reference
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas, choose_replicas_reference
 from dsa_engine.kernels.moe.combine import combine, combine_reference
 from dsa_engine.kernels.moe.combine_codes import combine_codes, combine_codes_reference
 from dsa_engine.kernels.moe.expert_order import expert_order, expert_order_reference
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, pack_tokens_reference
 from dsa_engine.kernels.moe.router import route, route_reference
 from dsa_engine.kernels.moe.token_ranks import token_ranks, token_ranks_reference
-from dsa_engine.kernels.moe.unpack_choices import unpack_choices, unpack_choices_reference
 from dsa_engine.kernels.rows.silu_mul import silu_mul, silu_mul_reference
 from dsa_engine.kernels.runtime.launch import runs_triton
 from kernel_cases.bench import KernelCase
@@ -97,7 +96,7 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         yield _combine_codes(make, tokens)
         yield _gate(make, tokens)
         yield _pack(make, tokens)
-        yield _unpack(make, tokens)
+        yield _pack_replicas(make, tokens)
 
 
 def _route(make: Inputs, tokens: int) -> KernelCase:
@@ -142,9 +141,7 @@ def _ranks(make: Inputs, tokens: int) -> KernelCase:
 
 def _replicas(make: Inputs, tokens: int) -> KernelCase:
     """The replicas of chosen experts, of which every fourth has two."""
-    choices = torch.randint(EXPERTS, (tokens, CHOICES), device=make.device, dtype=torch.int32)
-    expert = torch.arange(EXPERTS, device=make.device)
-    table = torch.stack((1 + (expert % 4 == 0).long(), expert, EXPERTS + expert // 4), dim=1).int()
+    choices, table = torch.randint(EXPERTS, (tokens, CHOICES), device=make.device, dtype=torch.int32), _table(make)
     return KernelCase(
         "replicas of experts",
         shape=f"{tokens} x {CHOICES}",
@@ -153,6 +150,11 @@ def _replicas(make: Inputs, tokens: int) -> KernelCase:
         bytes=2.0 * choices.nbytes,
         baselines={"torch": lambda: choose_replicas_reference(choices, table, 0)},
     )
+
+
+def _table(make: Inputs) -> torch.Tensor:
+    expert = torch.arange(EXPERTS, device=make.device)
+    return torch.stack((1 + (expert % 4 == 0).long(), expert, EXPERTS + expert // 4), dim=1).int()
 
 
 def _combine(make: Inputs, tokens: int) -> KernelCase:
@@ -209,18 +211,16 @@ def _pack(make: Inputs, tokens: int) -> KernelCase:
     )
 
 
-def _unpack(make: Inputs, tokens: int) -> KernelCase:
-    """Unpacking of the rows that one of 64 ranks receives."""
-    x, choices, weights = _choices(make, tokens)
-    packed, held = pack_tokens_reference(x, choices, weights, None, tokens), EXPERTS // 64
-    words = HIDDEN * x.element_size() // 4
+def _pack_replicas(make: Inputs, tokens: int) -> KernelCase:
+    """The same with the choice of replicas, as in an all-gather."""
+    (x, choices, weights), replicas = _choices(make, tokens), Replicas(_table(make), 0)
     return KernelCase(
-        "choices of packed rows",
-        shape=f"{tokens} x {CHOICES}",
-        run=lambda: unpack_choices(packed, HIDDEN, x.dtype, CHOICES, held, held),
+        "tokens and chosen replicas in one row",
+        shape=f"{tokens} x {HIDDEN}",
+        run=lambda: pack_tokens(x, choices, weights, replicas=replicas),
         flops=0.0,
-        bytes=2.0 * (choices.nbytes + weights.nbytes),
-        baselines={"torch": lambda: unpack_choices_reference(packed, words, CHOICES, held, held)},
+        bytes=2.0 * (x.nbytes + choices.nbytes + weights.nbytes),
+        baselines={"torch": lambda: pack_tokens_reference(x, choices, weights, None, tokens, replicas)},
     )
 
 

@@ -57,7 +57,7 @@ class Counted:
             self.crossing[1] += bool(away)
 
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
-        self.served += int((received.experts >= 0).sum())
+        self.served += int((received.local(self.experts.count) >= 0).sum())
         return self.experts(received, uncounted_bytes)
 
 

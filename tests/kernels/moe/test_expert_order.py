@@ -68,10 +68,14 @@ def test_both_ways_agree(device: str) -> None:
     assert torch.equal(counted.tokens[:served], sorted_.tokens[:served])
 
 
-def test_a_column_of_a_wider_matrix(device: str) -> None:
-    """The dispatch passes a slice of the words that it received."""
-    experts = choices(12, 6, 5, 0.2)
+@pytest.mark.parametrize("tokens", [12, 2800], ids=["compared", "in blocks"])
+def test_a_column_of_a_wider_matrix(tokens: int, device: str) -> None:
+    """The dispatch passes a slice of the words that it received, and they name the experts of all ranks."""
+    experts = choices(tokens, 6, 5, 0.2)
     check(expert_order(experts.to(device)[:, 2:5], 5), experts[:, 2:5], 5)
+    experts = choices(tokens, 6, 40, 0.2)
+    local = [[e - 10 if 10 <= e < 26 else -1 for e in row] for row in experts[:, 1:5].tolist()]
+    check(expert_order(experts.to(device)[:, 1:5], 16, first=10), torch.tensor(local, dtype=torch.int32), 16)
 
 
 def test_bad_choices() -> None:
@@ -103,7 +107,9 @@ def test_combine(
     pair_rows[torch.rand(pair_rows.shape, generator=g) < elsewhere] = -1
     weights = torch.rand(tokens, k, generator=g)
     weights[pair_rows < 0] = float("nan")
-    out = combine(y.to(device), pair_rows.to(device), weights.to(device))
+    wider = torch.cat((torch.full((tokens, 2), float("nan")), weights), dim=1).to(device)
+    out = combine(y.to(device), pair_rows.to(device), wider[:, 2:])
+    assert torch.equal(out, combine(y.to(device), pair_rows.to(device), weights.to(device)))
     assert out.dtype == dtype and out.shape == (tokens, width)
     wanted = torch.zeros(tokens, width, dtype=torch.float64)
     for t in range(tokens):

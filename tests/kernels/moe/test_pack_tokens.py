@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words, tokens_of
-from dsa_engine.kernels.moe.unpack_choices import unpack_choices
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
+from dsa_engine.kernels.moe.pack_tokens import choices_of, pack_tokens, row_words, tokens_of
 
 
 def random_tokens(
@@ -28,11 +28,11 @@ def test_what_is_packed_is_what_arrives(hidden: int, k: int, dtype: torch.dtype,
     seen = tokens_of(packed, hidden, dtype)
     assert seen.data_ptr() == packed.data_ptr(), "tokens are read where they have arrived"
     assert torch.equal(seen[:5].float(), tokens.float()) and not seen[5:].float().any()
-    local, carried = unpack_choices(packed, hidden, dtype, k, first=10, held=16)
-    expected = [[e - 10 if 10 <= e < 26 else -1 for e in row] for row in experts.tolist()] + [[-1] * k] * 4
-    assert local.tolist() == expected and local.dtype == torch.int32
+    chosen, carried = choices_of(packed, hidden, dtype, k)
+    assert torch.equal(chosen[:5], experts) and bool((chosen[5:] == -1).all())
     assert torch.equal(carried[:5], weights) and not carried[5:].any(), "bit for bit"
-    assert local.is_contiguous() and carried.is_contiguous()
+    again = pack_tokens(seen, chosen, carried)
+    assert torch.equal(again, packed), "choices are read where they have arrived"
 
 
 def test_rows_in_another_order_and_several_times(device: str) -> None:
@@ -41,14 +41,31 @@ def test_rows_in_another_order_and_several_times(device: str) -> None:
     source = torch.tensor([4, 0, 0, 5], dtype=torch.int32, device=device)
     packed = pack_tokens(strided, experts, weights, source=source)
     assert torch.equal(tokens_of(packed, 40, torch.float32), strided[source.long()])
-    local, carried = unpack_choices(packed, 40, torch.float32, 2, first=0, held=40)
-    assert torch.equal(local, experts[source.long()]) and torch.equal(carried, weights[source.long()])
+    chosen, carried = choices_of(packed, 40, torch.float32, 2)
+    assert torch.equal(chosen, experts[source.long()]) and torch.equal(carried, weights[source.long()])
+
+
+@pytest.mark.parametrize("taken", [None, [4, 0, 0, 5]])
+def test_replicas_that_are_chosen_on_the_way(taken: list[int] | None, device: str) -> None:
+    """As if they had been chosen before; the table need not be as it was when a CUDA graph was captured."""
+    tokens, experts, weights = random_tokens(6, 40, 3, torch.bfloat16, device)
+    source = None if taken is None else torch.tensor(taken, dtype=torch.int32, device=device)
+    rows = 8 if taken is None else None
+    number = torch.arange(40, dtype=torch.int32, device=device)
+    table = torch.stack((1 + number % 3, 3 * number, 3 * number + 1, 3 * number + 2), dim=1)
+    before = None
+    for replicas in (Replicas(table, 0), Replicas(table, 63), Replicas(table.clone().fill_(1), 63)):
+        physical = choose_replicas(experts, *replicas)
+        assert before is None or not torch.equal(physical, before)
+        packed = pack_tokens(tokens, experts, weights, source=source, rows=rows, replicas=replicas)
+        assert torch.equal(packed, pack_tokens(tokens, physical, weights, source=source, rows=rows))
+        before = physical
 
 
 def test_nothing_to_pack(device: str) -> None:
     tokens, experts, weights = random_tokens(0, 12, 2, torch.bfloat16, device)
     packed = pack_tokens(tokens, experts, weights, rows=2)
-    assert unpack_choices(packed, 12, torch.bfloat16, 2, 0, 4)[0].tolist() == [[-1, -1]] * 2
+    assert choices_of(packed, 12, torch.bfloat16, 2)[0].tolist() == [[-1, -1]] * 2
     assert pack_tokens(tokens, experts, weights).shape == (0, row_words(12, torch.bfloat16, 2))
     assert pack_tokens(tokens, experts, weights, source=torch.empty(0, dtype=torch.int32, device=device)).shape[0] == 0
 
@@ -63,5 +80,3 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         pack_tokens(tokens, experts, weights, rows=2)
     with pytest.raises(ValueError, match="as many as it names"):
         pack_tokens(tokens, experts, weights, rows=2, source=experts[:, 0])
-    with pytest.raises(ValueError, match="rows of 16 int32"):
-        unpack_choices(torch.zeros(2, 12, dtype=torch.int32), 12, torch.float32, 2, 0, 4)

@@ -89,9 +89,10 @@ def sums(
     dispatch = parallel.dispatch(*given(parallel.group.index), method, largest, max_pairs)
     for number in range(rounds := dispatch.rounds):
         here = dispatch.receive(number)
-        assert here.served in (None, int((here.experts >= 0).sum()))
-        factor = (held[here.experts] + 1) / 4
-        scale = (here.weights * factor).where(here.experts >= 0, 0.0).sum(dim=1)
+        local = here.local(len(parallel.held))
+        assert here.served in (None, int((local >= 0).sum()))
+        factor = (held[local] + 1) / 4
+        scale = (here.weights * factor).where(local >= 0, 0.0).sum(dim=1)
         dispatch.send_back(number, (here.tokens.float() * scale[:, None]).to(here.tokens.dtype))
     return dispatch.combine(), rounds
 

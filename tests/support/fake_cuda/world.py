@@ -11,6 +11,7 @@ from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
 from dsa_engine.parallel.experts.by_machine import MachineGroups, Way
+from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.placement import ExpertPlacement
@@ -185,9 +186,9 @@ class FakeExpertParallel(ExpertParallel):
         rows = _even(max(self.passed), len(sent))
         return [RecvPlan(_even(n, machine.size), _even(n, machine.size), n) for n in rows]
 
-    def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
-        parts = len(super().count_served(experts, together))
-        return _even(min(self._skewed(experts.numel() // self.group.size), experts.numel()), parts)
+    def count_served(self, received: Received, together: int) -> list[int]:
+        parts, choices = len(super().count_served(received, together)), received.experts.numel()
+        return _even(min(self._skewed(choices // self.group.size), choices), parts)
 
     def _skewed(self, balanced: int) -> int:
         """Number of tokens for this rank in place of a balanced number."""

@@ -83,12 +83,12 @@ class TwoLevels:
     beside: SideStream
     max_part: int = sys.maxsize
 
-    def gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def gather(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]:
         rail, machine = self.rail, self.machine
 
         def inside(between: torch.Tensor) -> torch.Tensor:
-            by_rail = machine.all_gather(between).view(machine.size, rail.size, *rows.shape)
-            return by_rail.transpose(0, 1).flatten(0, 2)
+            gathered = machine.all_gather(between)
+            return gathered if by_rail else _turned(gathered, machine.size, rail.size)
 
         if asynchronous:
             start = partial(rail.all_gather_async, rows)
@@ -96,20 +96,29 @@ class TwoLevels:
         gathered = inside(rail.all_gather(rows))
         return lambda: gathered
 
-    def reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def reduce(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]:
         rail, machine = self.rail, self.machine
 
-        def by_rail() -> torch.Tensor:
-            return rows.view(rail.size, machine.size, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+        def ordered() -> torch.Tensor:
+            return rows if by_rail else _turned(rows, rail.size, machine.size)
 
         if asynchronous:
 
             def start() -> Callable[[], torch.Tensor]:
-                return machine.reduce_scatter_async(by_rail())
+                return machine.reduce_scatter_async(ordered())
 
             return self.beside.relay(start, lambda wait: rail.reduce_scatter(wait()), rows, log=rail.log)
-        reduced = rail.reduce_scatter(machine.reduce_scatter(by_rail()))
+        reduced = rail.reduce_scatter(machine.reduce_scatter(ordered()))
         return lambda: reduced
+
+    def by_rank(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows by rail in the order of ranks."""
+        return _turned(rows, self.machine.size, self.rail.size)
+
+
+def _turned(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """``[outer · inner · R, ...]`` as ``[inner · outer · R, ...]``."""
+    return rows.view(outer, inner, len(rows) // (outer * inner), *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def gather_group(

@@ -53,13 +53,19 @@ class Group:
         """The groups that carry collectives of this one; none, if it carries all of them itself."""
         return () if self.levels is None else (self.levels.rail, self.levels.machine)
 
-    def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def goes_by_rail(self, nbytes: int) -> bool:
+        """Whether gathers and sums with so many bytes of a rank go along rails. These bring rows by rail; a copy puts
+        them in order, unless the caller takes them by rail."""
+        return self.levels is not None and nbytes <= self.levels.max_part
+
+    def all_gather_async(self, rows: torch.Tensor, by_rail: bool = False) -> Callable[[], torch.Tensor]:
         """Starts gathering ``rows [R, ...]``, R the same on every rank.
 
         Returns:
-            a function that waits and returns ``[size · R, ...]``.
+            a function that waits and returns ``[size · R, ...]``, in rank order or by rail, which takes
+            :meth:`goes_by_rail`.
         """
-        return self._gather(rows, asynchronous=True)
+        return self._gather(rows, asynchronous=True, by_rail=by_rail)
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """``[R, ...]`` of every rank, in rank order: ``[size · R, ...]``."""
@@ -69,13 +75,14 @@ class Group:
         """Sums ``rows [size · R, ...]`` over the ranks; each rank gets its part ``[R, ...]``."""
         return self._reduce(rows, asynchronous=False)()
 
-    def reduce_scatter_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts :meth:`reduce_scatter`; ``rows`` stay as they are until the wait.
+    def reduce_scatter_async(self, rows: torch.Tensor, by_rail: bool = False) -> Callable[[], torch.Tensor]:
+        """Starts :meth:`reduce_scatter`; ``rows`` stay as they are until the wait. They come in rank order or as
+        :meth:`all_gather_async` gives them by rail.
 
         Returns:
             a function that waits and returns this rank's part.
         """
-        return self._reduce(rows, asynchronous=True)
+        return self._reduce(rows, asynchronous=True, by_rail=by_rail)
 
     def all_to_all(
         self, rows: torch.Tensor, send: list[int] | None = None, receive: list[int] | None = None
@@ -169,21 +176,24 @@ class Group:
     def _only(self, peer: int, nbytes: int) -> list[int]:
         return [nbytes if i == peer else 0 for i in range(self.size)]
 
-    def _gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def _gather(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool = False) -> Callable[[], torch.Tensor]:
         if self.alone:
             return lambda: rows
         rows = rows.contiguous()
-        if self.levels is not None and rows.nbytes <= self.levels.max_part:
-            return self.levels.gather(rows, asynchronous)
+        if self.levels is not None and self.goes_by_rail(rows.nbytes):
+            return self.levels.gather(rows, asynchronous, by_rail)
+        assert not by_rail, "as few bytes as go along rails"
         event = self._count("all_gather", rows.nbytes, asynchronous=asynchronous)
         return self._started(event, self._start_gather(rows, asynchronous), asynchronous)
 
-    def _reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def _reduce(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool = False) -> Callable[[], torch.Tensor]:
         if self.alone:
             return lambda: rows
         rows = rows.contiguous()
-        if self.levels is not None and rows.nbytes // self.size <= self.levels.max_part:
-            return self.levels.reduce(rows, asynchronous)
+        if self.levels is not None:
+            if self.goes_by_rail(rows.nbytes // self.size):
+                return self.levels.reduce(rows, asynchronous, by_rail)
+            rows = self.levels.by_rank(rows) if by_rail else rows
         event = self._count("reduce_scatter", rows.nbytes // self.size, asynchronous=asynchronous)
         return self._started(event, self._start_reduce(rows, asynchronous), asynchronous)
 

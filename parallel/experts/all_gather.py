@@ -81,6 +81,7 @@ class AllGatherDispatch(Dispatch):
         gathered: waits for the tokens of all ranks, which are the beginnings of packed rows that nothing else reads.
         parts: the rounds of these tokens; it may wait for the device.
         count: number of this rank's own tokens.
+        by_rail: the tokens of the ranks are ordered so, and their sums are too (:meth:`.Group.goes_by_rail`).
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class AllGatherDispatch(Dispatch):
         gathered: Callable[[], Received],
         parts: Callable[[Received], list[Part]],
         count: int,
+        by_rail: bool,
     ):
-        self._group, self._count = group, count
+        self._group, self._count, self._by_rail = group, count, by_rail
         self._gathered, self._cut = gathered, parts
         self._received: Received | None = None
         self._parts: list[Part] = []
@@ -123,7 +125,7 @@ class AllGatherDispatch(Dispatch):
             sums = self._sums
         if number == self.rounds - 1:
             self._sums = None
-            self._returning = self._group.reduce_scatter_async(sums)
+            self._returning = self._group.reduce_scatter_async(sums, self._by_rail)
 
     def combine(self) -> torch.Tensor:
         return self._returning()[: self._count]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas
-from dsa_engine.kernels.moe.pack_tokens import pack_tokens
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts import DispatchMethod, MoeDispatch
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
@@ -159,13 +159,14 @@ class ExpertParallel:
         return _exchanged(machine, sent)
 
     def gather(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int, by_rail: bool
     ) -> Callable[[], Received]:
         """Starts to gather the tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert
         works on it.
 
         Args:
             experts: logical ones.
+            by_rail: gather them in that order (:meth:`.Group.goes_by_rail`).
 
         Returns:
             a function that waits for them.
@@ -173,7 +174,8 @@ class ExpertParallel:
         group, k, replicas = self.group, experts.shape[1], self.choosing
         if replicas is None:
             experts = self.to_physical(experts)
-        wait = group.all_gather_async(pack_tokens(tokens, experts, weights, rows=max_tokens, replicas=replicas))
+        packed = pack_tokens(tokens, experts, weights, rows=max_tokens, replicas=replicas)
+        wait = group.all_gather_async(packed, by_rail)
 
         def received() -> Received:
             fraction, first = self.placement.fraction(group.index), self.placement.first(group.index)
@@ -291,7 +293,9 @@ class ExpertParallel:
             together = tokens_counted_together(max_pairs, choices)
             return parts_of(self.count_served(received, together), together, rows, max_pairs)
 
-        return AllGatherDispatch(group, self.gather(tokens, experts, weights, max_tokens), parts, count)
+        by_rail = group.goes_by_rail(max_tokens * 4 * row_words(tokens.shape[1], tokens.dtype, k))
+        gathered = self.gather(tokens, experts, weights, max_tokens, by_rail)
+        return AllGatherDispatch(group, gathered, parts, count, by_rail)
 
 
 def _exchanged(group: Group, sent: torch.Tensor) -> list[RecvPlan]:

@@ -132,3 +132,29 @@ def test_sums_and_gathers_of_small_parts() -> None:
             summed = given.sum(dim=0).chunk(len(MACHINES))[rank]
             for number, wanted in enumerate((summed, given.flatten(0, 1), summed) * 2):
                 assert torch.equal(results[number], wanted)
+
+
+@pytest.mark.parametrize("sums_too", [True, False])
+def test_rows_by_rail(sums_too: bool) -> None:
+    """Gathered by rail, a machine's first ranks come before its second ones, and their sums are those of rows in rank
+    order; also where a part of the sums is larger than those that go along rails."""
+    stores, parts = [dist.HashStore() for _ in range(3)], ((range(4),), ((0, 2), (1, 3)), ((0, 1), (2, 3)))
+    given = torch.randint(-9, 9, (len(MACHINES), ROWS, COLUMNS)).float()
+    sums = torch.randint(-9, 9, (len(MACHINES), len(MACHINES), 2 * ROWS, COLUMNS)).float()  # [from, to]
+    rails = [0, 2, 1, 3]
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group, rail, machine = (
+            gloo_group(store, next(ranks for ranks in one if rank in ranks), rank)
+            for store, one in zip(stores, parts, strict=True)
+        )
+        group.levels = TwoLevels(rail, machine, SideStream(torch.device("cpu")), (1 + sums_too) * given[0].nbytes)
+        assert group.goes_by_rail(given[0].nbytes) and group.goes_by_rail(2 * given[0].nbytes) == sums_too
+        gathered = group.all_gather_async(given[rank], by_rail=True)()
+        return gathered, group.reduce_scatter_async(sums[rank, rails].flatten(0, 1), by_rail=True)()
+
+    with ThreadPoolExecutor(len(MACHINES)) as ranks:
+        for rank, (gathered, summed) in enumerate(ranks.map(run, range(len(MACHINES)))):
+            assert torch.equal(gathered, given[rails].flatten(0, 1))
+            assert torch.equal(summed, sums.sum(dim=0)[rank])
+    assert len(stores) == len(parts), "the stores outlive the ranks"

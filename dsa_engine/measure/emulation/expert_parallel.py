@@ -49,9 +49,9 @@ class EmulatedExpertParallel(AssignedExpertParallel):
     _passed_on: Sequence[Arriving] = ()  # in the rounds inside the machine that follow one along the rail
 
     def gather(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int, by_rail: bool
     ) -> Callable[[], Received]:
-        (count, k), wait = experts.shape, super().gather(tokens, experts, weights, max_tokens)
+        (count, k), wait = experts.shape, super().gather(tokens, experts, weights, max_tokens, by_rail)
         return lambda: _assigned(wait(), self.assigned.gathered(count, max_tokens, k, experts.device))
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:

@@ -49,19 +49,19 @@ class Counts(NamedTuple):
 KERNELS = {
     "embedding": Counts.same(1),
     "MLA prolog": Counts(8, 8, 11, 14),
-    "indexer prolog": Counts(6, 6, 8, 10),
+    "indexer prolog": Counts(5, 5, 7, 9),
     "lightning indexer": Counts.same(1),
-    TOP_K: Counts.same(3),
+    TOP_K: Counts.same(2),
     "sparse flash attention": Counts.same(2),
     "MLA epilog": Counts(3, 3, 4, 5),
     "dense MLP": Counts(3, 3, 5, 7),
-    "MoE gate": Counts(4, 5, 5, 4),  # with those that quantise, pack and unpack tokens
+    "MoE gate": Counts(3, 4, 4, 3),  # with those that quantise and pack tokens
     "MoE experts": Counts(4, 4, 6, 6),
     "MoE shared": Counts(3, 3, 5, 7),
     "LM head": Counts.same(2),
     "other": Counts.same(28),
 }
-CACHE_ROWS = 2  # of MLA's prolog those that store cache rows: a product and a store
+CACHE_ROWS = 2  # those of MLA's prolog that store cache rows: a product and a store
 
 # Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200.
 _PRODUCT, _COPY = 0.80, 0.90

@@ -26,7 +26,14 @@ from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts import DispatchMethod, MoeDispatch
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
-from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.all_to_all import (
+    AllToAllDispatch,
+    RecvPlan,
+    SendPlan,
+    exchanged_plans,
+    in_rounds,
+    rounds_needed,
+)
 from dsa_engine.parallel.experts.by_machine import (
     ByMachineDispatch,
     MachineGroups,
@@ -134,7 +141,7 @@ class ExpertParallel:
         all_ranks = self.group.all_gather(sent).view(size, size, 2)  # from, to
         largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
         rows = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))()
-        return _recv_plan(rows[:size], rows[size:-1]), rows[-1][0]
+        return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
 
     def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
         """The same for every round.
@@ -142,7 +149,7 @@ class ExpertParallel:
         Args:
             sent: int32 ``[rounds, size, 2]``.
         """
-        return _exchanged(self.group, sent)
+        return exchanged_plans(self.group, sent)
 
     def exchange_ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
         """Tells every rank what comes to it along its rail and inside its machine, in every round along the rail.
@@ -156,7 +163,7 @@ class ExpertParallel:
 
     def exchange_inside(self, sent: torch.Tensor, machine: Group) -> list[RecvPlan]:
         """As :meth:`exchange_rounds`, among the ranks of a machine."""
-        return _exchanged(machine, sent)
+        return exchanged_plans(machine, sent)
 
     def gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int, by_rail: bool
@@ -296,14 +303,3 @@ class ExpertParallel:
         by_rail = group.goes_by_rail(max_tokens * 4 * row_words(tokens.shape[1], tokens.dtype, k))
         gathered = self.gather(tokens, experts, weights, max_tokens, by_rail)
         return AllGatherDispatch(group, gathered, parts, count, by_rail)
-
-
-def _exchanged(group: Group, sent: torch.Tensor) -> list[RecvPlan]:
-    received = group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
-    both = download(torch.stack((sent, received), dim=1))()
-    return [_recv_plan(*one) for one in both]
-
-
-def _recv_plan(sent: list[list[int]], received: list[list[int]]) -> RecvPlan:
-    """The sizes of a round from rows and choices to each rank, and from each rank."""
-    return RecvPlan([row[0] for row in sent], [row[0] for row in received], sum(row[1] for row in received))

@@ -20,6 +20,7 @@ import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.engine import Engine
+from dsa_engine.kernels.moe.expert_order import local_experts
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.expert_parallel import AssignedExpertParallel
@@ -69,9 +70,11 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 
     multiply = unquantized.expert_mlp
 
-    def counted(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        here = experts[experts >= 0].flatten().long()
-        result["expert_pairs"].append((len(tokens), here.bincount(minlength=mesh.world_size).tolist()))
+    def counted(tokens: torch.Tensor, experts: torch.Tensor, *rest: torch.Tensor, **more: Any) -> torch.Tensor:
+        _, _, down = rest
+        local = local_experts(experts, len(down), more["first"])
+        served = local[local >= 0].flatten().long().bincount(minlength=len(down))
+        result["expert_pairs"].append((len(tokens), served.tolist()))
         return multiply(tokens, experts, *rest, **more)
 
     log = CollectiveLog()

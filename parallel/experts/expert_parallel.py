@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas
-from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts import DispatchMethod, MoeDispatch
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
@@ -300,6 +300,6 @@ class ExpertParallel:
             together = tokens_counted_together(max_pairs, choices)
             return parts_of(self.count_served(received, together), together, rows, max_pairs)
 
-        by_rail = group.goes_by_rail(max_tokens * 4 * row_words(tokens.shape[1], tokens.dtype, k))
+        by_rail = group.goes_by_rail(max_tokens * RowBytes.of(tokens.shape[1] * tokens.dtype.itemsize, k).there)
         gathered = self.gather(tokens, experts, weights, max_tokens, by_rail)
         return AllGatherDispatch(group, gathered, parts, count, by_rail)

@@ -143,7 +143,7 @@ def test_rows_by_rail(sums_too: bool) -> None:
     sums = torch.randint(-9, 9, (len(MACHINES), len(MACHINES), 2 * ROWS, COLUMNS)).float()  # [from, to]
     rails = [0, 2, 1, 3]
 
-    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
         group, rail, machine = (
             gloo_group(store, next(ranks for ranks in one if rank in ranks), rank)
             for store, one in zip(stores, parts, strict=True)
@@ -151,10 +151,12 @@ def test_rows_by_rail(sums_too: bool) -> None:
         group.levels = TwoLevels(rail, machine, SideStream(torch.device("cpu")), (1 + sums_too) * given[0].nbytes)
         assert group.goes_by_rail(given[0].nbytes) and group.goes_by_rail(2 * given[0].nbytes) == sums_too
         gathered = group.all_gather_async(given[rank], by_rail=True)()
-        return gathered, group.reduce_scatter_async(sums[rank, rails].flatten(0, 1), by_rail=True)()
+        summed = group.reduce_scatter_async(sums[rank, rails].flatten(0, 1), by_rail=True)()
+        assert group.log is not None
+        return gathered, summed, [one.kind for one in group.log.collectives]
 
     with ThreadPoolExecutor(len(MACHINES)) as ranks:
-        for rank, (gathered, summed) in enumerate(ranks.map(run, range(len(MACHINES)))):
+        for rank, (gathered, summed, in_one) in enumerate(ranks.map(run, range(len(MACHINES)))):
             assert torch.equal(gathered, given[rails].flatten(0, 1))
             assert torch.equal(summed, sums.sum(dim=0)[rank])
-    assert len(stores) == len(parts), "the stores outlive the ranks"
+            assert in_one == ([] if sums_too else ["reduce_scatter"]), "what does not go along rails"

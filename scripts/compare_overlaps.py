@@ -1,6 +1,6 @@
 """Gain of CUDA graphs and of each overlap in decode: time per output token with all of them, and without each.
 
-Two batches and the prefetch of weights are compared if ``--enable-dbo`` and ``--prefetch-weights`` turn them on. For an
+Two batches are compared if ``--enable-dbo`` turns them on. For an
 emulated rank a second table has what it waits for. One process creates the model anew for each variant; caches are
 filled with random rows. If a variant leaves the device in an error, another process measures the others. On a CPU there
 is nothing to turn off, and all rows do the same work.
@@ -27,7 +27,7 @@ from dsa_engine.measure.report import format_table, read_so_far, run_report, wri
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.output_files import check_outputs
 
-TWO_BATCHES, PREFETCH = "two batches", "prefetch of weights"
+TWO_BATCHES = "two batches"
 # Names of the features and the options that turn them off.
 FEATURES: dict[str, dict[str, bool]] = {
     "CUDA graphs": {"enforce_eager": True},
@@ -35,10 +35,9 @@ FEATURES: dict[str, dict[str, bool]] = {
     "overlap of the shared expert": {"no_overlap_shared_expert": True},
     "overlap of the indexer": {"no_overlap_indexer": True},
     TWO_BATCHES: {"enable_dbo": False},
-    PREFETCH: {"prefetch_weights": False},
 }
 # Features that are off by default, and the options that turn them on.
-ASKED_FOR = {TWO_BATCHES: "--enable-dbo", PREFETCH: "--prefetch-weights"}
+ASKED_FOR = {TWO_BATCHES: "--enable-dbo"}
 VARIANTS: dict[str, dict[str, bool]] = {
     "nothing": {},
     **FEATURES,

@@ -74,13 +74,6 @@ class Attention(Weighted):
         del self.kv_b
         self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
 
-    def first_weights(self) -> tuple[torch.Tensor, ...]:
-        """The weights of the projections, in the order in which a decode step reads them."""
-        if (indexer := self.indexer) is None:
-            return (*self.q_a.tensors, *self.kv_a.tensors, *self.q_b.tensors)
-        of_indexer = (*indexer.wk.tensors, *indexer.wq_b.tensors, indexer.weights_proj.matrix)
-        return (*self.q_a.tensors, *self.kv_a.tensors, *of_indexer, *self.q_b.tensors)
-
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from dsa_engine.config.model import ModelConfig
@@ -40,10 +38,6 @@ class DecoderLayer(Weighted):
         else:
             self.moe = MoE(layer, config, runtime, streams)
 
-    def first_weights(self) -> tuple[torch.Tensor, ...]:
-        """The weights in the order in which a decode step reads them, up to the attention itself."""
-        return (self.input_norm, *self.attention.first_weights())
-
     def forward(
         self,
         delta: list[torch.Tensor],
@@ -51,7 +45,6 @@ class DecoderLayer(Weighted):
         batch: ForwardBatch,
         cache: KVCache,
         topk_slots: torch.Tensor | None,
-        upcoming: Sequence[torch.Tensor] = (),
     ) -> Pass[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]]:
         """A pass through the layer.
 
@@ -60,7 +53,6 @@ class DecoderLayer(Weighted):
                 so that their memory is free while this layer runs.
             residual: ``[T, hidden]``; None before the first layer, whose one delta is the embedding.
             topk_slots: the selection of the last layer with an indexer.
-            upcoming: weights to prefetch while sums travel back from the experts.
 
         Returns:
             this layer's delta, the residual to which it is to be added, and the selection that the layer used.
@@ -75,7 +67,7 @@ class DecoderLayer(Weighted):
         with stage("MLA epilog"):
             normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
         if self.moe is not None:
-            added = yield from self.moe(normed, batch, upcoming)
+            added = yield from self.moe(normed, batch)
             return added, residual, topk_slots
         assert self.mlp is not None
         with stage("dense MLP"):

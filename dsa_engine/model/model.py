@@ -77,25 +77,15 @@ class Model(Weighted):
             layers: the layers to run, for trying out their kernels; the first must have an indexer. Default: all.
         """
         if batch.halves is None:
-            runtime = self.runtime
-            prefetches = runtime.prefetch_weights and batch.decodes and runtime.mesh.world_size > 1
-            return in_turn([self._pass(batch, cache, layers, prefetches)])[0]
+            return in_turn([self._pass(batch, cache, layers)])[0]
         joined = torch.cat(in_turn([self._pass(half, cache, layers) for half in batch.halves.batches]))
         return joined if batch.halves.order is None else joined[batch.halves.order]
 
-    def _pass(
-        self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None, prefetches: bool = False
-    ) -> Pass[torch.Tensor]:
-        """A pass of a step, or of a half of it, from the embedding to the last norm.
-
-        Args:
-            prefetches: whether each layer asks for the first weights of the next one.
-        """
+    def _pass(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None) -> Pass[torch.Tensor]:
+        """A pass of a step, or of a half of it, from the embedding to the last norm."""
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
-        chosen = [*self.layers] if layers is None else [self.layers[i] for i in layers]
-        for layer, following in zip(chosen, [*chosen[1:], None], strict=True):
-            upcoming = following.first_weights() if prefetches and isinstance(following, DecoderLayer) else ()
-            delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots, upcoming)
+        for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
+            delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots)
         assert residual is not None
         return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]
 

@@ -10,13 +10,11 @@ DeepSeek-V3 report, section 2.1.2, equations 12 to 16, for the normed input u_t 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.linear.prefetch_weights import prefetch_weights
 from dsa_engine.kernels.moe.block_scaled_experts import quantized_words
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
@@ -73,12 +71,10 @@ class MoE(Weighted):
         self.max_pairs = runtime.max_tokens * mesh.choices(top_k) if chunk is None else chunk
         self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
-    def forward(
-        self, x: torch.Tensor, batch: ForwardBatch, upcoming: Sequence[torch.Tensor] = ()
-    ) -> Pass[list[torch.Tensor]]:
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
         """``x [T, hidden]`` -> the routed experts' sums and, if it is not among them, the shared expert's output,
         ``[T, hidden]`` each, which are to be added. The shared expert is launched when the tokens are on their way, so
-        that they do not wait for it; so is the prefetch of ``upcoming`` weights when the sums are.
+        that they do not wait for it.
         """
         config = self.config
         with stage("MoE gate"):
@@ -116,11 +112,7 @@ class MoE(Weighted):
             self._serve(dispatch, number, counts=batch.live is None)
         yield "MoE combine"
         with stage("MoE combine"):
-            prefetched = self.streams.prefetch.run(lambda: _prefetched(upcoming)) if upcoming else None
-            sums = [dispatch.combine(), *([shared()] if shared else [])]
-            if prefetched is not None:
-                prefetched()
-            return sums
+            return [dispatch.combine(), *([shared()] if shared else [])]
 
     def _serve(self, dispatch: Dispatch, number: int, counts: bool) -> None:
         """Runs one round.
@@ -135,11 +127,6 @@ class MoE(Weighted):
         del received  # room for what comes back
         with stage("MoE combine"):
             dispatch.send_back(number, sums)
-
-
-def _prefetched(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    prefetch_weights(weights)
-    return ()
 
 
 def _with_shared(experts: torch.Tensor, weights: torch.Tensor, shared: int) -> tuple[torch.Tensor, torch.Tensor]:

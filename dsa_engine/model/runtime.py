@@ -23,7 +23,6 @@ class Runtime:
     max_tokens: int = 8192  # bound on this rank's tokens in a forward pass
     overlap_shared_expert: bool = True  # on CUDA: see Streams
     overlap_indexer: bool = True
-    prefetch_weights: bool = False  # on CUDA, in decode: those of the next layer, while sums travel back
 
     @property
     def device(self) -> torch.device:
@@ -35,12 +34,10 @@ class Streams(NamedTuple):
 
     shared_expert: SideStream  # the shared expert, while tokens travel to their experts
     beside_queries: SideStream  # cache rows and the indexer's queries, beside MLA's queries
-    prefetch: SideStream  # the next layer's weights, while sums travel back
 
     @classmethod
     def of(cls, runtime: Runtime) -> Streams:
         return cls(
             SideStream(runtime.device, enabled=runtime.overlap_shared_expert),
             SideStream(runtime.device, enabled=runtime.overlap_indexer),
-            SideStream(runtime.device, enabled=runtime.prefetch_weights),
         )

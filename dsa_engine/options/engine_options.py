@@ -228,14 +228,6 @@ class EngineOptions(Options):
         "gain.",
         help="run the indexer's prolog and the cache rows in order, not beside MLA's queries",
     )
-    prefetch_weights: bool = option(
-        BOOL,
-        False,
-        "in decode steps of several ranks on CUDA, ask for the weights that the next layer reads first while sums "
-        "travel back from the experts, as many as half of the L2 cache holds. It changes no result. A step that "
-        "enable_dbo cuts has other work then, and prefetches nothing.",
-        help="in decode, bring the next layer's first weights into the L2 cache while sums travel back from experts",
-    )
     enable_dbo: bool = option(
         BOOL,
         False,

@@ -21,8 +21,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 _INTERPRETED_AS = 90
 _INTERPRETED_MULTIPROCESSORS = 4
 
-_HOPPER_L2 = 50 << 20  # bytes
-
 _compiling_for: int | None = None
 _references_only = False
 
@@ -32,12 +30,6 @@ Config = TypeVar("Config")
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether the operation on ``x`` launches its kernel; if not, it runs its reference."""
     return (x.is_cuda or INTERPRETED or _compiling_for is not None) and not _references_only
-
-
-def runs_on_chip(x: torch.Tensor) -> bool:
-    """Whether a kernel without a result is launched for ``x``: it has no reference, and the interpreter lacks its
-    instructions."""
-    return (x.is_cuda or _compiling_for is not None) and not (_references_only or INTERPRETED)
 
 
 def runs_native() -> bool:
@@ -64,13 +56,6 @@ def multiprocessors(x: torch.Tensor) -> int:
     if x.is_cuda:
         return torch.cuda.get_device_properties(x.device).multi_processor_count
     return _INTERPRETED_MULTIPROCESSORS
-
-
-def l2_bytes(x: torch.Tensor) -> int:
-    """Size of the L2 cache of the device of ``x``."""
-    if x.is_cuda:
-        return int(torch.cuda.get_device_properties(x.device).L2_cache_size)
-    return _HOPPER_L2
 
 
 def config_for(table: Mapping[int, Config], x: torch.Tensor) -> Config:

@@ -86,7 +86,6 @@ def start(folder: Path, options: EngineOptions) -> Engine:
             options.max_num_batched_tokens,
             options.overlap_shared_expert,
             options.overlap_indexer,
-            options.prefetch_weights,
         )
         replicas = options.parallel.redundant_experts
         fewer = f"lower redundant_experts {replicas}, or use" if replicas else "use"

@@ -29,7 +29,6 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     "routing": cases_moe.routing,
     "norms": cases_rows.norms,
     "prologs": cases_rows.prologs,
-    "prefetch": cases_rows.prefetch,
     "fp8": cases_rows.fp8,
     "fp8_cache": cases_fp8_cache.fp8_cache,
     "fp8_products": cases_fp8_products.fp8_products,

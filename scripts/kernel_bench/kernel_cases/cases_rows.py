@@ -11,7 +11,6 @@ from dsa_engine.kernels.formats.fp8 import dequantize_blocks, dequantize_blocks_
 from dsa_engine.kernels.formats.hadamard import hadamard, hadamard_reference
 from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_rows_reference
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries, quantize_index_queries_reference
-from dsa_engine.kernels.linear.prefetch_weights import prefetch_weights
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.rms_norm import rms_norm, rms_norm_reference
 from dsa_engine.kernels.rows.rope import apply_rope, apply_rope_reference
@@ -68,20 +67,6 @@ def prologs(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         yield _gathered(make, tokens)
         yield _gathered_latents(make, tokens)
         yield _slots(make, tokens)
-
-
-def prefetch(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
-    """The first weights of a layer. The time is that of the requests: nothing waits for what they bring."""
-    shapes = ((1536, HIDDEN), (INDEX_DIM, HIDDEN))  # q_a and wk: less than half of the L2 cache
-    weights = [make.normal(*shape) for shape in (shapes if sizes.tokens > 1024 else ((8, 128),))]
-    size = sum(weight.nbytes for weight in weights)
-    yield KernelCase(
-        "prefetch of weights",
-        shape=f"{size / 1e6:.0f} MB",
-        run=lambda: prefetch_weights(weights),
-        flops=0.0,
-        bytes=float(size),
-    )
 
 
 def _angles(make: Inputs, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,4 @@
-"""``moe_combine_dtype``: what it refuses, and the bytes of an engine's sums, on one emulated rank of two. The prefetch
-of weights beside them, which a CPU does not have."""
+"""``moe_combine_dtype``: what it refuses, and the bytes of an engine's sums, on one emulated rank of two."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import pytest
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.model import moe
 from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.experts.traffic import quantized_bytes
 
@@ -43,17 +41,3 @@ def test_bytes_of_an_engine(dtype: Any, tiny_llm: Callable[..., LLM]) -> None:
     assert all(10 <= count <= 20 for count in rows), "of 20 tokens those that choose the other rank's experts"
     added = {one.sent for one in log.collectives if one.kind == "reduce_scatter"}
     assert added == {(0, 4 * hidden)}
-
-
-def test_prefetch_on_a_cpu(tiny_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps name the next layer's weights, nothing is done, and the tokens are the same."""
-    named: list[int] = []
-    monkeypatch.setattr(moe, "prefetch_weights", lambda weights: named.append(len(weights)))
-    tokens = []
-    for enabled in (False, True):
-        layers = {"num_hidden_layers": 3}
-        llm = tiny_llm(64, parallel=EmulatedConfig(emulate_world=2), hf_overrides=layers, prefetch_weights=enabled)
-        outs = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-        tokens.append(outs[0].token_ids)
-        assert len(named) == 3 * enabled, "one of three layers in each of three decode steps"
-    assert tokens[0] == tokens[1]

@@ -46,7 +46,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line, with the option that may have been meant."""
+    """Reports a wrong option in one line, with the option that may have been meant.
+
+    Attributes:
+        add_when_parsing: adds the options of a subcommand, when its words are parsed.
+    """
+
+    add_when_parsing: Callable[[argparse.ArgumentParser], None] | None = None
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **{"formatter_class": HelpFormatter} | named)
@@ -63,6 +69,9 @@ class Parser(argparse.ArgumentParser):
         The deepspeed launcher puts ``--local_rank=N`` before a script's arguments. It repeats LOCAL_RANK of the
         environment and is dropped.
         """
+        if self.add_when_parsing is not None:
+            self.add_when_parsing(self)
+            self.add_when_parsing = None
         args = sys.argv[1:] if args is None else list(args)
         if "LOCAL_RANK" in os.environ and args and args[0] == f"--local_rank={os.environ['LOCAL_RANK']}":
             del args[0]

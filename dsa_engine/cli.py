@@ -1,116 +1,114 @@
-"""The ``dsa-engine`` command. It imports the options of all commands, and the code of the one that runs."""
+"""The ``dsa-engine`` command. It imports the module of the command that runs, and torch only to run it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dsa_engine.system.interrupts import ending_at_once
 
 with ending_at_once():
     from dsa_engine.arguments import Parser, argument_parser, run
-    from dsa_engine.commands import chat, generate
-    from dsa_engine.commands.options import (
-        bench,
-        cache,
-        convert,
-        doctor,
-        env,
-        experts,
-        info,
-        make_checkpoint,
-        plan,
-        route,
-        serve,
-    )
     from dsa_engine.version import __version__
 
 
 class Command(NamedTuple):
-    """A command: its line in the help, its options, and the function that takes them, as "module:function" in
-    ``commands/``."""
+    """A command.
+
+    Attributes:
+        about: its line in the help.
+        function: takes the parsed options; "module:function" in ``commands/``.
+        options: adds the options to a parser; "module:function", none of which imports torch.
+    """
 
     about: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
     function: str
+    options: str
 
-    def load(self) -> Callable[[argparse.Namespace], None]:
+    def load(self) -> Any:
         """Imports the function."""
-        module, _, name = self.function.partition(":")
-        with ending_at_once():
-            return getattr(import_module(f"dsa_engine.commands.{module}"), name)
+        return _imported(self.function)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        _imported(self.options)(parser)
+
+
+def _imported(name: str) -> Any:
+    module, _, function = name.partition(":")
+    with ending_at_once():
+        return getattr(import_module(f"dsa_engine.commands.{module}"), function)
 
 
 COMMANDS = {
     "generate": Command(
-        "generate from a prompt and print the text as it comes", generate.add_arguments, "generate:run_generate"
+        "generate from a prompt and print the text as it comes", "generate:run_generate", "generate:add_arguments"
     ),
-    "chat": Command("a conversation on the terminal", chat.add_arguments, "chat:run_chat"),
-    "serve": Command("OpenAI's API over HTTP, for any number of clients", serve.add_arguments, "serve:run_serve"),
+    "chat": Command("a conversation on the terminal", "chat:run_chat", "chat:add_arguments"),
+    "serve": Command("OpenAI's API over HTTP, for any number of clients", "serve:run_serve", "serve:add_arguments"),
     "route": Command(
         "one address in front of several servers: each request goes where its prefix is cached",
-        route.add_arguments,
         "route:run_route",
+        "route:add_arguments",
     ),
     "info": Command(
-        "parameters, bytes per dtype, cache bytes per token, and what fits", info.add_arguments, "info:run_info"
+        "parameters, bytes per dtype, cache bytes per token, and what fits", "info:run_info", "info:add_arguments"
     ),
     "plan": Command(
         "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits",
-        plan.add_arguments,
         "planner.command:run_plan",
+        "planner.options:add_arguments",
     ),
     "experts": Command(
         "loads of experts from a file as a heat map, and how even replicas make them",
-        experts.add_arguments,
         "experts:run_experts",
+        "experts:add_arguments",
     ),
     "make-checkpoint": Command(
         "random weights in the released layout, for any configuration",
-        make_checkpoint.add_arguments,
         "make_checkpoint:run_make_checkpoint",
+        "make_checkpoint:add_arguments",
     ),
     "convert": Command(
         "a checkpoint in another format: FP8 to plain weights, or to FP8, INT8 or INT4 experts",
-        convert.add_arguments,
         "convert:run_convert",
+        "convert:add_arguments",
     ),
     "cache list": Command(
         "what a cache_folder holds: for each key model, formats, pages, bytes and last use",
-        cache.add_list_arguments,
         "cache:run_list",
+        "cache:add_list_arguments",
     ),
     "cache clear": Command(
         "delete the pages of a cache_folder, of all models or of one key",
-        cache.add_clear_arguments,
         "cache:run_clear",
+        "cache:add_clear_arguments",
     ),
-    "env": Command("versions, devices and paths, for a bug report", env.add_arguments, "env:run_env"),
+    "env": Command("versions, devices and paths, for a bug report", "env:run_env", "env:add_arguments"),
     "doctor": Command(
-        "check whether the engine runs correctly on this machine", doctor.add_arguments, "doctor.command:run_doctor"
+        "check whether the engine runs correctly on this machine",
+        "doctor.command:run_doctor",
+        "doctor.command:add_arguments",
     ),
     "bench prefill": Command(
         "a long prompt alone: time, tokens/s, memory and stages of each rank",
-        bench.add_prefill_arguments,
         "bench.prefill_command:run_prefill",
+        "bench.options:add_prefill_arguments",
     ),
     "bench ttft": Command(
         "time to first token, through the generate API, without prefix hits",
-        partial(bench.add_latency_arguments, metric="ttft"),
         "bench.latency_command:run_ttft",
+        "bench.options:add_ttft_arguments",
     ),
     "bench tpot": Command(
         "time per output token, through the generate API",
-        partial(bench.add_latency_arguments, metric="tpot"),
         "bench.latency_command:run_tpot",
+        "bench.options:add_tpot_arguments",
     ),
     "bench serve": Command(
         "requests that arrive over time, here or at a server: throughput, latencies, prefix hits",
-        bench.add_serving_arguments,
         "bench.serving.command:run_serving",
+        "bench.options:add_serving_arguments",
     ),
 }
 _GROUPS = {
@@ -160,7 +158,7 @@ def _parser() -> Parser:
         within = groups[group] if group else commands
         one = within.add_parser(last, help=command.about, description=_sentence(command.about))
         one.set_defaults(command=command)
-        command.add_arguments(one)
+        one.add_when_parsing = command.add_arguments
     return parser
 
 

@@ -18,8 +18,8 @@ import torch
 
 from dsa_engine.arguments import add_engine_arguments, add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
+from dsa_engine.commands.bench.options import add_emulation_arguments
 from dsa_engine.commands.doctor.lost_device import in_another_process, is_lost
-from dsa_engine.commands.options.emulation import add_emulation_arguments
 from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import heading, measured_llm, to_json

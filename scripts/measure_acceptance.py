@@ -11,7 +11,7 @@ import json
 from demo_model.evaluation.drafting import measure_drafting, report
 from demo_model.evaluation.quality import held_out
 from dsa_engine.arguments import add_engine_arguments, add_json_argument, argument_parser, llm_from, reported, run
-from dsa_engine.commands.options.bench import draft_counts
+from dsa_engine.commands.bench.options import draft_counts
 from dsa_engine.measure.report import format_table, run_report, write_json
 from dsa_engine.system.output_files import check_outputs
 

@@ -21,6 +21,15 @@ _FACTS = {
 }
 
 
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the cache_folder of engines")
+
+
+def add_clear_arguments(parser: argparse.ArgumentParser) -> None:
+    add_list_arguments(parser)
+    parser.add_argument("--key", help="delete the pages of this key only, as the list names it")
+
+
 def run_list(args: argparse.Namespace) -> None:
     """Prints what each key of a folder stands for, and what it holds.
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.commands.early import Early, check_stdout, leads, standard_input
-from dsa_engine.commands.options.chat import add_chat_arguments
-from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
+from dsa_engine.commands.sampling import add_chat_arguments, add_sampling_arguments, sampling_params
 from dsa_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import argparse
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
 from dsa_engine.arguments import read_text
-from dsa_engine.checkpoint import WrittenCheckpoint
-from dsa_engine.config.model import DTYPES, ModelConfig
-from dsa_engine.convert import dequantize_checkpoint, quantize_checkpoint
-from dsa_engine.convert.calibration import calibrate
-from dsa_engine.llm import LLM
+from dsa_engine.config.checks import DTYPE_NAMES
 from dsa_engine.measure.report import write_json
-from dsa_engine.model_folder import resolve_model
+from dsa_engine.options import Quantization
 from dsa_engine.system.interrupts import ends_when_terminated
 from dsa_engine.system.output_files import check_outputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsa_engine.checkpoint import WrittenCheckpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint, in FP8 or plain, or its hub id")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype of plain weights (default: bfloat16)")
+    parser.add_argument(
+        "--quantize",
+        choices=[name for name in get_args(Quantization) if name != "dequantize"],
+        help="fp8: the released block format; int8 (W8A8), int4-experts (W4A16): as compressed-tensors writes them; an "
+        "interrupted run goes on when it is started again",
+    )
+    parser.add_argument("--int8-activations", action="store_true", help="int4-experts with INT8 activations: W4A8")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="a text to run the source on first: SmoothQuant moves wide ranges of activations into weights",
+    )
+    parser.add_argument(
+        "--calibration-tokens", type=int, default=16384, metavar="N", help="tokens of the text to run (default: 16384)"
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report here")
 
 
 def run_convert(args: argparse.Namespace) -> None:
@@ -47,6 +73,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _plain(args: argparse.Namespace) -> WrittenCheckpoint:
+    from dsa_engine.config.model import DTYPES
+    from dsa_engine.convert import dequantize_checkpoint
+    from dsa_engine.model_folder import resolve_model
+
     return dequantize_checkpoint(
         resolve_model(args.source),
         args.target,
@@ -57,6 +87,9 @@ def _plain(args: argparse.Namespace) -> WrittenCheckpoint:
 
 
 def _quantized(args: argparse.Namespace) -> WrittenCheckpoint:
+    from dsa_engine.convert import quantize_checkpoint
+    from dsa_engine.model_folder import resolve_model
+
     return quantize_checkpoint(
         resolve_model(args.source),
         args.target,
@@ -69,6 +102,11 @@ def _quantized(args: argparse.Namespace) -> WrittenCheckpoint:
 
 
 def _statistics(args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    from dsa_engine.config.model import ModelConfig
+    from dsa_engine.convert.calibration import calibrate
+    from dsa_engine.llm import LLM
+    from dsa_engine.model_folder import resolve_model
+
     text = read_text(args.calibration)
     source = resolve_model(args.source)
     stored = ModelConfig.from_pretrained(source).quantization

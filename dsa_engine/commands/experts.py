@@ -9,12 +9,12 @@ import shutil
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsa_engine.measure.plots import check_plot, load_pyplot, save
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.parallel.experts.balance import imbalance
-from dsa_engine.parallel.experts.layer_placements import LayerPlacements
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.system.output_files import check_outputs, keep_stdout
 
@@ -40,6 +40,18 @@ class LayerLoads(NamedTuple):
     @property
     def busiest(self) -> int:
         return self.relative.index(max(self.relative))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="loads, as record_expert_loads writes them")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="also the largest load of a rank, with experts in order and as planned"
+    )
+    parser.add_argument(
+        "--redundant-experts", type=int, default=0, metavar="M", help="replicas in each layer, on all ranks together"
+    )
+    parser.add_argument("--plot", metavar="PATH", help="draw the loads here (.png)")
+    parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")
 
 
 def run_experts(args: argparse.Namespace) -> None:
@@ -94,6 +106,8 @@ def layer_loads(loads: ExpertLoads, ranks: int | None, redundant: int) -> Iterat
     Raises:
         ValueError: the numbers of experts, replicas and ranks do not fit.
     """
+    from dsa_engine.parallel.experts.layer_placements import LayerPlacements
+
     in_order = LayerPlacements(ranks) if ranks is not None and ranks <= loads.experts else None
     plan = None if ranks is None else LayerPlacements(ranks, 1, redundant, loads)
     for layer in loads.layers:

@@ -7,8 +7,7 @@ import sys
 
 from dsa_engine.arguments import add_engine_arguments, llm_from, read_text
 from dsa_engine.commands.early import Early, check_stdout, leads, standard_input
-from dsa_engine.commands.options.chat import add_chat_arguments
-from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
+from dsa_engine.commands.sampling import add_chat_arguments, add_sampling_arguments, sampling_params
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

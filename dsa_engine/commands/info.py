@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dsa_engine.arguments import json_object
-from dsa_engine.config.model import ModelConfig
-from dsa_engine.config.quantization import QuantizationConfig
-from dsa_engine.config.released import released_fp8
-from dsa_engine.convert.schemes import stored_as
-from dsa_engine.engine.startup.memory import available_bytes
+from dsa_engine.config.released import RELEASED_CONFIGS, released_fp8
 from dsa_engine.measure.report import format_table, write_json
-from dsa_engine.measure.weight_memory import rank_weight_bytes
-from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-from dsa_engine.model.layout import parameter_counts
-from dsa_engine.model_folder import model_config
-from dsa_engine.quantization import quantization_name
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsa_engine.config.model import ModelConfig
+    from dsa_engine.config.quantization import QuantizationConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(RELEASED_CONFIGS)
+    parser.add_argument("model", metavar="MODEL", help=f"a folder with a config.json, 'demo', or one of {names}")
+    parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
+    parser.add_argument(
+        "--tp-size", type=int, default=1, help="ranks that divide embedding, output projections and LM head"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")
 
 
 def run_info(args: argparse.Namespace) -> None:
@@ -30,6 +37,16 @@ def run_info(args: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError: an option or the configuration is not possible.
     """
+    import torch
+
+    from dsa_engine.convert.schemes import stored_as
+    from dsa_engine.engine.startup.memory import available_bytes
+    from dsa_engine.measure.weight_memory import rank_weight_bytes
+    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+    from dsa_engine.model.layout import parameter_counts
+    from dsa_engine.model_folder import model_config
+    from dsa_engine.quantization import quantization_name
+
     check_outputs(args.json)
     if args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
@@ -105,6 +122,9 @@ def _module_bytes(
     without: dict[str, Any],
 ) -> tuple[int, int]:
     """Bytes that an MTP module adds to ``without``, a row of the table: of weights, and of a token in the caches."""
+    from dsa_engine.measure.weight_memory import rank_weight_bytes
+    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+
     weights = rank_weight_bytes(config, stored, dtype, ranks, tp_size, modules=1)
     cached = cache_bytes_per_token(config.with_mtp(1), cache_format(config, dtype))
     return weights - without["weight_bytes"], cached - without["cache_bytes_per_token"]
@@ -112,6 +132,10 @@ def _module_bytes(
 
 def _fp8_cache_bytes(config: ModelConfig) -> int | None:
     """Bytes of a token in FP8 caches; None if the model's sizes have no FP8 format."""
+    import torch
+
+    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+
     try:
         return cache_bytes_per_token(config, cache_format(config, torch.float8_e4m3fn))
     except ValueError:

@@ -7,15 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.arguments import json_object
-from dsa_engine.config.model import DTYPES
 from dsa_engine.config.overrides import merge_overrides
 from dsa_engine.config.released import RELEASED_CONFIGS, released_config
-from dsa_engine.demo import demo_config, demo_files
-from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.errors import CheckpointError
 from dsa_engine.measure.report import write_json
 from dsa_engine.system.interrupts import ends_when_terminated
 from dsa_engine.system.output_files import check_outputs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(["demo", *RELEASED_CONFIGS])
+    parser.add_argument(
+        "--config", required=True, metavar="PATH|NAME", help=f"a config.json, its folder, or one of: {names}"
+    )
+    parser.add_argument(
+        "--overrides", default="{}", metavar="JSON", help="keys that replace those of the configuration"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--dtype", default="fp8", choices=["fp8", "bfloat16", "float32"], help="dtype of the weights (default: fp8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report here")
 
 
 def run_make_checkpoint(args: argparse.Namespace) -> None:
@@ -24,6 +40,10 @@ def run_make_checkpoint(args: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError: an option, the configuration or a file is not possible.
     """
+    from dsa_engine.config.model import DTYPES
+    from dsa_engine.demo import demo_files
+    from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+
     check_outputs(args.json)
     raw = _read_config(args.config, args.overrides)
     if args.dtype in DTYPES:
@@ -49,6 +69,8 @@ def run_make_checkpoint(args: argparse.Namespace) -> None:
 
 
 def _read_config(config: str, overrides: str) -> dict[str, Any]:
+    from dsa_engine.demo import demo_config
+
     if config == "demo":
         raw = demo_config()
     elif config in RELEASED_CONFIGS:

@@ -1,8 +1,9 @@
-"""The sampling options of ``dsa-engine generate`` and ``chat``."""
+"""The options that ``dsa-engine generate`` and ``chat`` have in common."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,25 @@ from dsa_engine.sampling_params import SamplingParams
 
 _NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ELSE: dict[str, Any] = {"max_tokens": 128, "temperature": 0.0}
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_object,
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"thinking\": true}' for DeepSeek-V3.2",
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"give a JSON object, not {text!r}: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"give a JSON object, not {text!r}")
+    return value
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,13 +9,25 @@ import sys
 import threading
 from contextlib import nullcontext
 
-from dsa_engine.arguments import llm_from
+from dsa_engine.arguments import add_engine_arguments, add_options, llm_from
 from dsa_engine.commands.early import Early, leads
 from dsa_engine.commands.http_options import http_options
 from dsa_engine.server.listen import bind
 from dsa_engine.server.options import ServerOptions, read_template
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="the model to serve, as --model takes it (default: demo)"
+    )
+    group = parser.add_argument_group("server")
+    add_options(group, ServerOptions)
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the model; default: MODEL as it is given"
+    )
+    add_engine_arguments(parser)
 
 
 def run_serve(args: argparse.Namespace) -> None:

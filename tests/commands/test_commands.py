@@ -219,7 +219,7 @@ def test_env_as_a_module(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["versions"]["dsa_engine"] == __version__ and report["versions"]["torch"]
     assert report["variables"]["DSA_ENGINE_LOG_LEVEL"] == "error" and "secret" not in done.stdout + done.stderr
-    assert report["machine"]["C++ compiler"] and report["machine"]["C++ kernels"]
+    assert report["machine"]["C++ compiler"]
     assert report["devices"] and report["paths"]["working folder"] == str(tmp_path)
     assert "versions:" in done.stderr and list(tmp_path.iterdir()) == []
 

@@ -45,7 +45,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
     as soon as it is measured; after Ctrl-C the tables show the results so far.
 
     Args:
-        args: the options of the metric (``commands/options/bench.py``).
+        args: the options of the metric (:mod:`.options`).
         metric: "ttft" or "tpot": which time the table and the plot show; the JSON holds both.
 
     Raises:

@@ -11,19 +11,28 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from dsa_engine.commands.doctor.checks import doctor_mesh, findings
 from dsa_engine.commands.doctor.finding import Finding
-from dsa_engine.commands.doctor.machines import machine_checks
 from dsa_engine.measure.report import environment, write_json
 from dsa_engine.system.output_files import check_outputs
 
 _MARKS = {True: "✓", False: "✗", None: "–"}
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--json", metavar="PATH", help="write the findings here too; '-': to standard output")
+    parser.add_argument(
+        "--model", metavar="DIR", help="under torchrun: also compare the files of this model on all machines"
+    )
+
+
 def run_doctor(args: argparse.Namespace) -> None:
     """Prints a line per check as it ends; exit status 1 if one failed."""
+    import torch
+
+    from dsa_engine.commands.doctor.checks import doctor_mesh, findings
+    from dsa_engine.commands.doctor.machines import machine_checks
+
     check_outputs(args.json)
     mesh = doctor_mesh(args.device)
     about = {"environment": environment(mesh.device, torch.float32, mesh.world_size)}

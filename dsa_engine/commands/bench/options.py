@@ -8,7 +8,6 @@ from dataclasses import fields
 
 from dsa_engine.arguments import add_engine_arguments, add_json_argument, lengths
 from dsa_engine.commands.bench.serving.datasets import DATASETS
-from dsa_engine.commands.options.emulation import add_emulation_arguments
 from dsa_engine.config.speculative import MAX_DRAFTS
 
 _LENGTHS = {
@@ -41,8 +40,17 @@ def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     add_emulation_arguments(parser)
 
 
-def add_latency_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
-    """Adds the options of ``metric``, "ttft" or "tpot"."""
+def add_ttft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``ttft``."""
+    _add_latency_arguments(parser, "ttft")
+
+
+def add_tpot_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``tpot``."""
+    _add_latency_arguments(parser, "tpot")
+
+
+def _add_latency_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
     parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
     parser.add_argument(
         "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
@@ -128,6 +136,19 @@ def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="lengths of random vary by this fraction, both ways"
     )
+
+
+def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options; ``dsa_engine.measure.emulation.arguments.measured_llm`` reads them."""
+    group = parser.add_argument_group("one rank of many (in one process, without torchrun)")
+    group.add_argument(
+        "--emulate-world",
+        type=int,
+        metavar="N",
+        help="run the work of one rank of N: computation is measured, communication modelled; tokens mean nothing",
+    )
+    group.add_argument("--emulate-rank", type=int, metavar="R", help="which rank, from 0 (default: 0)")
+    group.add_argument("--links", metavar="PATH", help="JSON with the links' figures; default: NVLink and InfiniBand")
 
 
 def draft_counts(text: str) -> list[int]:

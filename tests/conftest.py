@@ -20,9 +20,9 @@ import torch
 
 import triton_interpreter
 from caches import measure_peak, scatter
-from dsa_engine.commands.doctor.lost_device import is_lost
 from dsa_engine.kernels.runtime.cpu import user_cache
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.measure.device import is_lost
 from oracles import BASE, Oracle, check_logits, make_ids, write_oracle
 
 # Time decides no test: on a busy machine an example may take any time.

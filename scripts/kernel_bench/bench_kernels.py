@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import add_json_argument, argument_parser, run
-from dsa_engine.commands.doctor.lost_device import in_another_process, is_lost
 from dsa_engine.config.model import DTYPES
 from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.kernels.runtime.launch import capability
 from dsa_engine.measure.ceilings import Ceilings
+from dsa_engine.measure.device import in_another_process, is_lost
 from dsa_engine.measure.report import environment, format_table, read_so_far, write_so_far
 from dsa_engine.system.output_files import check_outputs
 from kernel_cases.bench import KernelCase, measure, rows

@@ -18,7 +18,7 @@ import torch
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.convert import dequantize_checkpoint
 from dsa_engine.llm import LLM
-from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
+from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.plots import load_pyplot, save
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ import torch
 from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.commands.bench import generation_benchmark, latency_command, prefill_command
-from dsa_engine.commands.doctor import lost_device
+from dsa_engine.measure import device
 from dsa_engine.measure.emulation import arguments as emulation_arguments
 
 Run = Callable[..., Any]
@@ -122,7 +122,7 @@ def test_a_variant_that_loses_the_device_does_not_lose_the_others(
             return run_script(Path(command[1]).name, *command[2:]).returncode
 
     monkeypatch.setattr(emulation_arguments, "measured_llm", loses_the_device)
-    monkeypatch.setattr(lost_device, "is_lost", lambda device: True)
+    monkeypatch.setattr(device, "is_lost", lambda device: True)
     monkeypatch.setattr(subprocess, "call", in_another_process)
     options = ["--input-len", 64, "--output-len", 3, "--repeat", 1, "--json", report]
     done = run("compare_overlaps.py", *options, "--only", "nothing,CUDA graphs")

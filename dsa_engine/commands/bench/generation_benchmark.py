@@ -10,10 +10,10 @@ from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
+from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication
 from dsa_engine.measure.filled_requests import check_batch
-from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import milliseconds

@@ -12,10 +12,10 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
 from dsa_engine.measure.costs.handover import Handover
 from dsa_engine.measure.costs.model_costs import prefill_plans_of
+from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.emulation.handover import handover_json, modelled_handover, sending
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, watched
-from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import milliseconds
 from dsa_engine.parallel.links import Links

@@ -1,1 +1,1 @@
-"""``dsa-engine doctor``: the checks of a machine, one finding each, and how they are printed."""
+"""``dsa-engine doctor``: the checks, one finding each, and how they are printed."""

@@ -1,4 +1,4 @@
-"""The checks of ``dsa-engine doctor``: whether this machine runs the engine, and computes right.
+"""The checks of ``dsa-engine doctor``: whether these nodes run the engine, and compute right.
 
 Every check is a function of the ranks' mesh. It returns what it saw, or raises with the problem and the remedy.
 """
@@ -6,15 +6,16 @@ Every check is a function of the ranks' mesh. It returns what it saw, or raises 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,85 +23,91 @@ import torch
 import torch.distributed as dist
 import triton
 
-from dsa_engine.commands.doctor.finding import Finding, NotHere, Unwell
-from dsa_engine.commands.doctor.lost_device import is_lost
-from dsa_engine.config.model import ModelConfig
+from dsa_engine.checkpoint.index import fingerprint
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup.kernel_check import trial_tokens, try_steps
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.engine.startup.start import start
-from dsa_engine.kernels.linear.block_scaled_matmul import multiplies_fp8
 from dsa_engine.kernels.runtime import cpu, operation
 from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.llm import LLM
-from dsa_engine.measure.weight_memory import rank_weight_bytes
-from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.sizes import format_bytes
+from dsa_engine.version import __version__
 
 PROMPT = "def main():\n    key 4821 is 97\n"
-_OLDEST = {"torch": (2, 11), "triton": (3, 6)}
-_LINKS_S, _COMPILING_S = 60.0, 600.0  # longest wait of a collective: of those that try the links, and of all others
-_LINK_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}  # bytes of a rank in a collective whose speed is measured
+_EXCHANGE_S, _COMPILING_S = 60.0, 600.0  # longest wait of a collective: of the first exchange, and of all others
 # Two layers of DeepSeek-V3.2 with an eighth of its experts: every kernel at production sizes in a few GiB.
 _TWO_LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 32}
 
 
-def findings(mesh: Mesh, first: Mapping[str, Callable[[Mesh], str]] | None = None) -> Iterator[Finding]:
-    """Makes ``first`` and all checks, one after the other. Every rank calls it and gets the common findings of all
-    ranks.
+class NotHere(Exception):
+    """The check cannot be made here; the text says why."""
 
-    After a check that leaves the device in an error, no other check is possible in this process.
+
+class Unwell(Exception):
+    """A problem, and its remedy."""
+
+    def __init__(self, seen: str, advice: str):
+        super().__init__(seen)
+        self.advice = advice
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check: ``ok`` is None if it could not be made here."""
+
+    check: str
+    ok: bool | None
+    seen: str
+    advice: str = ""
+
+
+def doctor_mesh(device: str) -> Mesh:
+    """The ranks to check: those of torchrun, or this process. Their collectives wait for ranks that compile kernels."""
+    return ParallelConfig(timeout=_COMPILING_S).create_mesh(device)
+
+
+def findings(mesh: Mesh, model: str | None = None) -> Iterator[Finding]:
+    """Makes all checks, one after the other. Every rank calls it and gets the common findings of all ranks.
+
+    Args:
+        model: a model that every node must have, named as for other commands; None: none is compared.
     """
-    lost = ""
-    for name, check in {**(first or {}), **CHECKS}.items():
-        started = time.perf_counter()
+    checks = CHECKS if mesh.world_size == 1 else {"nodes": partial(check_nodes, model=model), **CHECKS}
+    for name, check in checks.items():
         try:
-            if lost:
-                raise NotHere(f"not looked at: the device is in an error since the check of {lost}")
             finding = Finding(name, True, check(mesh))
         except NotHere as reason:
             finding = Finding(name, None, str(reason))
         except Unwell as problem:
             finding = Finding(name, False, str(problem), problem.advice)
-        except ValueError as error:  # what the user has given, or ranks that differ: the text has the remedy
+        except ValueError as error:  # ranks that differ: the text has the remedy
             finding = Finding(name, False, error_line(error, 300))
-        except Exception as error:  # any error is a finding about this machine
+        except Exception as error:  # any error is a finding
             finding = Finding(name, False, error_line(error, 300), "report it, with the output of `dsa-engine env`")
-        if finding.ok is False and is_lost(mesh.device):
-            lost = name
-        yield _of_all_ranks(mesh, Finding(**asdict(finding) | {"seconds": time.perf_counter() - started}))
+        yield _of_all_ranks(mesh, finding)
 
 
 def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
     """The finding of the first rank that failed, with the names of all that failed, else that of rank 0."""
     if mesh.world_size == 1:
         return mine
-    of_ranks: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(of_ranks, asdict(mine) | {"host": socket.gethostname()})
-    hosts = [theirs.pop("host") for theirs in of_ranks]
-    failed = [rank for rank, theirs in enumerate(of_ranks) if theirs["ok"] is False]
-    if not failed:
-        return Finding(**of_ranks[0])
-    first = of_ranks[failed[0]]
-    if all(
-        theirs == first | {"seconds": theirs["seconds"]} for theirs in of_ranks
-    ):  # about all machines, and said by all
-        return Finding(**first)  # a comparison of the machines
-    names = f"rank {', '.join(map(str, failed))} ({', '.join(dict.fromkeys(hosts[rank] for rank in failed))})"
-    return Finding(**first | {"seen": f"{names}: {first['seen']}"})
+    every = _gather(mesh, (socket.gethostname(), mine))
+    failed = [rank for rank, (_, finding) in enumerate(every) if finding.ok is False]
+    first: Finding = every[failed[0] if failed else 0][1]
+    if not failed or all(finding == first for _, finding in every):
+        return first
+    names = ", ".join(f"{rank} ({every[rank][0]})" for rank in failed)
+    return replace(first, seen=f"rank {names}: {first.seen}")
 
 
-def check_versions(mesh: Mesh) -> str:
-    for package, oldest in _OLDEST.items():
-        text = {"torch": torch.__version__, "triton": triton.__version__}[package]
-        if tuple(int(part) for part in text.split(".")[:2]) < oldest:
-            wanted = ".".join(map(str, oldest))
-            raise Unwell(f"{package} {text} is too old", f"pip install '{package}>={wanted}'")
+def check_packages(mesh: Mesh) -> str:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return f"Python {platform.python_version()}, torch {torch.__version__} ({cuda}), triton {triton.__version__}"
 
@@ -117,42 +124,24 @@ def check_device(mesh: Mesh) -> str:
             f"{about.name}: only {format_bytes(free)} of {format_bytes(total)} are free",
             "end the other processes on it: nvidia-smi shows them",
         )
-    return f"{about.name}, sm_{about.major}{about.minor}, {format_bytes(free)} of {format_bytes(total)} free"
+    room = f"{format_bytes(free)} of {format_bytes(total)} free"
+    return f"{about.name}, sm_{about.major}{about.minor}, driver {_driver()}, {room}"
 
 
-def check_links(mesh: Mesh) -> str:
-    """Measures the bandwidth of a rank: bytes sent to the others over the time of the collective."""
+def check_exchange(mesh: Mesh) -> str:
+    """Sends each rank's number to all ranks, in both collectives of the engine; nccl-tests measures their speed."""
     if mesh.world_size == 1:
-        raise NotHere("one rank has no links; start it under torchrun")
-    size = mesh.world_size
-    count = _LINK_BYTES[mesh.device.type] // (2 * size) * size
-    rows = torch.full((count,), mesh.rank + 1, dtype=torch.bfloat16, device=mesh.device)
-    rates = []
-    group = _links_group(mesh)
-    collectives: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "all-gather": group.all_gather,
-        "all-to-all": group.all_to_all,
-    }
-    for name, run in collectives.items():
-        arrived = run(rows).view(size, -1)[:, 0].tolist()  # this also opens the connections
-        if arrived != list(range(1, size + 1)):
+        raise NotHere("there is one rank; start it under torchrun")
+    handle = dist.new_group(list(mesh.global_ranks), timeout=timedelta(seconds=_EXCHANGE_S))
+    group = Group(mesh.world.ranks, mesh.world.index, handle)
+    mine = torch.full((mesh.world_size,), mesh.rank + 1, dtype=torch.bfloat16, device=mesh.device)
+    wanted = list(range(1, mesh.world_size + 1))
+    for name, arrived in (("all-gather", group.all_gather(mine)), ("all-to-all", group.all_to_all(mine))):
+        numbers = arrived.view(mesh.world_size, -1)[:, 0].tolist()
+        if numbers != wanted:
             advice = "try NCCL_P2P_DISABLE=1, and look at what NCCL_DEBUG=INFO says"
-            raise Unwell(f"{name} brought {arrived}, not the numbers 1 to {size}", advice)
-        _wait(mesh)
-        started = time.perf_counter()
-        for _ in range(3):
-            run(rows)
-        _wait(mesh)
-        seconds = (time.perf_counter() - started) / 3
-        sent = rows.nbytes * (size - 1) if name == "all-gather" else rows.nbytes * (size - 1) / size
-        rates.append(f"{name} {sent / seconds / 1e9:.3g} GB/s a rank")
-    return f"{size} ranks on {len(set(mesh.machines))} machine(s): {', '.join(rates)}"
-
-
-def _links_group(mesh: Mesh) -> Group:
-    """All ranks, in a group whose collectives wait for a minute at most, as nothing is compiled meanwhile."""
-    handle = dist.new_group(list(mesh.global_ranks), timeout=timedelta(seconds=_LINKS_S))
-    return Group(mesh.world.ranks, mesh.world.index, handle)
+            raise Unwell(f"{name} brought {numbers}, not {wanted}", advice)
+    return f"{mesh.world_size} ranks on {len(set(mesh.machines))} node(s) reach each other"
 
 
 def check_kernels(mesh: Mesh) -> str:
@@ -160,11 +149,12 @@ def check_kernels(mesh: Mesh) -> str:
     CPU: the native kernels, or Triton's in the interpreter, at the demo model's sizes."""
     if not max(mesh.all_gather_int(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
         raise NotHere("there is no C++ compiler, or DSA_ENGINE_NATIVE=0: CPU tensors take the PyTorch references")
-    before, running = operation.replaced(), [""]
+    before, running = operation.replaced(), "nothing"
     operation.replace({})
 
     def about_to_run(name: str) -> None:
-        running.append(name)
+        nonlocal running
+        running = name
         if mesh.device.type == "cuda":  # a kernel may hang there, and no interrupt gets through
             print(f"  rank {mesh.rank}: {name} runs for the first time", file=sys.stderr, flush=True)
 
@@ -174,12 +164,7 @@ def check_kernels(mesh: Mesh) -> str:
                 for _ in try_steps(engine.model, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
     except RuntimeError as error:
-        if not is_lost(mesh.device):
-            raise
-        seen = f"{running[-1]} left the device in an error: {error_line(error, 300)}"
-        raise Unwell(
-            seen, "the engine (kernels='checked') runs its reference from its second start on; report it"
-        ) from error
+        raise Unwell(f"while {running} ran: {error_line(error, 300)}", "report it, with `dsa-engine env`") from error
     finally:
         operation.replace(before)
     if comparison.wrong:
@@ -206,51 +191,77 @@ def _engine(mesh: Mesh) -> Iterator[Engine]:
 
 
 def check_tokens(mesh: Mesh) -> str:
-    """Compares the demo model's greedy tokens: alone, in a batch, and on CUDA with graphs, without graphs and on a
-    CPU."""
+    """Compares the demo model's greedy tokens: alone and in a batch; on CUDA also with graphs and by references."""
     ways: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}}
     if mesh.device.type == "cuda":
         ways |= {"CUDA graphs": {}, "references": {"kernels": "reference"}}
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [PROMPT * 40 + "key 4821 is", PROMPT]
+    common: dict[str, Any] = {"device": mesh.device.type, "dtype": "float32", "parallel": mesh.config}
+    common |= {"max_model_len": 2048, "cache_memory": "256MiB", "enable_prefix_caching": False, "progress": False}
     tokens: dict[str, list[list[int]]] = {}
-    common: dict[str, Any] = {"parallel": mesh.config, "enable_prefix_caching": False}
     for name, options in ways.items():
-        llm = LLM(
-            "demo", device=mesh.device.type, dtype="float32", max_model_len=2048, cache_memory="256MiB", progress=False,
-            **options, **common,
-        )  # fmt: skip
-        text = PROMPT * 40 + "key 4821 is"
-        together = [out.token_ids for out in llm.generate([text, PROMPT], params)]
-        alone = [llm.generate([one], params)[0].token_ids for one in (text, PROMPT)]
-        if alone != together:
-            seen = f"{name}: a request alone gives {alone}, in a batch {together}"
-            raise Unwell(seen, "report it, with `dsa-engine env`")
-        tokens[name] = together
+        llm = LLM("demo", **options, **common)
+        tokens[name] = [out.token_ids for out in llm.generate(prompts, params)]
+        tokens[f"{name}, alone"] = [llm.generate([one], params)[0].token_ids for one in prompts]
     if len({repr(each) for each in tokens.values()}) > 1:
         raise Unwell(f"tokens differ: {tokens}", "use enforce_eager=True or kernels='reference', and report it")
-    return f"the demo model gives the same tokens: {', '.join(tokens)}; alone and in a batch"
+    return f"the demo model gives the same tokens: {'; '.join(tokens)}"
 
 
-def check_room(mesh: Mesh) -> str:
-    """Lists the released models that fit on these ranks, with weights in the engine's default format here, and the
-    number of cached tokens that fit beside them on a rank."""
-    memory, fp8 = available_bytes(), False
+def check_nodes(mesh: Mesh, model: str | None) -> str:
+    """Compares versions, devices and drivers of all ranks, and the files of a model as the engine does when it starts.
+
+    The engine compares its ranks too when it starts; this names the node that differs.
+    """
+    mine = {
+        "dsa_engine": __version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "CUDA": str(torch.version.cuda),
+        "ranks on the node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+    }
     if mesh.device.type == "cuda":
-        memory, fp8 = torch.cuda.mem_get_info(mesh.device)[1], multiplies_fp8(mesh.device)
-    rooms, any_fits = [], False
-    for model in ("deepseek_v32", "deepseek_v3", "glm_moe_dsa"):
-        config = ModelConfig.from_dict(released_config(model))
-        stored = config.quantization if fp8 else None
-        weights = rank_weight_bytes(config, stored, torch.bfloat16, min(mesh.world_size, config.n_routed_experts))
-        tokens = int(0.9 * memory - weights) // cache_bytes_per_token(config, cache_format(config, torch.bfloat16))
-        any_fits = any_fits or tokens > 0
-        fits = f"fits, with about {tokens:,} cached tokens a rank" if tokens > 0 else "does not fit"
-        form = "FP8" if stored else "bfloat16"
-        rooms.append(f"{model} in {form} takes {format_bytes(weights)} a rank and {fits}")
-    seen = f"{mesh.world_size} rank(s) of {format_bytes(memory)}: {'; '.join(rooms)}"
-    if not any_fits:
-        raise NotHere(f"no released model fits, the demo models do; {seen}")
-    return seen
+        mine |= {"device": torch.cuda.get_device_name(mesh.device), "driver": _driver()}
+        mine |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    if model is not None:
+        folder = resolve_model(model)
+        mine[f"the files of {model}"] = fingerprint(folder) if folder.is_dir() else f"no folder {folder}"
+    if different := differences(_gather(mesh, (socket.gethostname(), mine))):
+        raise Unwell("; ".join(different), "make the environments and model files of all nodes the same")
+    return f"all ranks have the same {', '.join(mine)}"
+
+
+def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """A line for each fact in which ranks differ: the rarer values and their nodes, then the commonest one.
+
+    Args:
+        by_rank: host name and facts of each rank.
+    """
+    lines = []
+    for name in by_rank[0][1]:
+        hosts: dict[str, list[str]] = {}
+        for host, facts in by_rank:
+            hosts.setdefault(facts[name], []).append(host)
+        *rare, (usual, _) = sorted(hosts.items(), key=lambda pair: len(pair[1]))
+        if rare:
+            odd = ", ".join(f"{value} on {', '.join(dict.fromkeys(nodes))}" for value, nodes in rare)
+            lines.append(f"{name}: {odd}, {usual} elsewhere")
+    return lines
+
+
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
+    except (OSError, IndexError):
+        return "not known"
+
+
+def _gather(mesh: Mesh, mine: Any) -> list[Any]:
+    by_rank: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(by_rank, mine)
+    return by_rank
 
 
 def _wait(mesh: Mesh) -> None:
@@ -260,15 +271,9 @@ def _wait(mesh: Mesh) -> None:
 
 
 CHECKS: dict[str, Callable[[Mesh], str]] = {
-    "versions": check_versions,
+    "packages": check_packages,
     "device": check_device,
-    "links": check_links,
+    "exchange": check_exchange,
     "kernels": check_kernels,
     "tokens": check_tokens,
-    "room": check_room,
 }
-
-
-def doctor_mesh(device: str) -> Mesh:
-    """The ranks to check: those of torchrun, or this process. Their collectives wait for ranks that compile kernels."""
-    return ParallelConfig(timeout=_COMPILING_S).create_mesh(device)

@@ -17,7 +17,7 @@ from context_parallel.layer import Layer, Tokens
 from context_parallel.ring import Ring
 from context_parallel.sent_bytes import SentBytes
 from context_parallel.ulysses import Ulysses
-from dsa_engine.measure.peak_memory import give_back_free_memory, peak_bytes, reset_peak
+from dsa_engine.measure.device import give_back_free_memory, peak_bytes, reset_peak
 from dsa_engine.parallel import Mesh
 
 FORMS: dict[str, type[CPForm]] = {form.name: form for form in (HeadTail, Contiguous, Ulysses, Ring)}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
+from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.plots import load_pyplot, plain_log_ticks, save
 from mla.forms import FORMS, PAGE_SIZE, Cache, EngineForm, MLAForm, MLASize, MLAWeights
 

@@ -11,8 +11,8 @@ from dsa_engine.config.released import released_config
 from dsa_engine.engine.startup import memory
 from dsa_engine.engine.startup.memory import default_cache_memory, enough_memory
 from dsa_engine.errors import CapacityError
+from dsa_engine.measure.device import peak_bytes
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.peak_memory import peak_bytes
 
 
 def test_caches_take_half_of_what_is_free_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.commands.doctor import lost_device
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.measure import device
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.system import progress
 from kernel_cases import bench, cases_fp8_products, cases_int
@@ -222,12 +222,12 @@ def test_a_kernel_that_loses_the_device_does_not_lose_the_others(
         assert command[0] == sys.executable and json.loads(report.read_text())["complete"] is False
         with monkeypatch.context() as there:
             there.setattr(bench, "measure", measure)
-            there.setattr(lost_device, "is_lost", lambda device: False)
+            there.setattr(device, "is_lost", lambda device: False)
             return run_script(f"kernel_bench/{Path(command[1]).name}", *command[2:]).returncode
 
     measure = bench.measure
     monkeypatch.setattr(bench, "measure", breaks_the_device)
-    monkeypatch.setattr(lost_device, "is_lost", lambda device: bool(lost))
+    monkeypatch.setattr(device, "is_lost", lambda device: bool(lost))
     monkeypatch.setattr(subprocess, "call", in_another_process)
     small = ["--small", "--device", "cpu", "--dtype", "float32", "--time-limit", "300", "--json", str(report)]
     done = run_script("kernel_bench/bench_kernels.py", *small, "--only", "sparse_decode,top_k")

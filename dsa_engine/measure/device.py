@@ -1,9 +1,11 @@
-"""Peak memory of a process."""
+"""The device that measures: its peak memory, and whether a kernel has left it in an error."""
 
 from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -36,3 +38,23 @@ def peak_bytes(device: torch.device) -> int:
     import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether a kernel has left the device in an error: this process can no longer run anything on it, another can."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def in_another_process(*options: str) -> int:
+    """Runs this script once more, with ``options`` after those of this process.
+
+    Returns:
+        its exit status, or 1 instead of 0, as this process has failed.
+    """
+    sys.stdout.flush()
+    return subprocess.call([sys.executable, *sys.argv, *options]) or 1

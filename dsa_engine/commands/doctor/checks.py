@@ -79,7 +79,9 @@ def findings(mesh: Mesh, model: str | None = None) -> Iterator[Finding]:
     Args:
         model: a model that every node must have, named as for other commands; None: none is compared.
     """
-    checks = CHECKS if mesh.world_size == 1 else {"nodes": partial(check_nodes, model=model), **CHECKS}
+    checks = dict(CHECKS)
+    if mesh.world_size > 1:
+        checks = {"nodes": partial(check_nodes, model=model), **checks}
     for name, check in checks.items():
         try:
             finding = Finding(name, True, check(mesh))

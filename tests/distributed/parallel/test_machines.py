@@ -118,17 +118,6 @@ def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bench_disaggregated(emulate: Emulate, tmp_path: Path) -> None:
-    report = tmp_path / "out.json"
-    loads = ["--num-prompts", 2, "--output-len", 16, "--num-long", 2, "--long-input-len", 512, "--request-rate", 4]
-    options = ["--device", "cpu", "--cache-memory", "16MiB", "--prefill-ranks", 1, "--json", report]
-    done = emulate("--", "scripts/bench_disaggregated.py", *loads, *options)
-    assert done.returncode == 0, done.stdout
-    transfer = json.loads(report.read_text())["transfer"]
-    assert transfer["bytes_sent"] == transfer["bytes_of_pages"] > 0
-
-
-@pytest.mark.slow
 def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: Path) -> None:
     """Counted by the kernel, with the headers of TCP: 3 parts in a ring of 2 × 2 ranks, 2 along rails."""
     done = emulate("--ranks", 2, "--", "tests/distributed/programs/gather_bytes.py", tmp_path / "bytes.json")

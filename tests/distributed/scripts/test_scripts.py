@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.commands.planner.handover import CheckedHandovers
 from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
@@ -86,21 +85,6 @@ def test_a_bad_option_is_said_once(torchrun: Callable[..., Any], demo_cache: Pat
     done = torchrun(3, SCRIPTS / "bench_prefill.py", "--cp-size", 2)
     assert done.returncode != 0
     assert done.stderr.count("error: cp_size 2 does not divide the world size 3") == 1
-
-
-@pytest.mark.slow
-def test_handovers_of_a_run_are_checked(fork_ranks: Callable[..., Any], demo_cache: Path, tmp_path: Path) -> None:
-    """``dsa-engine plan --check`` knows the bytes that a run with --prefill-ranks sends."""
-    sizes = {"max-model-len": 300, "num-prompts": 2, "input-len": 70, "num-long": 2, "long-input-len": 280}
-    sizes |= {"output-len": 9, "long-output-len": 3, "max-num-batched-tokens": 64, "request-rate": 9}
-    options = [word for name, size in sizes.items() for word in (f"--{name}", size)]
-    options += ["--model", "demo-random", "--device", "cpu", "--json", tmp_path / "apart.json"]
-    options += ["--decode-options", json.dumps({"cache_memory": "2MiB"}), "--cache-memory", "4MiB"]
-    done = fork_ranks(2, SCRIPTS / "bench_disaggregated.py", "--prefill-ranks", 1, *options)
-    assert done.returncode == 0, done.stderr
-    checked = CheckedHandovers.read(str(tmp_path / "apart.json"))
-    assert checked.verdict == "the bytes are equal"
-    assert checked.predicted.pages == 3 * 2 + 3 * 5 and checked.predicted.seconds > 0
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ setup(
         "torch>=2.11",
         'triton>=3.6; platform_system == "Linux"',
         "safetensors>=0.8",
+        "huggingface_hub>=1.0",
         "numpy>=1.26",
         "transformers>=5.11",  # the first with both deepseek_v32 and glm_moe_dsa
         "tqdm>=4.60",

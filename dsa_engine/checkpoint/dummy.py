@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from dsa_engine.checkpoint.reader import Source
+from dsa_engine.checkpoint.tensors import Source
 from dsa_engine.kernels.formats.quantize import E4M3_MAX, FP8
 from dsa_engine.kernels.runtime.integers import cdiv
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import json
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-from dsa_engine.checkpoint.shard_file import ShardFile
-from dsa_engine.config.json_text import read_json
+from safetensors import SafetensorError, safe_open
+
 from dsa_engine.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _SAMPLE = 4096  # bytes
-_LONGEST_NAME = 255  # bytes of a file's name
 
 _TRANSFORMERS = "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)"
 _PICKLED = f"pickled, which may run code and is not read here; transformers writes it as safetensors: {_TRANSFORMERS}"
@@ -23,6 +23,22 @@ _OTHER_FORMATS = {
     ".pth": _PICKLED,
     ".gguf": "GGUF, which is not read here; get the original checkpoint",
 }
+
+
+def open_shard(path: Path) -> Any:
+    """A safetensors file, mapped into memory (a ``safetensors.safe_open``); its tensors are views of the mapping.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; download the checkpoint again, or its missing files") from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or damaged ({error}); download it again (a git-lfs pointer: with `git lfs pull`)"
+        ) from error
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
@@ -45,7 +61,7 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
         )
     file_of: dict[str, Path] = {}
     for path in files:
-        for name in ShardFile(path).tensors:
+        for name in open_shard(path).keys():
             if name in file_of:
                 raise CheckpointError(
                     f"{path} and {file_of[name].name} both hold {name!r}, and no {INDEX_NAME} chooses one"
@@ -84,28 +100,9 @@ def _others(folder: Path) -> str:
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        weight_map = read_json(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: index.parent / file for name, file in weight_map.items()}
     except ValueError as error:
         raise CheckpointError(f"{index} is not valid JSON: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} has no 'weight_map'") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names")
-    for file in set(weight_map.values()):
-        _check_file_name(index, file)
-    return {name: index.parent / file for name, file in weight_map.items()}
-
-
-def _check_file_name(index: Path, name: str) -> None:
-    try:
-        length = len(os.fsencode(name))
-    except UnicodeEncodeError:
-        length = 0
-    if length == 0 or "\0" in name:
-        raise CheckpointError(f"{index} names the file {name[:60]!r}, which no file can be called")
-    if length > _LONGEST_NAME:
-        raise CheckpointError(
-            f"{index} names a file of {len(name):,} characters ({name[:60]}…); a file name has at most 255 bytes"
-        )
-    if Path(name).name != name:
-        raise CheckpointError(f"{index} names the file {name!r}, which does not lie in the folder itself")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} has no 'weight_map' from tensor names to file names") from error

@@ -30,8 +30,7 @@ class PartDigests:
 
     Attributes:
         of: for each part its digest, and that of its first elements (``CheckpointReader.read_start``).
-        seconds: time that they took.
-        bytes: bytes that they cover.
+        seconds, bytes: time that they took, and bytes that they cover.
     """
 
     def __init__(self) -> None:
@@ -40,21 +39,23 @@ class PartDigests:
         self.bytes = 0
 
     def add(self, part: Part, data: torch.Tensor) -> None:
-        """Adds the contiguous CPU tensor ``data``, the part as stored."""
+        """Adds the CPU tensor ``data``, the part as stored."""
         begun = time.perf_counter()
         start = data[:1, :START_ELEMENTS] if data.dim() == 2 else data[:START_ELEMENTS]
-        self.of[part] = digest(data), digest(start.contiguous())
+        self.of[part] = digest(data), digest(start)
         self.bytes += data.nbytes
         self.seconds += time.perf_counter() - begun
 
 
 def digest(data: torch.Tensor) -> int:
-    """63 bits that depend on every byte of a contiguous CPU tensor.
+    """63 bits that depend on every byte of a CPU tensor.
 
     The sums of ``_WIDTH`` words each are digested, and the bytes after the last of them; so another order is noticed
     except within such a group, of 2 KB.
     """
     raw = data.reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:  # a view of a file; words must begin at multiples of 8 bytes
+        raw = raw.clone()
     summed = raw.numel() // (8 * _WIDTH) * (8 * _WIDTH)
     sums = raw[:summed].view(torch.int64).view(-1, _WIDTH).sum(1)
     about = blake2b(sums.numpy().data, digest_size=8)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dsa_engine.checkpoint.index import INDEX_NAME
-from dsa_engine.checkpoint.reader import SCALE_SUFFIX, CheckpointReader, Source
-from dsa_engine.checkpoint.tensor_spec import TensorSpec
+from dsa_engine.checkpoint.reader import SCALE_SUFFIX, CheckpointReader
+from dsa_engine.checkpoint.tensors import Source, TensorSpec
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.config.model import DTYPES, ModelConfig, read_config_json
 from dsa_engine.errors import CheckpointError
@@ -18,6 +20,9 @@ from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.system.progress import progress_bar
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+# A tensor of the source in plain numbers, and the tensors of the target that replace it.
+Plan = list[tuple[TensorSpec, list[TensorSpec]]]
 
 
 def dequantize_checkpoint(
@@ -28,7 +33,7 @@ def dequantize_checkpoint(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     progress: bool = False,
 ) -> WrittenCheckpoint:
-    """Writes ``source_folder`` to ``target_folder`` with all FP8 weights expanded, one tensor in memory at a time.
+    """Writes ``source_folder`` to ``target_folder`` with all FP8 weights expanded, one shard in memory at a time.
 
     Tensors that the source holds in float32 (``e_score_correction_bias``, ``k_norm``) stay float32, all others become
     ``dtype``. ``config.json`` loses its ``quantization_config`` and names ``dtype``; the other files of the folder
@@ -51,27 +56,21 @@ def dequantize_checkpoint(
         raise ValueError(f"cannot convert to {dtype}; supported are {', '.join(DTYPES)}")
     source_folder = Path(source_folder)
     raw = read_config_json(source_folder)
-    block_size = ModelConfig.from_dict(raw).weight_block_size
-    with CheckpointReader(source_folder, block_size) as reader:
+    with CheckpointReader(source_folder, ModelConfig.from_dict(raw).weight_block_size) as reader:
         specs, dequantized = plain_tensors(reader, dtype)
         if not dequantized:
             raise CheckpointError(f"{source_folder} holds no FP8 weights: there is nothing to convert")
-        resume = json.dumps([str(source_folder.resolve()), raw, dtype_name])
-        with (
-            SafetensorsWriter(target_folder, specs, max_shard_size=max_shard_size, resume=resume) as writer,
-            progress_bar(len(specs), "tensors", "converting", progress) as bar,
-        ):
-            for spec in specs:
-                if not writer.done(spec.name):
-                    writer.write(spec.name, _load(reader, spec))
-                bar.update()
-            raw.pop("quantization_config", None)
-            for key in {"dtype", "torch_dtype"} & raw.keys() or {"torch_dtype"}:
-                raw[key] = dtype_name
-            writer.add_file("config.json", json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
-            for path in copied_files(source_folder):
-                writer.add_file(path.name, path)
-    return replace(writer.written, dequantized=dequantized)
+
+        def values(spec: TensorSpec) -> list[torch.Tensor]:
+            tensor = torch.empty(spec.shape, dtype=spec.dtype)
+            reader.load(Source(spec.name, into=tensor, shape=spec.shape))
+            return [tensor]
+
+        raw.pop("quantization_config", None)
+        for key in {"dtype", "torch_dtype"} & raw.keys() or {"torch_dtype"}:
+            raw[key] = dtype_name
+        plan = [(spec, [spec]) for spec in specs]
+        return write_converted(source_folder, target_folder, plan, values, raw, max_shard_size, progress, dequantized)
 
 
 def plain_tensors(reader: CheckpointReader, dtype: torch.dtype) -> tuple[list[TensorSpec], int]:
@@ -87,25 +86,40 @@ def plain_tensors(reader: CheckpointReader, dtype: torch.dtype) -> tuple[list[Te
     return specs, dequantized
 
 
-def _load(reader: CheckpointReader, spec: TensorSpec) -> torch.Tensor:
-    tensor = torch.empty(spec.shape, dtype=spec.dtype)
-    reader.load(Source(spec.name, into=tensor, shape=spec.shape))
-    # Only float16 has a smaller range than the stored dtypes.
-    if spec.dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(
-            f"{spec.name!r} holds values beyond the range of float16 (65504); use bfloat16 or float32"
-        )
-    return tensor
+def write_converted(
+    source_folder: Path,
+    target_folder: str | Path,
+    plan: Plan,
+    values: Callable[[TensorSpec], list[torch.Tensor]],
+    raw_config: dict[str, Any],
+    max_shard_size: int | str,
+    progress: bool,
+    dequantized: int,
+    quantized: int = 0,
+) -> WrittenCheckpoint:
+    """Writes a converted checkpoint.
 
-
-def copied_files(folder: Path) -> list[Path]:
-    """The files that a conversion copies: tokenizer, generation_config.json, …."""
-    rewritten = ("config.json", INDEX_NAME)
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-        and path.suffix not in WEIGHT_SUFFIXES
-        and path.name not in rewritten
-        and not path.name.startswith(".")
-    ]
+    Args:
+        source_folder: its files beside the weights (tokenizer, generation_config.json, …; no subfolders) are copied.
+        target_folder: must not exist, or be empty; appears when it is complete.
+        plan: all tensors.
+        values: makes the target's tensors for one of the source.
+        raw_config: the target's ``config.json``.
+        max_shard_size, progress: as for :func:`dequantize_checkpoint`.
+        dequantized, quantized: numbers of weights that change their format, for the result.
+    """
+    specs = [spec for _, targets in plan for spec in targets]
+    with (
+        SafetensorsWriter(target_folder, specs, max_shard_size=max_shard_size) as writer,
+        progress_bar(len(plan), "tensors", "converting", progress) as bar,
+    ):
+        for spec, targets in plan:
+            for target, tensor in zip(targets, values(spec), strict=True):
+                writer.write(target.name, tensor)
+            bar.update()
+        writer.add_file("config.json", json.dumps(raw_config, indent=2, ensure_ascii=False) + "\n")
+        for path in source_folder.iterdir():
+            rewritten = path.name in ("config.json", INDEX_NAME) or path.suffix in WEIGHT_SUFFIXES
+            if path.is_file() and not rewritten and not path.name.startswith("."):
+                writer.add_file(path.name, path)
+    return replace(writer.written, dequantized=dequantized, quantized=quantized)

@@ -1,26 +1,20 @@
-"""Quantises a checkpoint of any size in the memory of its largest tensor and some rows.
-
-An interrupted run can be continued: its finished shards stay beside the target, which appears when it is complete.
-"""
+"""Quantises a checkpoint of any size in the memory of one shard and its largest tensor."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS, CheckpointReader, Source
-from dsa_engine.checkpoint.tensor_spec import TensorSpec
-from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
+from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS, CheckpointReader
+from dsa_engine.checkpoint.tensors import Source, TensorSpec
+from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, WrittenCheckpoint
 from dsa_engine.config.model import ModelConfig, read_config_json
-from dsa_engine.convert.dequantize import copied_files, plain_tensors
-from dsa_engine.convert.schemes import TargetScheme, target_scheme, target_specs
+from dsa_engine.convert.dequantize import plain_tensors, write_converted
+from dsa_engine.convert.schemes import TargetScheme, target_scheme
 from dsa_engine.convert.smooth import Smoothing
 from dsa_engine.errors import CheckpointError
-from dsa_engine.system.progress import progress_bar
 
 # Maximum elements quantised at a time: 64 MiB in float32, of which a scheme holds a few copies.
 _ELEMENTS = CHUNK_ELEMENTS
@@ -38,9 +32,8 @@ def quantize_checkpoint(
 ) -> WrittenCheckpoint:
     """Writes ``source_folder`` to ``target_folder`` with its projections quantised.
 
-    Other tensors become the configuration's dtype, except that float32 stays float32. Memory holds the written tensor
-    in its target format and a few times 64 MiB. Other files are copied, as by
-    :func:`.dequantize.dequantize_checkpoint`.
+    Other tensors become the configuration's dtype, except that float32 stays float32. Memory holds one shard of
+    the target and a few times 64 MiB. Other files are copied, as by :func:`.dequantize.dequantize_checkpoint`.
 
     Args:
         source_folder: a checkpoint in plain numbers or in released FP8.
@@ -54,8 +47,7 @@ def quantize_checkpoint(
         progress: show a progress bar on stderr.
 
     Raises:
-        CheckpointError: the source is damaged or already quantised, the target exists, the disk has too little room, or
-            another process writes the same checkpoint.
+        CheckpointError: the source is damaged or already quantised, the target exists, or the disk has too little room.
         ValueError: an unknown scheme, sizes that it cannot store, NaN or infinity in a weight; the text names it.
     """
     source_folder = Path(source_folder)
@@ -69,32 +61,26 @@ def quantize_checkpoint(
     scheme = target_scheme(quantize, config, int8_activations)
     with CheckpointReader(source_folder, config.weight_block_size) as reader:
         stored, dequantized = plain_tensors(reader, config.dtype)
-        plan = list(target_specs(scheme, stored))
+        plan = [(spec, scheme.specs(spec) if spec.name in scheme.quantized else [spec]) for spec in stored]
         # A checkpoint may come without its MTP module.
         mtp = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
         optional = tuple(f"model.layers.{i}." for i in mtp)
-        present = {spec.name for spec, _ in plan}
+        present = {spec.name for spec in stored}
         missing = [name for name in scheme.quantized if name not in present and not name.startswith(optional)]
         if missing:
             raise CheckpointError(f"{source_folder} has no tensor {min(missing)!r}, which config.json implies")
         smoothing = Smoothing.of(config, scheme.quantized, statistics or {}, reader)
-        specs = [spec for _, targets in plan for spec in targets]
-        resume = json.dumps([str(source_folder.resolve()), raw, quantize, int8_activations, smoothing.digest()])
-        with (
-            SafetensorsWriter(target_folder, specs, max_shard_size=max_shard_size, resume=resume) as writer,
-            progress_bar(len(plan), "tensors", "quantising", progress) as bar,
-        ):
-            for spec, targets in plan:
-                if not all(writer.done(target.name) for target in targets):
-                    for target, values in zip(targets, _values(spec, reader, scheme, smoothing), strict=True):
-                        if not writer.done(target.name):
-                            writer.write(target.name, values)
-                bar.update()
-            written_config = raw | {"quantization_config": scheme.config}
-            writer.add_file("config.json", json.dumps(written_config, indent=2, ensure_ascii=False) + "\n")
-            for path in copied_files(source_folder):
-                writer.add_file(path.name, path)
-    return replace(writer.written, dequantized=dequantized, quantized=len(present & scheme.quantized))
+        return write_converted(
+            source_folder,
+            target_folder,
+            plan,
+            lambda spec: _values(spec, reader, scheme, smoothing),
+            raw | {"quantization_config": scheme.config},
+            max_shard_size,
+            progress,
+            dequantized,
+            quantized=len(present & scheme.quantized),
+        )
 
 
 def _values(

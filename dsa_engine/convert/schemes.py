@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dsa_engine.checkpoint.tensor_spec import TensorSpec
+from dsa_engine.checkpoint.tensors import TensorSpec
 from dsa_engine.config.keys import Keys
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
@@ -146,12 +146,6 @@ def _compressed_tensors(
         "ignore": ignore,
         "kv_cache_scheme": None,
     }
-
-
-def target_specs(scheme: TargetScheme, plain: list[TensorSpec]) -> Iterator[tuple[TensorSpec, list[TensorSpec]]]:
-    """Each tensor of the source in plain numbers, with the tensors of the target that replace it."""
-    for spec in plain:
-        yield spec, scheme.specs(spec) if spec.name in scheme.quantized else [spec]
 
 
 def stored_as(quantize: str, config: ModelConfig) -> QuantizationConfig | None:

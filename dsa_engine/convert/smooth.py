@@ -8,13 +8,13 @@ the model does no extra work. Here s is rounded to a power of two: the migration
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS, CheckpointReader, Source
+from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS, CheckpointReader
+from dsa_engine.checkpoint.tensors import Source
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.errors import CheckpointError
 
@@ -87,14 +87,6 @@ class Smoothing:
             values.mul_(mine if values.dim() == 1 else mine[:, None])
         if columns is not None:
             values.mul_(columns)
-
-    def digest(self) -> str:
-        """A digest of all factors."""
-        digest = hashlib.blake2b(digest_size=8)
-        for part in (self._rows, self._columns):
-            for name in sorted(part):
-                digest.update(name.encode() + part[name].numpy().tobytes())
-        return digest.hexdigest()
 
 
 def power_of_two_factors(activations: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from dsa_engine.checkpoint.dummy import fill_normal
-from dsa_engine.checkpoint.reader import Source
-from dsa_engine.checkpoint.tensor_spec import TensorSpec
+from dsa_engine.checkpoint.tensors import Source, TensorSpec
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_QUANTIZATION
@@ -38,7 +37,6 @@ def write_random_checkpoint(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     progress: bool = False,
     extra_files: Mapping[str, str | bytes] | None = None,
-    checksums: str | None = None,
 ) -> WrittenCheckpoint:
     """Writes a random checkpoint; the same arguments give the same bytes.
 
@@ -51,7 +49,6 @@ def write_random_checkpoint(
         max_shard_size: bytes, or text such as "5GB".
         progress: show a progress bar on stderr.
         extra_files: further small files (name to content), for example of a tokenizer.
-        checksums: name of a further file, with the SHA-256 of every other file.
 
     Raises:
         CheckpointError: the folder exists and is not empty, or the disk has too little room.
@@ -65,7 +62,7 @@ def write_random_checkpoint(
     power_of_two = fp8 and raw["quantization_config"].get("scale_fmt") == "ue8m0"
     specs = list(released_tensors(config, fp8))
     with (
-        SafetensorsWriter(folder, specs, max_shard_size=max_shard_size, checksums=checksums) as writer,
+        SafetensorsWriter(folder, specs, max_shard_size=max_shard_size) as writer,
         progress_bar(len(specs), "tensors", "writing", progress) as bar,
     ):
         remaining = iter(specs)

@@ -9,22 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
-import shutil
-import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.checkpoint.checksums import is_as_written
-from dsa_engine.checkpoint.leftovers import remove_leftovers
 from dsa_engine.config.released import released_config
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.runtime.cpu import user_cache
 
-CHECKSUMS = "checksums.json"  # in the folder: the SHA-256 of every other file
 VERSION = 2  # to be raised when weights or tokenizer change but the configuration does not
 SEED = 0
 BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
@@ -45,8 +37,6 @@ Random weights, never trained: the text that this model makes means nothing. It 
 at a small size, and serves to run dsa_engine without a download. The folder is made by `dsa_engine.demo`, may be
 deleted at any time, and is made again when needed.
 """
-
-logger = logging.getLogger(__name__)
 
 
 def trained_folder() -> Path:
@@ -105,7 +95,7 @@ def demo_config() -> dict[str, Any]:
 
 
 def demo_folder() -> Path:
-    """The folder of the random model, written on first use (10 MB, under a second) and again if it is damaged.
+    """The folder of the random model, written on first use (10 MB, under a second).
 
     It lies in ``$DSA_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/dsa_engine``, else ``~/.cache/dsa_engine``. Any number of
     processes may call this at once: each writes its own temporary folder, the first to finish gives it its name, and
@@ -117,36 +107,17 @@ def demo_folder() -> Path:
     config = demo_config()
     content = json.dumps([VERSION, SEED, config, CHAT_TEMPLATE, README], sort_keys=True)
     try:
-        cache = user_cache()
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
-    folder = cache / f"demo-v{VERSION}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-    if is_as_written(folder, CHECKSUMS):
-        return folder
-    try:
-        remove_leftovers(folder)
-        _remove_damaged(folder)
-        write_random_checkpoint(folder, config, seed=SEED, fp8=True, extra_files=demo_files(), checksums=CHECKSUMS)
+        folder = user_cache() / f"demo-v{VERSION}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+        if not folder.is_dir():
+            write_random_checkpoint(folder, config, seed=SEED, fp8=True, extra_files=demo_files())
     except CheckpointError:
-        if not is_as_written(folder, CHECKSUMS):  # otherwise another process was first, with the same content
+        if not folder.is_dir():  # otherwise another process was first, with the same content
             raise
     except OSError as error:
-        cause = f"cannot write the random demo model to {folder.parent}: {error}"
-        raise CheckpointError(f"{cause}; set DSA_ENGINE_CACHE to a folder of yours") from error
+        raise CheckpointError(
+            f"cannot write the random demo model: {error}; set DSA_ENGINE_CACHE to a folder of yours"
+        ) from error
     return folder
-
-
-def _remove_damaged(folder: Path) -> None:
-    """Removes a damaged folder. It is renamed first, so that a folder just rewritten by another process stays whole."""
-    if not folder.exists():
-        return
-    logger.warning("%s is damaged; it is made again", folder)
-    aside = folder.with_name(f"{folder.name}.damaged-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    with suppress(FileNotFoundError):  # another process was first
-        folder.rename(aside)
-        if is_as_written(aside, CHECKSUMS) and not folder.exists():
-            aside.rename(folder)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def demo_files() -> dict[str, str]:

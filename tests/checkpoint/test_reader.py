@@ -79,24 +79,6 @@ def test_parts_of_plain_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert reader.bytes_read == 12 * 4 + 4 * 2
 
 
-def test_two_halves_read_the_whole_once(tmp_path: Path) -> None:
-    plain = torch.randn(64, 32).bfloat16()
-    tensors, whole = fp8_tensors("w", (64, 32))
-    folder = write(tmp_path, {"p": plain, **tensors})
-    halves, read = [], []
-    for rank in range(2):
-        with CheckpointReader(folder, BLOCK) as reader:
-            rows, columns = torch.empty(32, 32), torch.empty(64, 16)
-            reader.load(Source("w", rows, (64, 32), (32 * rank, 0)))
-            reader.load(Source("p", columns, (64, 32), (0, 16 * rank)))
-            halves.append((rows, columns))
-            read.append(reader.bytes_read)
-    assert torch.equal(torch.cat([rows for rows, _ in halves]), whole)
-    assert torch.equal(torch.cat([columns for _, columns in halves], 1), plain.float())
-    scales = tensors["w_scale_inv"].numel()
-    assert read[0] == read[1] and sum(read) == 64 * 32 * 2 + 64 * 32 + scales * 4
-
-
 def test_an_expert_shard_reads_its_experts_only_and_opens_only_their_files(tmp_path: Path) -> None:
     shards = {f"model-{e}.safetensors": fp8_tensors(f"experts.{e}.weight", (32, 24), e)[0] for e in range(4)}
     folder = write_sharded(tmp_path, shards)
@@ -141,9 +123,7 @@ def test_large_values_are_finite(tmp_path: Path) -> None:
         into = torch.empty(64)
         reader.load(Source("v", into, (64,)))
         assert torch.equal(into, large)
-        with pytest.raises(
-            CheckpointError, match="range of float16, or 64 value.* not finite in torch.float16.*dtype='float32'"
-        ):
+        with pytest.raises(CheckpointError, match="not finite in torch.float16.*dtype='float32'"):
             reader.load(Source("v", torch.empty(64, dtype=torch.float16), (64,)))
 
 

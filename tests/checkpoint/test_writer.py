@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,15 +56,6 @@ def test_a_single_file_is_what_safetensors_reads(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "raw.bin").read_bytes() == b"\0\1"
 
 
-def test_every_tensor_is_aligned_in_its_file(tmp_path: Path) -> None:
-    write(tmp_path / "out")
-    content = (tmp_path / "out" / "model.safetensors").read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    for name, tensor in TENSORS.items():
-        assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0
-
-
 def test_shards_and_their_index(tmp_path: Path) -> None:
     writer = write(tmp_path / "out", max_shard_size=40)
     folder = tmp_path / "out"
@@ -75,8 +63,8 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == writer.written.tensor_bytes
     files = sorted(p.name for p in folder.glob("*.safetensors"))
     assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-    # 15 + 24, 14, 36 and 96 bytes: the last is larger than a shard may be, and gets its own.
-    groups = [{"odd", "scales"}, {"half"}, {"brain"}, {"strided"}, {"empty"}]
+    # 15 + 24, 14, 36, 0 and 96 bytes: the last is larger than a shard may be, and gets its own.
+    groups = [{"odd", "scales"}, {"half"}, {"strided"}, {"brain", "empty"}]
     assert writer.written.shards == len(files) == len(groups)
     for file, names in zip(files, groups, strict=True):
         assert {name for name, where in index["weight_map"].items() if where == file} == names
@@ -116,7 +104,7 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stop"):
         write(tmp_path / "out", fail_at="brain")
     with (
-        pytest.raises(ValueError, match=r"6 of 6 tensors were not written, the next is 'odd'"),
+        pytest.raises(ValueError, match="6 of 6 tensors were not written"),
         SafetensorsWriter(tmp_path / "out", SPECS),
     ):
         pass
@@ -153,16 +141,6 @@ def test_a_full_disk_leaves_nothing_at_any_point(tmp_path: Path, capsys: pytest.
     assert {"written", "cannot"} <= outcomes
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    here = socket.gethostname()
-    dead, alive = (tmp_path / f"out.incomplete-{pid}-00ff00ff@{here}" for pid in (2**22 + 1, os.getpid()))
-    other = tmp_path / f"another.incomplete-{2**22 + 1}-00ff00ff@{here}"
-    for path in (dead, alive, other):
-        path.mkdir()
-    write(tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", alive.name, other.name}
-
-
 def test_nothing_is_at_the_target_before_the_end(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with SafetensorsWriter(target, SPECS, max_shard_size=40) as writer:
@@ -176,36 +154,33 @@ def test_nothing_is_at_the_target_before_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("name", "tensor"),
     [
-        lambda w: w.write("scales", torch.randn(2, 3)),
-        lambda w: w.write("odd", torch.randn(3, 5)),
-        lambda w: w.write("odd", torch.randn(5, 3).to(torch.float8_e4m3fn)),
+        ("other", torch.randn(3, 5)),
+        ("odd", torch.randn(3, 5)),
+        ("odd", torch.randn(5, 3).to(torch.float8_e4m3fn)),
+        ("scales", TENSORS["scales"]),  # a second time
     ],
 )
-def test_only_the_announced_tensor_is_taken(tmp_path: Path, call: Callable[[SafetensorsWriter], None]) -> None:
-    other = pytest.raises(ValueError, match=r"announced next is 'odd' \[3, 5\] torch.float8_e4m3fn")
-    with other, SafetensorsWriter(tmp_path / "out", SPECS) as writer:
-        call(writer)
-    too_many = pytest.raises(ValueError, match="announced next is no further tensor")
-    with too_many, SafetensorsWriter(tmp_path / "out", SPECS[1:2]) as writer:
+def test_only_announced_tensors_are_taken(tmp_path: Path, name: str, tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=f"not '{name}'"), SafetensorsWriter(tmp_path / "out", SPECS) as writer:
         writer.write("scales", TENSORS["scales"])
-        writer.write("scales", TENSORS["scales"])
+        writer.write(name, tensor)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="announced twice"):
-        SafetensorsWriter(tmp_path / "out", SPECS[:1] * 2)
-    with pytest.raises(ValueError, match="at least one tensor"):
-        SafetensorsWriter(tmp_path / "out", [])
-    with pytest.raises(ValueError, match="int16 cannot be written"):
-        SafetensorsWriter(tmp_path / "out", [TensorSpec("x", (1,), torch.int16)])
-    with pytest.raises(CheckpointError, match="needs 4,000,000,000,000,000,000 bytes, but its disk has only"):
+def test_a_tensor_may_change_after_it_was_written(tmp_path: Path) -> None:
+    buffer = torch.zeros(2, 4)
+    with SafetensorsWriter(tmp_path / "out", [TensorSpec(n, (4,), torch.float32) for n in "ab"]) as writer:
+        for number, name in enumerate("ab"):
+            writer.write(name, buffer[0].fill_(number))
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert [loaded[name].tolist() for name in "ab"] == [[0] * 4, [1] * 4]
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="needs 4,000,000,000,000,000,000 bytes"):
         SafetensorsWriter(tmp_path / "out", [TensorSpec("x", (10**9, 10**9), torch.float32)])
-    with pytest.raises(ValueError, match="without folders"), SafetensorsWriter(tmp_path / "out", SPECS) as writer:
-        writer.add_file("../x", "")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_above_the_target_are_made_and_permissions_are_usual(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Conversion: the values, the other files, and the remains of a failing or killed run."""
+"""Conversion: the values, the other files, and what a failing or ended run leaves."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "in" / "config.json").write_text(json.dumps(CONFIG))
     tensors = {"w.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.full((1, 1), 1e5)}
     save_file(tensors, tmp_path / "in" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'w.weight' holds values beyond the range of float16"):
+    with pytest.raises(CheckpointError, match="'w.weight' holds values that are not finite in torch.float16"):
         dequantize_checkpoint(tmp_path / "in", tmp_path / "out", dtype=torch.float16)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
     dequantize_checkpoint(tmp_path / "in", tmp_path / "out", dtype=torch.bfloat16)
@@ -139,46 +139,6 @@ def test_scales_that_fail_in_the_middle_leave_nothing(tmp_path: Path) -> None:
     ):
         dequantize_checkpoint(tmp_path / "in", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
-
-
-# Converts, but stops for good after some tensors, and says so.
-STUCK = """
-import sys, time
-from dsa_engine.checkpoint import SafetensorsWriter
-from dsa_engine.convert import dequantize_checkpoint
-write, count = SafetensorsWriter.write, 0
-def slow(self, name, tensor):
-    global count
-    write(self, name, tensor)
-    count += 1
-    if count == 40:
-        print("in the middle", flush=True)
-        time.sleep(600)
-SafetensorsWriter.write = slow
-dequantize_checkpoint(sys.argv[1], sys.argv[2], max_shard_size="500KB")
-"""
-
-
-def test_a_killed_run_leaves_no_target_and_goes_on(tmp_path: Path, source: Path) -> None:
-    target = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, str(source), str(target)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "in the middle\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    assert not target.exists()
-    (remains,) = tmp_path.iterdir()  # not accepted as a checkpoint
-    assert remains.name.startswith("out.resumable-")
-    finished = {path.name: path.stat().st_ino for path in remains.glob("*.safetensors")}
-    assert finished
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        ModelConfig.from_pretrained(remains)
-    dequantize_checkpoint(source, target, max_shard_size="500KB")
-    assert ModelConfig.from_pretrained(target).weight_block_size is None
-    assert {name: (target / name).stat().st_ino for name in finished} == finished, "they were not written again"
-    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_scripts_make_and_convert(run_script: Callable[..., Any], tmp_path: Path) -> None:
@@ -265,7 +225,7 @@ def test_a_terminated_script_cleans_up(tmp_path: Path) -> None:
     command += [json.dumps(overrides), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    while not list(tmp_path.glob("out.incomplete-*/*.safetensors")):
+    while not list(tmp_path.glob("out.incomplete-*")):
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)

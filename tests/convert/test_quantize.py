@@ -1,10 +1,9 @@
 """Quantising a checkpoint: what is written, what the ``compressed-tensors`` package makes of it and the other way
-round, SmoothQuant, and what an interrupted run leaves and finds."""
+round, and SmoothQuant."""
 
 from __future__ import annotations
 
 import json
-import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM
-from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, Source
+from dsa_engine.checkpoint import CheckpointReader, Source
 from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.convert.calibration import calibrate, watched
@@ -224,9 +223,7 @@ def test_factors() -> None:
 
 def test_statistics_of_another_model(source: Path, tmp_path: Path) -> None:
     statistics = {"model.layers.0.self_attn.q_a_proj.weight": torch.ones(7)}
-    with pytest.raises(
-        CheckpointError, match=r"7\] channels for 'model.layers.0.self_attn.q_a_proj.weight', .* \[256\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"\[7\] channels for 'model.layers.0.self_attn.q_a_proj.weight', .*256"):
         quantize_checkpoint(source, tmp_path / "out", "int8", statistics=statistics)
     assert list(tmp_path.iterdir()) == []
 
@@ -235,58 +232,6 @@ def test_calibration_of_what_it_cannot_watch(source: Path, tmp_path: Path) -> No
     quantize_checkpoint(source, tmp_path / "out", "int8")
     with pytest.raises(ValueError, match="calibration needs a model in plain numbers"):
         calibrate(LLM(tmp_path / "out", **OPTIONS), "text", 10)
-
-
-def test_an_interrupted_run_goes_on(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    target, write, written = tmp_path / "out", SafetensorsWriter.write, []
-
-    def counted(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
-        if len(written) == 100:
-            raise KeyboardInterrupt
-        written.append(name)
-        write(self, name, tensor)
-
-    monkeypatch.setattr(SafetensorsWriter, "write", counted)
-    with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(source, target, "int8", max_shard_size="300KB")
-    (remains,) = tmp_path.iterdir()
-    assert remains.name.startswith("out.resumable-")
-    finished = {n for path in remains.glob("*.safetensors") for n in load_file(path)}
-    assert finished < set(written) and len(finished) > 50
-    files = len(list(remains.glob("*.safetensors")))
-    said = f"{files} of \\d+ file\\(s\\) stay in {remains}; the same command goes on after them"
-    assert re.fullmatch(said, caplog.messages[-1])
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        ModelConfig.from_pretrained(remains)
-    with monkeypatch.context() as patch:
-        patch.setattr(SafetensorsWriter, "write", write)
-        quantize_checkpoint(source, tmp_path / "whole", "int8", max_shard_size="300KB")
-    again: list[str] = []
-
-    def recorded(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
-        again.append(name)
-        write(self, name, tensor)
-
-    monkeypatch.setattr(SafetensorsWriter, "write", recorded)
-    caplog.clear()
-    quantize_checkpoint(source, target, "int8", max_shard_size="300KB")
-    assert re.search(f"an interrupted run is continued: {files} of \\d+ file\\(s\\) are in {remains}", caplog.text)
-    assert not finished & set(again)
-    whole, resumed = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("whole", "out"))
-    assert whole == resumed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-
-
-def test_two_runs_of_the_same(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def second(*_: Any) -> None:
-        quantize_checkpoint(source, tmp_path / "out", "int8")
-
-    monkeypatch.setattr(SafetensorsWriter, "write", second)
-    with pytest.raises(CheckpointError, match="another process is writing"):
-        quantize_checkpoint(source, tmp_path / "out", "int8")
 
 
 def test_bad_sources_leave_nothing(source: Path, tmp_path: Path, oracle: Callable[..., Any]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,38 +62,6 @@ def test_it_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
-def test_a_damaged_folder_is_made_anew(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path))
-    broken = tmp_path / folder.name
-    shutil.copytree(folder, broken)
-    weights = broken / "model.safetensors"
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:1000])
-    elif damage == "changed":
-        with weights.open("rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"x")
-    else:
-        (broken / "tokenizer.json").unlink()
-    # Temporary folders of killed processes are removed; those of running ones stay.
-    dead = tmp_path / f"{folder.name}.incomplete-{NO_PROCESS}-0123abcd@{socket.gethostname()}"
-    alive = tmp_path / f"{folder.name}.incomplete-{os.getpid()}-0123abcd@{socket.gethostname()}"
-    elsewhere = tmp_path / f"{folder.name}.incomplete-{NO_PROCESS}-0123abcd@another-machine"
-    for path in (dead, alive, elsewhere):
-        path.mkdir()
-    assert demo.demo_folder() == broken
-    assert {path.name: path.read_bytes() for path in broken.iterdir()} == {
-        path.name: path.read_bytes() for path in folder.iterdir()
-    }
-    assert set(tmp_path.iterdir()) == {broken, alive, elsewhere}
-
-
-NO_PROCESS = 2**22 + 1  # above the largest process id of Linux
-
-
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -129,7 +95,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(CheckpointError, match="cannot write the random demo model to .*set DSA_ENGINE_CACHE"):
+    with pytest.raises(CheckpointError, match="cannot write the random demo model.*set DSA_ENGINE_CACHE"):
         demo.demo_folder()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.checkpoint.index import locate_tensors
-from dsa_engine.checkpoint.shard_file import ShardFile, StoredTensor
+from dsa_engine.checkpoint.index import locate_tensors, open_shard
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.disk.page_file import VERSION
 from dsa_engine.kernels.formats.cache_format import CacheFormat
@@ -66,7 +64,7 @@ class FolderKey(NamedTuple):
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """A digest of names, types, shapes and positions of all tensors, and of 64 bytes in the middle of each.
+    """A digest of names, types and shapes of all tensors, and of 64 bytes in the middle of each.
 
     A fine-tuned model has other bytes nearly everywhere, so it has another digest. A change of single numbers
     is not noticed, nor is a damaged byte.
@@ -79,22 +77,13 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def _samples(path: Path) -> Iterable[str]:
-    shard = ShardFile(path)
-    size = path.stat().st_size
-    tensors = sorted(shard.tensors.items(), key=lambda item: item[1].offset)
-    borders = [tensor.offset for _, tensor in tensors[1:]] + [size]
-    yield f"{path.name} {size}"
-    number = os.open(path, os.O_RDONLY)
-    try:
-        for (name, tensor), end in zip(tensors, borders, strict=True):
-            yield f"{name} {tensor.dtype} {tensor.shape} {_sample(number, tensor, end).hex()}"
-    finally:
-        os.close(number)
-        shard.close()
-
-
-def _sample(number: int, tensor: StoredTensor, end: int) -> bytes:
-    return os.pread(number, _SAMPLE, max(tensor.offset, (tensor.offset + end - _SAMPLE) // 2))
+    yield f"{path.name} {path.stat().st_size}"
+    shard = open_shard(path)
+    for name in sorted(shard.keys()):
+        tensor = shard.get_tensor(name)  # a view of the file
+        raw = tensor.reshape(-1).view(torch.uint8)
+        sample = raw[max(0, (raw.numel() - _SAMPLE) // 2) :][:_SAMPLE]
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {sample.numpy().tobytes().hex()}"
 
 
 def _random_weights(options: EngineOptions) -> str:

@@ -106,9 +106,9 @@ COMMANDS = {
         "bench.options:add_tpot_arguments",
     ),
     "bench serve": Command(
-        "requests that arrive over time, here or at a server: throughput, latencies, prefix hits",
+        "requests that arrive over time, at any OpenAI server: throughput, latencies, prefix hits",
         "bench.serving.command:run_serving",
-        "bench.options:add_serving_arguments",
+        "bench.serving.command:add_arguments",
     ),
 }
 _GROUPS = {

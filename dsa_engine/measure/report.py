@@ -117,6 +117,17 @@ def format_percentages(title: str, columns: Mapping[str, Mapping[str, float]]) -
     return format_table((title, *columns), rows)
 
 
+def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Mean, median, 90th and 99th percentile, minimum and maximum, in milliseconds, named as ``vllm bench`` names
+    them."""
+    import numpy as np  # which --help does not need
+
+    ms = np.asarray(seconds) * 1e3
+    parts = {"mean": ms.mean(), "median": np.median(ms), "p90": np.percentile(ms, 90), "p99": np.percentile(ms, 99)}
+    parts |= {"min": ms.min(), "max": ms.max()}
+    return {f"{part}_{name}_ms": float(value) for part, value in parts.items()}
+
+
 def write_json(path: str | Path, result: dict[str, Any]) -> None:
     """Writes the result whole or not at all; "-" is standard output."""
     write_text(path, json.dumps(result, indent=2) + "\n")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsa_engine.measure.emulation.overlap_model import Communication
-from dsa_engine.measure.percentiles import percentiles
+from dsa_engine.measure.report import percentiles
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ import pytest
 
 import dsa_engine
 from dsa_engine import cli
-from dsa_engine.commands.bench.serving.load import ServingLoad
-from dsa_engine.commands.bench.serving.result import ServingResult
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tqdm", "matplotlib", "dsa_engine.llm", "dsa_engine.model")
 
@@ -41,14 +39,13 @@ def test_the_function_of_a_command_exists(name: str) -> None:
     assert callable(cli.COMMANDS[name].load())
 
 
-LOAD = "--num-prompts 1 --random-input-len 5 --random-output-len 2 --num-warmups 0"
 PLAN = "--weights fp8 --cache fp8 --drafts 0 --chunk 8192 --tp-size 1"
 
 
 @pytest.mark.parametrize(
     ("words", "module", "table"),
     [
-        (f"bench serve {LOAD}", "bench.serving.command", "output tokens/s"),
+        ("bench serve --num-prompts 1", "bench.serving.command", "output tokens/s"),
         (f"plan --devices 1 {PLAN}", "planner.command", "Together: "),
         (f"plan --devices 2 {PLAN} --what-if tpot", "planner.command", "tpot"),
     ],
@@ -66,15 +63,11 @@ def test_a_result_that_cannot_be_written_is_shown(
     def full(*_: object) -> None:
         raise OSError("cannot write it")
 
+    async def send_load(args: object) -> tuple[SimpleNamespace, dict[str, object]]:
+        return SimpleNamespace(requests=[], duration=1.0, max_at_once=1), {}
+
     monkeypatch.setattr(f"dsa_engine.commands.{module}.write_json", full)
-    engine = SimpleNamespace(mesh=SimpleNamespace(is_leader=True, world_size=1))
-    for name, result in (
-        ("command.llm_from", SimpleNamespace(engine=engine)),
-        ("in_process.check_serving", None),
-        ("in_process.measure_serving", ServingResult(ServingLoad(), 1.0, 1, [], 1, None)),
-        ("command.run_report", {}),
-    ):
-        monkeypatch.setattr(f"dsa_engine.commands.bench.serving.{name}", lambda *_, result=result, **__: result)
+    monkeypatch.setattr("dsa_engine.commands.bench.serving.traffic.send_load", send_load)
     with pytest.raises(SystemExit, match="2"):
         cli.main([*words.split(), "--json", str(tmp_path / "a.json")])
     captured = capsys.readouterr()

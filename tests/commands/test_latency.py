@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsa_engine.measure.emulation.overlap_model import Communication
-from dsa_engine.measure.percentiles import percentiles
+from dsa_engine.measure.report import percentiles
 from dsa_engine.measure.reported_latency import Latency
 
 

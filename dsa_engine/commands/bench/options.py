@@ -1,27 +1,12 @@
-"""The options of ``dsa-engine bench``: of prefill, ttft, tpot and serve."""
+"""The options of ``dsa-engine bench``: of prefill, ttft and tpot."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import fields
 
 from dsa_engine.arguments import add_engine_arguments, add_json_argument, lengths
-from dsa_engine.commands.bench.serving.datasets import DATASETS
 from dsa_engine.config.speculative import MAX_DRAFTS
 
-_LENGTHS = {
-    "input_len": "tokens of a prompt",
-    "output_len": "tokens of an output",
-    "prefix_len": "tokens of a prefix",
-    "suffix_len": "tokens of a prompt after its prefix",
-    "num_prefixes": "number of prefixes",
-    "num_groups": "number of system prompts",
-    "prompts_per_group": "conversations that begin with each",
-    "system_prompt_len": "tokens of a system prompt",
-    "question_len": "tokens of a question",
-    "num_turns": "questions of a conversation",
-}
 OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
 
@@ -81,61 +66,6 @@ def _add_latency_arguments(parser: argparse.ArgumentParser, metric: str) -> None
     )
     add_engine_arguments(parser)
     add_emulation_arguments(parser)
-
-
-def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``serve``: those of ``vllm bench serve``, and of conversations those of SGLang."""
-    parser.add_argument("--num-prompts", type=int, help="requests in all (default: 100)")
-    parser.add_argument("--request-rate", type=float, default=math.inf, help="arrivals a second; inf: all at once")
-    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts; more: evenly")
-    parser.add_argument("--max-concurrency", type=int, help="maximum number of requests at once; default: no limit")
-    parser.add_argument("--goodput", nargs="+", metavar="NAME:MS", help="such as ttft:2000 tpot:50 e2el:8000")
-    parser.add_argument("--num-warmups", type=int, default=1, help="requests before, not counted")
-    parser.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="outputs of full length (default); a server that refuses the parameter ignore_eos needs --no-ignore-eos",
-    )
-    parser.add_argument(
-        "--prefix-hits",
-        choices=("on", "off", "both"),
-        help="on: requests use the prefix cache; off: each has its own cache_salt; both: off, then on, side by side; "
-        "default: both if prompts have common prefixes and the engine is in this process, otherwise on",
-    )
-    add_json_argument(parser)
-    parser.add_argument("--plot", metavar="PATH", help="draw the times to the first token here (.png)")
-    _add_dataset_arguments(parser)
-    server = parser.add_argument_group(
-        "a server with the OpenAI API, instead of the engine in this process",
-        "--model is the server's name of the model; default: the first that it lists. Options of the engine have no "
-        "meaning then, but for --seed and --no-progress.",
-    )
-    server.add_argument("--base-url", metavar="URL", help="such as http://127.0.0.1:8000; OPENAI_API_KEY is sent")
-    server.add_argument(
-        "--backend", choices=("openai", "openai-chat"), help="openai: completions (default); openai-chat: chats"
-    )
-    server.add_argument("--endpoint", metavar="PATH", help="default: /v1/completions or /v1/chat/completions")
-    add_engine_arguments(parser)
-
-
-def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is sent")
-    group.add_argument(
-        "--dataset-name",
-        choices=tuple(DATASETS),
-        default="random",
-        help="random (default): prompts with nothing in common; prefix_repetition: each begins with one of a few "
-        "prefixes; generated-shared-prefix: conversations, in groups that have a system prompt in common",
-    )
-    for dataset in DATASETS.values():
-        for f in fields(dataset):
-            if f.name in _LENGTHS:
-                flag = dataset.flag(f.name)
-                group.add_argument(flag, type=int, default=f.default, metavar="N", help=_LENGTHS[f.name])
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, help="lengths of random vary by this fraction, both ways"
-    )
 
 
 def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:

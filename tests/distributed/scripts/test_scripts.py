@@ -45,23 +45,6 @@ def test_measure_tpot_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Pat
     assert done.stdout.count("median TPOT ms") == 1
 
 
-def test_requests_that_arrive_over_time_on_two_ranks(
-    fork_ranks: Callable[..., Any], demo_cache: Path, tmp_path: Path
-) -> None:
-    """In conversations, whose next requests all ranks must send in the same step; with hits and without."""
-    sizes = {"num-groups": 1, "prompts-per-group": 2, "num-turns": 2, "system-prompt-len": 40, "question-len": 8}
-    options = [word for name, value in sizes.items() for word in (f"--gsp-{name}", value)]
-    options += ["--gsp-output-len", 3, "--dataset-name", "generated-shared-prefix", "--num-warmups", 0]
-    report = tmp_path / "out.json"
-    shape = ["--request-rate", 50, "--page-size", 8, "--json", report]
-    done = fork_ranks(2, SCRIPTS / "bench_serve.py", *options, *shape)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("completed requests") == 1
-    result = json.loads(report.read_text())
-    assert result["completed"] == result["without_hits"]["completed"] == 4
-    assert result["total_cached_tokens"] >= 2 * 48 and result["without_hits"]["total_cached_tokens"] == 0
-
-
 def test_commands_on_two_ranks(fork_ranks: Callable[..., Any], demo_cache: Path) -> None:
     """Rank 0 reads and prints, the other rank follows; the tokens are those of one process."""
     options = ["--temperature", 0, "--device", "cpu", "--max-model-len", 400]

@@ -1,1 +1,1 @@
-"""The serving benchmark: requests that arrive over time, at the engine of this process or at a server."""
+"""The serving benchmark: requests that arrive over time at a server with the OpenAI API."""

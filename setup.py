@@ -23,8 +23,16 @@ for link in ("kernels", "parallel"):
 # built by the setuptools that there is: pip install --no-build-isolation.
 DEEPSPEED = "deepspeed>=0.19"
 
-# The HTTP server and the router in front of several.
-SERVE = ["fastapi>=0.115", "uvicorn>=0.30", "prometheus_client>=0.20", "httpx>=0.27"]
+# The HTTP server, its channel to the engine's process, and the client of the serving benchmark.
+SERVE = [
+    "fastapi>=0.115",
+    "uvicorn>=0.30",
+    "httptools>=0.6",
+    "prometheus_client>=0.20",
+    "pyzmq>=26",
+    "msgspec>=0.19",
+    "httpx>=0.27",
+]
 
 
 def version() -> str:
@@ -76,6 +84,7 @@ setup(
         "test": [
             *SERVE,
             "openai",  # the client whose examples the server is tested with
+            "vllm-router>=0.1.17",  # routes between two servers in a test
             "pytest>=9",
             "pytest-xdist>=3.8",
             "hypothesis",

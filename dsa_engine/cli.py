@@ -46,11 +46,7 @@ COMMANDS = {
     ),
     "chat": Command("a conversation on the terminal", "chat:run_chat", "chat:add_arguments"),
     "serve": Command("OpenAI's API over HTTP, for any number of clients", "serve:run_serve", "serve:add_arguments"),
-    "route": Command(
-        "one address in front of several servers: each request goes where its prefix is cached",
-        "route:run_route",
-        "route:add_arguments",
-    ),
+    "route": Command("how vllm-router is put in front of several servers", "route:run_route", "route:add_arguments"),
     "info": Command(
         "parameters, bytes per dtype, cache bytes per token, and what fits", "info:run_info", "info:add_arguments"
     ),

@@ -36,7 +36,6 @@ FOLDERS_OF_PAGES = {
     "measure.md": "dsa_engine/measure/emulation",
     "model.md": "dsa_engine/model",
     "parallel.md": "parallel",
-    "router.md": "dsa_engine/router",
     "server.md": "dsa_engine/server",
     "weights.md": "dsa_engine/quantization",
 }
@@ -115,9 +114,8 @@ def test_the_options_of_commands_exist(page: Path) -> None:
 def test_serving_names_what_there_is() -> None:
     """Commands and options of docs/SERVING.md and of the files that it comes with; the addresses that probes ask."""
     page = (ROOT / "docs" / "SERVING.md").read_text(encoding="utf-8")
-    assert {"serve", "route"} <= {name for name, _ in command_lines(page)}
-    known = options_of("serve") | options_of("route")
-    assert set(re.findall(r"`(--[a-z-]+)`", page)) <= known
+    assert "serve" in {name for name, _ in command_lines(page)}
+    assert set(re.findall(r"`(--[a-z-]+)`", page)) <= options_of("serve")
     unit, image = ((SERVING / name).read_text(encoding="utf-8") for name in ("dsa-engine.service", "Dockerfile"))
     (start,) = re.findall(r"^ExecStart=.* -m dsa_engine serve (.*)$", unit, re.M)
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", image, re.M)

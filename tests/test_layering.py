@@ -21,7 +21,6 @@ LAYERS = (
     ("cli",),
     ("commands",),
     ("measure",),
-    ("router",),
     ("arguments", "convert", "server"),
     ("llm",),
     ("async_calls",),

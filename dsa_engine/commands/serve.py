@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
 
-from dsa_engine.arguments import add_engine_arguments, add_options, llm_from
+from dsa_engine.arguments import add_engine_arguments, add_options, llm_from, options_from
 from dsa_engine.commands.early import Early, leads
-from dsa_engine.commands.http_options import http_options
 from dsa_engine.server.listen import bind
 from dsa_engine.server.options import ServerOptions, read_template
 
+KEY_VARIABLE = "DSA_ENGINE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -37,8 +40,11 @@ def run_serve(args: argparse.Namespace) -> None:
         ValueError: an option is not possible, or a package is missing.
         OSError: the address cannot be listened at.
     """
-    names = args.served_model_name
-    options = http_options("serve", args, ServerOptions, _NEEDED, served_model_name=names)
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ValueError(f'serve needs {", ".join(missing)}: pip install "dsa-engine[serve]"')
+    options = ServerOptions(**options_from(args, ServerOptions), served_model_name=args.served_model_name)
+    if options.api_key is None and (key := os.environ.get(KEY_VARIABLE)):
+        options = replace(options, api_key=key)
     args.model = args.model_tag or args.model
     with _checked(args, options) if leads() else nullcontext() as bound:
         _serve(args, options, bound)

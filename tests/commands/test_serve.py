@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsa_engine import cli
-from dsa_engine.commands import http_options, serve
+from dsa_engine.commands import serve
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_bad_options(refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert message in refused(*words), words
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "in use" in refused("--port", str(taken.getsockname()[1]))
-    monkeypatch.setattr(http_options, "find_spec", lambda name: None if name == "fastapi" else True)
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "fastapi" else True)
     assert 'serve needs fastapi: pip install "dsa-engine[serve]"' in refused()
 
 
@@ -75,7 +75,7 @@ def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
             return 1
 
     monkeypatch.setattr(process, "HttpProcess", EndsWithTheEngine)
-    monkeypatch.setenv(http_options.KEY_VARIABLE, "a secret")
+    monkeypatch.setenv(serve.KEY_VARIABLE, "a secret")
     with pytest.raises(SystemExit, match="1"):  # the status of the HTTP server's process
         cli.main(["serve", "demo", "--port", "0", "--disable-log-stats", "--served-model-name", "a", "b"])
     assert (seen[0].api_key, seen[0].served_model_name) == ("a secret", ["a", "b"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -21,8 +22,21 @@ from dsa_engine.config.fields import (
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.server.forms.not_supported import advice
 
+logger = logging.getLogger(__name__)
 P = TypeVar("P", bound="RequestParameters")
+_MOST_NAMES = 100  # that are logged
+_ignored: set[str] = set()
 _SAMPLING = {f.name for f, _ in options_of(SamplingParams)}
+
+
+def _ignore(name: str, known: set[str]) -> None:
+    """Logs a parameter that nobody knows, once, as servers of the field ignore them."""
+    if name in _ignored or len(_ignored) >= _MOST_NAMES:
+        return
+    _ignored.add(name)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did its client mean {near[0]!r}?" if near else ""
+    logger.warning("requests have the unknown parameter %s, which is ignored%s", shown(name), hint)
 
 
 def _check_salt(name: str, value: Any) -> None:
@@ -60,12 +74,10 @@ class RequestParameters(Options):
         own = {f.name for f, _ in options_of(cls)}
         sampling = (_SAMPLING if cls.samples else set()) - own
         for name in body.keys() - own - sampling:
-            instead = advice(name, body[name])
+            if instead := advice(name, body[name]):
+                raise ValueError(f"{name} is not possible here; {instead}")
             if instead is None:
-                near = difflib.get_close_matches(name, own | sampling, n=1)
-                instead = f"did you mean {near[0]!r}?" if near else "leave it out"
-            if instead:
-                raise ValueError(f"{shown(name)} is no parameter here; {instead}")
+                _ignore(name, own | sampling)
         given = {name: value for name, value in body.items() if name in own}
         return cls(**given), {name: value for name, value in body.items() if name in sampling}
 

@@ -1,1 +1,1 @@
-"""Servers for tests of what calls a server: the router, the benchmark of serving, the page."""
+"""Servers for tests of what calls a server: the benchmark of serving, the page."""

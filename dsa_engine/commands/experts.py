@@ -10,7 +10,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dsa_engine.measure.plots import check_plot, load_pyplot, save
 from dsa_engine.measure.report import format_table, write_json
@@ -93,7 +93,7 @@ def run_experts(args: argparse.Namespace) -> None:
     if args.json:
         write_json(args.json, result)
     if args.plot:
-        plot_loads(loads.model, layers, args.plot, result)
+        plot_loads(loads.model, layers, args.plot)
 
 
 def layer_loads(loads: ExpertLoads, ranks: int | None, redundant: int) -> Iterator[LayerLoads]:
@@ -134,12 +134,8 @@ def heat_map(layers: Sequence[LayerLoads], columns: int, colored: bool) -> list[
     return [*lines, f"{'':<{label}}load over the layer's mean, from: {legend}"]
 
 
-def plot_loads(model: str, layers: Sequence[LayerLoads], path: str, data: Any) -> None:
-    """Draws a heat map as a PNG.
-
-    Args:
-        data: see :func:`dsa_engine.measure.plots.save`.
-    """
+def plot_loads(model: str, layers: Sequence[LayerLoads], path: str) -> None:
+    """Draws a heat map as a PNG."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(12, 1.5 + 0.15 * max(8, len(layers))), layout="constrained")
     image = axes.imshow(
@@ -149,7 +145,7 @@ def plot_loads(model: str, layers: Sequence[LayerLoads], path: str, data: Any) -
     axes.set(title=f"{model}: loads of experts", xlabel="expert", ylabel="layer")
     shown = range(0, len(layers), math.ceil(len(layers) / 20))
     axes.set_yticks(shown, [str(layers[number].layer) for number in shown])
-    save(figure, path, data)
+    save(figure, path)
 
 
 def _table(layers: Sequence[LayerLoads], ranks: int | None, redundant: int) -> str:

@@ -36,7 +36,7 @@ def plot_losses(log: list[dict[str, Any]], path: str) -> None:
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    save(figure, path, log, dpi=110)
+    save(figure, path, dpi=110)
 
 
 class _Smooth:
@@ -71,7 +71,7 @@ def plot_retrieval(results: list[dict[str, Any]], path: str, title: str = "") ->
     axes.set(xlabel="document, tokens; right at all depths together; cases", ylabel="depth of the fact")
     axes.set_title(title, fontsize="medium")
     figure.colorbar(image, label="fraction of right answers")
-    save(figure, path, results, dpi=110)
+    save(figure, path, dpi=110)
 
 
 def _cases_of_a_cell(result: dict[str, Any]) -> str:

@@ -197,4 +197,4 @@ def plot_comparison(results: list[dict[str, Any]], path: str, title: str) -> Non
         axes.set_ylabel(what)
         axes.set_xticks(cases, [r["name"].replace(" at ", "\nat ").replace(" of ", "\nof ") for r in results])
     figure.legend(*speeds.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
-    save(figure, path, results)
+    save(figure, path)

@@ -48,7 +48,7 @@ Run = Callable[..., Any]
             "512 tokens and up to 64 new ones exceed",
         ),
         ("measure_ttft.py", ["--json", "/"], "cannot write /: it is a folder"),
-        ("measure_ttft.py", ["--plot", "x.pdf"], "give a name that ends in .png"),
+        ("bench_prefill.py", ["--plot", "x.pdf"], "give a name that ends in .png"),
         ("bench_page_tiers.py", ["--pages", "0"], "--pages, --page-size and --repeat must be at least 1"),
         ("compare_overlaps.py", ["--repeat", "0"], "--repeat and --batch-size at least 1"),
         ("compare_overlaps.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds"),

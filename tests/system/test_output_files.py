@@ -18,16 +18,12 @@ import pytest
 import torch
 
 from dsa_engine import arguments
-from dsa_engine.checkpoint import CheckpointReader, Source
-from dsa_engine.commands.bench.plots import plot_prefill
-from dsa_engine.demo import trained_folder
 from dsa_engine.measure.report import write_json
 from dsa_engine.measure.stage_timer import chrome_trace
 from dsa_engine.system import output_files
 from dsa_engine.system.output_files import UntilClosed, whole_file
 
 RESULT = {"numbers": list(range(2000))}
-PREFILL = [{"input_len": 8, "median_ttft_ms": 1.0, "p99_ttft_ms": 2.0, "stage_ms": [{"a": 1.0}]}]
 
 
 @pytest.fixture
@@ -49,7 +45,6 @@ def write_trace(path: Path) -> None:
 
 WRITERS = {
     "out.json": lambda path: write_json(path, RESULT),
-    "out.png": lambda path: plot_prefill(PREFILL, str(path)),
     "out.trace": write_trace,
 }
 
@@ -199,22 +194,3 @@ def test_a_rank_goes_on_when_its_pipe_is_closed(tmp_path: Path) -> None:
         for _ in range(3):
             print("x" * 100_000, file=out, flush=True)
         assert out.fileno() == stream.fileno()
-
-
-def test_an_interrupt_while_loading_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    with CheckpointReader(trained_folder(), (128, 128)) as reader:
-        name = next(n for n in reader.names() if n.endswith("layernorm.weight"))
-        shape, _ = reader.describe(name)
-        read, came = os.preadv, 0
-
-        def interrupted(*arguments: Any) -> int:
-            nonlocal came
-            came += 1
-            os.kill(os.getpid(), signal.SIGINT)
-            return read(*arguments)
-
-        monkeypatch.setattr(os, "preadv", interrupted)
-        into = torch.full(shape, float("nan"))
-        with pytest.raises(KeyboardInterrupt):
-            reader.load(Source(name, into, shape))
-        assert came == 1

@@ -13,17 +13,15 @@ from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.generation_benchmark import LatencyResult, check_latency, measure_latency
 from dsa_engine.commands.bench.generation_tables import print_latencies, size_of
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
-from dsa_engine.commands.bench.plots import plot_latency
 from dsa_engine.commands.early import Early
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
-from dsa_engine.measure.emulation.arguments import check_part, heading, measured_llm, title, to_json
+from dsa_engine.measure.emulation.arguments import check_part, heading, measured_llm, to_json
 from dsa_engine.measure.emulation.handover import handover_json, handover_line, modelled_handover, part_of
-from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
-from dsa_engine.measure.report import caption, run_report, write_so_far
+from dsa_engine.measure.report import run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.parallel.links import Links
@@ -46,7 +44,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
 
     Args:
         args: the options of the metric (:mod:`.options`).
-        metric: "ttft" or "tpot": which time the table and the plot show; the JSON holds both.
+        metric: "ttft" or "tpot": which time the table shows; the JSON holds both.
 
     Raises:
         ValueError, OSError: an option or a file is not possible; then nothing has been measured.
@@ -69,7 +67,6 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
         for number, (input_len, batch_size, num_drafts) in enumerate(cases, 1):
             report.add(_measure(llm, args, input_len, batch_size, links, num_drafts))
             report.write(complete=number == len(cases))
-        report.plot()
         if args.profile:
             _profile(engine, args)
     finally:
@@ -108,10 +105,6 @@ class _Report:
             facts = {**self._about, **graphs, **self._fractions.to_json(), **to_json(engine, self._links)}
             write_so_far(self._args.json, facts, self._listed, complete=complete)
 
-    def plot(self) -> None:
-        if self._engine.mesh.is_leader and self._args.plot:
-            plot_latency(self._listed, self._metric, self._args.plot, caption(self._about, title(self._engine)))
-
     def show(self) -> None:
         """Prints the tables; nothing without a result."""
         if not self._engine.mesh.is_leader or not self._results:
@@ -137,8 +130,7 @@ def _check(args: argparse.Namespace, metric: str) -> None:
             f"--output-len must be at least {fewest}, --repeat at least 1 and --warmup at least 0, "
             f"not {args.output_len}, {args.repeat} and {args.warmup}"
         )
-    check_outputs(args.json, args.profile, args.plot)
-    check_plot(args.plot)
+    check_outputs(args.json, args.profile)
     _acceptance(args, 0)
 
 

@@ -44,7 +44,6 @@ def _add_latency_arguments(parser: argparse.ArgumentParser, metric: str) -> None
     parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
     parser.add_argument("--repeat", type=int, default=3, help="runs that are")
     add_json_argument(parser)
-    parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
     parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
     if metric == "tpot":
         parser.add_argument(

@@ -100,7 +100,7 @@ class _Report:
             with whole_file(args.dump_logits) as path, path.open("wb") as file:
                 np.save(file, self._results[-1].logits.numpy())
         if args.plot:
-            plot_prefill(self._listed, args.plot, caption(about, title(engine)))
+            plot_prefill(self._results, args.plot, caption(about, title(engine)))
 
     def show(self) -> None:
         """Prints the tables of the last length."""

@@ -96,4 +96,4 @@ def plot_sweep(axis: str, points: list[SweepPoint], path: str, title: str) -> No
         panel.grid(alpha=0.3)
     panels[0].plot([], [], "o", color="gray", markerfacecolor="white", label="misses what was asked")
     panels[0].legend(fontsize="small")
-    save(figure, path, sweep_json(points))
+    save(figure, path)

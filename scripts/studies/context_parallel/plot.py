@@ -8,7 +8,7 @@ from typing import Any
 
 from context_parallel.many_ranks import Counted
 from context_parallel.study import FORMS, FormResult
-from dsa_engine.measure.plots import load_pyplot, plain_log_ticks, save
+from dsa_engine.measure.plots import load_pyplot, save
 
 
 def plot_forms(
@@ -25,12 +25,12 @@ def plot_forms(
         measured_axes.plot(lengths, times, marker="o", label=name, color=colors[name])
     measured_axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="one layer, ms")
     measured_axes.set_title(measured_title, fontsize="medium")
-    plain_log_ticks(measured_axes, lengths)
+    measured_axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
     measured_axes.grid(alpha=0.3)
     measured_axes.legend(fontsize="small")
     _bars(counted_axes, counted, colors)
     counted_axes.set_title(counted_title, fontsize="medium")
-    save(figure, path, [r.to_json() for r in results] + [c.to_json() for c in counted])
+    save(figure, path)
 
 
 def _bars(axes: Any, counted: Sequence[Counted], colors: dict[str, str]) -> None:

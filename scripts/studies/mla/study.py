@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dsa_engine.measure.device import peak_bytes, reset_peak
-from dsa_engine.measure.plots import load_pyplot, plain_log_ticks, save
+from dsa_engine.measure.plots import load_pyplot, save
 from mla.forms import FORMS, PAGE_SIZE, Cache, EngineForm, MLAForm, MLASize, MLAWeights
 
 
@@ -159,7 +159,7 @@ def plot_mla(counts: dict[str, Counts], results: Sequence[FormResult], path: str
         rows = [r for r in results if r.form == name and r.batch_size == batch]
         times.plot(contexts, [statistics.median(r.seconds) * 1e3 for r in rows], marker="o", label=name)
     times.set(xscale="log", yscale="log", xlabel="cached tokens of a sequence", ylabel=f"a step of batch {batch}, ms")
-    plain_log_ticks(times, contexts)
+    times.set_xticks(contexts, [f"{n:,}" for n in contexts])
     times.grid(alpha=0.3)
     times.legend(fontsize="small")
     ticks = range(len(counts))
@@ -171,4 +171,4 @@ def plot_mla(counts: dict[str, Counts], results: Sequence[FormResult], path: str
     counted.set_xticks(ticks, list(counts), fontsize="small")
     counted.set(yscale="log", ylabel="bytes, operations", title="Per cached token and layer, one query (counted)")
     counted.legend(fontsize="small")
-    save(figure, path, [r.to_json() for r in results])
+    save(figure, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
 import time
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsa_engine.config.checks import shown
 from dsa_engine.config.fields import BOOL, JSON_OBJECT, options_of
-from dsa_engine.config.json_text import read_json
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure.reporter import report_failures
@@ -178,7 +178,7 @@ def lengths(text: str) -> list[int]:
 def json_object(text: str, option: str) -> dict[str, Any]:
     """A JSON object from the command line; ``ValueError`` names the option."""
     try:
-        value = read_json(text)
+        value = json.loads(text)
     except ValueError as error:
         raise ValueError(
             f'{option} is not valid JSON ({error}): {shown(text)}; give such as {{"num_hidden_layers": 4}}'

@@ -6,6 +6,7 @@ file has to check. Field names are those of ``config.json``.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 from dsa_engine.config.checks import DTYPE_NAMES, shown
-from dsa_engine.config.json_text import check_depth, read_json
 from dsa_engine.config.keys import Keys
 from dsa_engine.config.overrides import merge_overrides, refuse_unknown, without_aliases
 from dsa_engine.config.quantization import QuantizationConfig
@@ -127,10 +127,6 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
         """Builds the configuration from the keys of a ``config.json``; see :meth:`from_pretrained`."""
         overrides = overrides or {}
-        try:
-            check_depth(overrides)
-        except ValueError as error:
-            raise ValueError(f"hf_overrides: {error}") from None
         keys = Keys(merge_overrides(without_aliases(raw, overrides), overrides))
         model_type = keys.get("model_type")
         if model_type not in MODEL_TYPES:
@@ -223,7 +219,7 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        raw = read_json(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):

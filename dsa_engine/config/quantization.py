@@ -7,6 +7,7 @@ not quantised. Schemes are only read here: :mod:`dsa_engine.quantization` has a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,6 @@ from typing import Any
 
 from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.config.keys import Keys, Neutral
-from dsa_engine.config.patterns import check_pattern, matches
 
 METHODS = ("fp8", "compressed-tensors")
 
@@ -118,8 +118,7 @@ class QuantizationConfig:
 
     def _is(self, module: str, entry: str, *, target: bool) -> bool:
         if entry.startswith("re:"):
-            key = "targets" if target else "ignore" if self.method != "fp8" else "modules_to_not_convert"
-            return matches(f"quantization_config.{key}", entry[3:], module)
+            return re.match(entry[3:], module) is not None
         if entry == module or (target and entry == "Linear"):
             return True
         return self.method == "fp8" and (entry in module.split(".") or module.startswith(f"{entry}."))
@@ -283,5 +282,8 @@ def _words(part: Keys, key: str) -> tuple[str, ...]:
         raise ValueError(f"{part.name(key)} must be a list of names, not {shown(value)}")
     for word in value:
         if word.startswith("re:"):
-            check_pattern(part.name(key), word)
+            try:
+                re.compile(word[3:])
+            except re.error as error:
+                raise ValueError(f"{part.name(key)}: {shown(word)} is no regular expression: {error}") from error
     return tuple(value)

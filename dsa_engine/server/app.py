@@ -97,6 +97,9 @@ class Server:
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Any]) -> Any:
         """What ``parse`` makes of a request's body, in a thread: encoding a long text takes a second."""
         async with self.bodies.read(request) as body:
+            if body.get("chat_template") is not None and not self.options.trust_request_chat_template:
+                words = "chat_template is taken from requests only by a server with --trust-request-chat-template"
+                raise ApiError(400, words, "chat_template")
             try:
                 return await asyncio.to_thread(parse, body)
             except (ValueError, TypeError) as error:

@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from dsa_engine.config.json_text import check_depth
 from dsa_engine.server.errors import ApiError
 from dsa_engine.system.sizes import format_bytes
 
@@ -70,7 +69,6 @@ def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object that ``raw`` is, without the keys whose value is null; raises :class:`ApiError`."""
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
-        check_depth(value)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:

@@ -56,6 +56,9 @@ class ServerOptions(Options):
     chat_template: str | None = option(
         STR, None, "a file with the chat template to use instead of the model's, or the template itself."
     )
+    trust_request_chat_template: bool = option(
+        BOOL, False, "take chat_template of a request: a program, which may take memory and time without a limit."
+    )
     reasoning_parser: str | None = option(
         STR, None, "form of the model's thoughts, by vLLM's names, or none; default: by model type."
     )

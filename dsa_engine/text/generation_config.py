@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.checks import is_integer, shown
-from dsa_engine.config.json_text import read_json
 from dsa_engine.errors import CheckpointError
 from dsa_engine.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        keys = read_json(path.read_text(encoding="utf-8"))
+        keys = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(keys, dict):

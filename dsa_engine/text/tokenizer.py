@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.checks import check_text
-from dsa_engine.config.json_text import read_json
 from dsa_engine.errors import CheckpointError
-from dsa_engine.text.growth import Growth
 
 
 class Tokenizer:
@@ -44,8 +42,6 @@ class Tokenizer:
         try:
             # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
             self.hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-            backend = getattr(self.hf, "backend_tokenizer", None)
-            self._growth = None if backend is None else Growth(backend)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
@@ -64,34 +60,20 @@ class Tokenizer:
         """Token ids of a text. If the text begins with the token that begins every text (BOS), it gets no second one.
 
         Raises:
-            ValueError: the text is not whole characters, or the tokenizer fails, or would make it too long.
+            ValueError: the text is not whole characters, or the tokenizer fails.
         """
         check_text("the text", text)
         with self._one_error("encode the text"):
-            if self._growth is not None:
-                self._growth.check_text(text)
-            ids = self._encode(text, add_special_tokens)
+            ids: list[int] = self.hf.encode(text, add_special_tokens=add_special_tokens)
         begin = self.hf.bos_token_id
         if add_special_tokens and ids[:2] == [begin, begin] and text.startswith(self.hf.bos_token):
             del ids[0]
         return ids
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            return self.hf.encode(text, add_special_tokens=add_special_tokens)
-        except BaseException as error:
-            # If one of its threads could not be started, the library fails in every later call; without them it works.
-            if "thread pool has not been initialized" not in str(error):
-                raise
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
-            return self.hf.encode(text, add_special_tokens=add_special_tokens)
-
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; raises ``ValueError`` if the tokenizer fails, or would make it too long."""
+        """The text of token ids; raises ``ValueError`` if the tokenizer fails."""
         with self._one_error("decode tokens"):
-            if self._growth is not None and self._growth.decodes:
-                self._growth.check_tokens([token or "" for token in self.hf.convert_ids_to_tokens(ids)])
-            return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
+            return str(self.hf.decode(ids, skip_special_tokens=skip_special_tokens))
 
     @contextmanager
     def _one_error(self, what: str) -> Iterator[None]:
@@ -123,23 +105,15 @@ def check_tokenizer(folder: Path) -> None:
     Raises:
         CheckpointError: a file is damaged; the text names it.
     """
-    path = folder / "tokenizer_config.json"
-    if path.is_file():
-        try:
-            read_json(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not valid JSON ({error}); get the file again") from error
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        from tokenizers import Tokenizer as Read  # a part of transformers, and much quicker to import
+    from tokenizers import Tokenizer as Read  # a part of transformers, and much quicker to import
 
+    for name, read in (("tokenizer_config.json", json.loads), ("tokenizer.json", Read.from_str)):
+        path = folder / name
         try:
-            Read.from_file(str(path))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
+            if path.is_file():
+                read(path.read_text(encoding="utf-8"))
+        except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            with path.open("rb") as file:
-                pointer = file.read(40).startswith(b"version https://git-lfs")
-            advice = "it is a git-lfs pointer: run `git lfs pull` in its folder" if pointer else "get the file again"
-            raise CheckpointError(f"{path} is no tokenizer ({reason}); {advice}") from error
+            raise CheckpointError(
+                f"{path} is damaged ({reason}); get it again (a git-lfs pointer: with `git lfs pull`)"
+            ) from error

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.checks import is_integer, is_number, shown
-from dsa_engine.config.json_text import read_json
 
 VERSION = 1
 
@@ -60,7 +59,7 @@ class ExpertLoads:
             ValueError: the file is missing or is no such file; the text names it.
         """
         try:
-            value = read_json(Path(path).read_text(encoding="utf-8"))
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"expert_loads: cannot read {path}: {error.strerror or error}") from error
         except ValueError as error:

@@ -88,7 +88,7 @@ def serve() -> Iterator[Callable[..., Running]]:
 @pytest.fixture(scope="module")
 def demo_server(demo_random: LLM) -> Iterator[Running]:
     """A server of the random demo model."""
-    with running(demo_random, served_model_name=["demo", "other"]) as client:
+    with running(demo_random, served_model_name=["demo", "other"], trust_request_chat_template=True) as client:
         yield client
 
 

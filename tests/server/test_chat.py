@@ -152,6 +152,8 @@ def test_templates(serve: Any, llm: LLM, tmp_path: Any) -> None:
     assert server.answer("/tokenize", messages=HELLO, chat_template_kwargs={"more": ", you"})["tokens"] == ids
     answer = server.chat(HELLO, max_tokens=1, chat_template_kwargs={"more": ", you"}, return_token_ids=True)
     assert answer["prompt_token_ids"] == ids
+    for path in ("/tokenize", "/v1/chat/completions"):
+        assert "--trust-request-chat-template" in server.refused(path, messages=HELLO, chat_template="x")
     with pytest.raises(ValueError, match="chat_template is no template, and no file"):
         serve(llm, chat_template=str(tmp_path / "none"))
     with pytest.raises(ValueError, match="reasoning_parser must be one of"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,46 @@ def test_chat(demo_tokenizer: Tokenizer) -> None:
     ids = ConversationFormat(demo_tokenizer).token_ids([{"role": "user", "content": "Hi"}])
     assert ids[0] == 0 and ids.count(0) == 1, "the template writes the first token, and nothing writes it again"
     assert ids == [0, 2, *demo_tokenizer.encode("Hi")[1:], 3]
+
+
+def test_no_second_beginning(demo_tokenizer: Tokenizer) -> None:
+    """A text that begins with the token that begins every text, as a rendered conversation does."""
+    begin, encode = demo_tokenizer.hf.bos_token, demo_tokenizer.encode
+    once = encode("ab")
+    assert encode(f"{begin}ab") == once == [0, *encode("ab", add_special_tokens=False)]
+    assert encode(f"{begin}{begin}ab") == [0, *once]
+    assert encode(f"a{begin}b").count(0) == 2
+
+
+def test_half_a_surrogate_pair(demo_tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="surrogate pair.* index 2"):
+        demo_tokenizer.encode("ab\ud83d")
+
+
+def test_a_panic_is_an_error(tmp_path: Path, demo_cache: Path) -> None:
+    """A panic in the library's Rust code is no ``Exception``; the next call works."""
+    for path in demo_folder().glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    keys = json.loads((tmp_path / "tokenizer.json").read_text())
+    backtracking = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    keys["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [backtracking, keys["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(keys))
+    tokenizer = Tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="cannot encode the text: PanicException"):
+        tokenizer.encode("x" * 4000)
+    assert tokenizer.decode(tokenizer.encode("ab"), skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_none(
+    demo_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise interrupt
+
+    monkeypatch.setattr(demo_tokenizer.hf, "encode", interrupted)
+    with pytest.raises(interrupt):
+        demo_tokenizer.encode("a")
 
 
 def test_where_a_tokenizer_lies(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.checks import flag, shown
-from dsa_engine.config.json_text import read_json
 from dsa_engine.text.conversations.reader import THINK, THINK_END
 from dsa_engine.text.conversations.released_texts import RESPONSE_FORMAT, TOOLS, released_text
 
@@ -211,8 +210,8 @@ def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     given = function.get("arguments")
     try:
-        value = read_json(given) if isinstance(given, str) else given
-    except ValueError as error:
+        value = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"the arguments of {shown(function.get('name'))} are no JSON ({error}): {shown(given)}"
         ) from None

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsa_engine.config.checks import check_text, shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput
+from dsa_engine.text.chat_template import render, tool_schema
 from dsa_engine.text.conversations import deepseek_v32
 from dsa_engine.text.conversations.deltas import message_of
 from dsa_engine.text.conversations.families import (
@@ -22,7 +23,6 @@ from dsa_engine.text.conversations.messages import conversations
 from dsa_engine.text.conversations.reader import THINK, THINK_END, MessageReader, Thought
 from dsa_engine.text.conversations.released_texts import FILE
 from dsa_engine.text.conversations.tool_calls import CallForm
-from dsa_engine.text.templates.chat_template import render, tool_schema
 from dsa_engine.text.tokenizer import Tokenizer
 
 _BEGINNINGS = ("<｜Assistant｜>", "<|assistant|>")  # how templates begin an answer

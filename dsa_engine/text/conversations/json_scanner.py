@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from string import digits, hexdigits
 
-from dsa_engine.config.json_text import MAX_DEPTH
+MAX_DEPTH = 64  # objects and lists within each other
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')

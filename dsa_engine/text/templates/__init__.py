@@ -1,1 +1,0 @@
-"""Chat templates, which are untrusted programs of the model folder: rendering, the sandbox, and limits on values."""

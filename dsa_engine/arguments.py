@@ -17,7 +17,7 @@ from dsa_engine.config.checks import shown
 from dsa_engine.config.fields import BOOL, JSON_OBJECT, options_of
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.failure.reporter import report_failures
+from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
@@ -217,7 +217,7 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(141)
     except (*correctable, KeyboardInterrupt) as error:
         if several:
-            raise  # one line for the whole run, see parallel/failure/reporter.py
+            raise  # one line for the whole run, see parallel/failure.py
         interrupted = isinstance(error, KeyboardInterrupt)
         print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)
         sys.exit(130 if interrupted else 2)

@@ -22,7 +22,7 @@ from dsa_engine.engine.startup.start import log_start, start
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
-from dsa_engine.parallel.failure.reporter import report_failures
+from dsa_engine.parallel.failure import report_failures
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.sizes import format_bytes

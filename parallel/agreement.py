@@ -1,7 +1,6 @@
 """Compares what must be the same on all ranks of a mesh before anything depends on it, and names the ranks that differ.
 
-Ranks that differ would wait for each other in collectives of different shapes, or compute what no caller asked for. So
-nothing here is a collective: texts go through the store of the run.
+Texts go through the store of the run: ranks that differ could wait for each other in collectives of different shapes.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.failure.absence import Absence
-from dsa_engine.parallel.failure.reporter import run_store
+from dsa_engine.parallel.failure import run_store
 
 _meetings_held: Counter[str] = Counter()  # by the ranks that took part
-_SLICE_S = 1.0  # seconds between two looks of a waiting rank at the other ranks' processes
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05  # between two questions to the store
 
 
@@ -34,7 +31,6 @@ def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: fl
     Raises:
         ValueError: a text differs; raised on all of the ranks, and says which text on which ranks.
         TimeoutError: a rank does not come.
-        RuntimeError: the process of a rank has ended or is stopped.
     """
 
     def judge(texts: Mapping[int, str]) -> str:
@@ -57,7 +53,6 @@ class Meeting:
         self._rank = rank
         self._store = run_store() or dist.PrefixStore("dsa_engine", dist.distributed_c10d._get_default_store())
         self._number = _meetings_held[str(self._ranks)]
-        self._absence = Absence(self._store, [other for other in self._ranks if other != rank])
 
     def say(self, text: str) -> None:
         """Leaves this rank's text."""
@@ -87,8 +82,7 @@ class Meeting:
 
         Raises:
             TimeoutError: a rank does not come.
-            RuntimeError: the process of a rank has ended or is stopped.
-        """
+            """
         self.leave()
         self.say(text)
         first = self._ranks[0]
@@ -108,19 +102,13 @@ class Meeting:
     def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None]) -> str:
         """What ``rank`` leaves under a name."""
         key, begun, pause = self._key(name), time.monotonic(), _FIRST_PAUSE_S
-        looked = begun
-        while True:
+        while not self._store.check([key]):
             check()
-            if self._store.check([key]):  # PyTorch writes lines to stderr for a ``wait`` in vain
-                return self._store.get(key).decode()
-            now = time.monotonic()
-            if now - looked > _SLICE_S:
-                self._absence.check()
-                looked = now
-            if now - begun > wait_s:
+            if time.monotonic() - begun > wait_s:
                 raise TimeoutError(f"rank {rank} has not come to the start of the run for {wait_s:g} seconds")
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
+        return self._store.get(key).decode()
 
 
 def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -34,15 +34,6 @@ def local_world_size() -> int:
     return _number(name, "1", 1, "a positive integer")
 
 
-def local_ranks() -> range:
-    """The ranks of this machine, if torchrun has started them; else none, as they are not known."""
-    try:
-        rank, local = launched_rank()[0], int(os.environ["LOCAL_RANK"])
-        return range(rank - local, rank - local + local_world_size()) if launched_store() else range(0)
-    except (KeyError, ValueError):
-        return range(0)
-
-
 def store_address() -> tuple[str, int]:
     """Host and port of the run's store.
 

@@ -15,6 +15,7 @@ collectives of attention.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 import warnings
@@ -32,8 +33,7 @@ from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.by_machine import MachineGroups
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.traffic import has_two_levels, rails_of
-from dsa_engine.parallel.failure.joining import join_run
-from dsa_engine.parallel.failure.reporter import report_failures
+from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.gather_by_machine import gather_group, with_small_parts
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
@@ -128,7 +128,7 @@ class Mesh:
         Raises:
             ValueError: the ranks differ in a text of ``same``, the sizes do not divide the mesh, the device does not
                 exist, this process is none of ``ranks``, or the environment names no rank of a run.
-            TimeoutError: the process at MASTER_ADDR and MASTER_PORT does not answer as the store of a run.
+            TimeoutError: no store of a run answers at MASTER_ADDR and MASTER_PORT.
         """
         report_failures()
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else launched_rank()
@@ -137,21 +137,19 @@ class Mesh:
         members = list(range(size)) if ranks is None else list(ranks)
         chosen = choose_device(device)
 
-        def compare_starts() -> None:
-            if same is not None and len(members) > 1:
-                compare({"the kind of device": chosen.type, **same()}, members, rank, config.timeout)
-
-        joins = size > 1 and not dist.is_initialized()
-        if early := joins and launched_store():  # compared before anything that would fail on ranks that differ
-            report_failures(connect_s=config.timeout)
-            compare_starts()
-        if joins:
-            if rank > 0 and not early:  # rank 0 is to hold the store itself
+        if size > 1 and not dist.is_initialized():
+            if rank > 0 or launched_store():  # else rank 0 is to hold the store itself
                 report_failures(connect_s=config.timeout)
-            # If a device is bound here, every group is split off the whole run, and all of its ranks must take part.
-            join_run(chosen, config.timeout, bound=chosen if chosen.type == "cuda" and ranks is None else None)
-        if not early:
-            compare_starts()
+            dist.init_process_group(
+                "nccl" if chosen.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=config.timeout),
+                # If a device is bound here, every group is split off the whole run, and all ranks must take part.
+                device_id=chosen if chosen.type == "cuda" and ranks is None else None,
+            )
+            report_failures(connect_s=config.timeout)
+            atexit.register(_leave)  # runs while failures are still watched for, as it may wait for a peer
+        if same is not None and len(members) > 1:
+            compare({"the kind of device": chosen.type, **same()}, members, rank, config.timeout)
         mesh = cls(config, members.index(rank), len(members), chosen, ranks)
         mesh.set_machines(mesh._exchange_machines())
         return mesh
@@ -295,6 +293,11 @@ class Mesh:
                 mine = Group(ranks, ranks.index(self.rank), self._handles.get(key), communicator=communicator)
         assert mine is not None
         return mine
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _check_ranks(ranks: Sequence[int], global_size: int, global_rank: int) -> None:

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from dsa_engine.parallel.failure.reporter import is_transport_error
+from dsa_engine.parallel.failure import is_transport_error
 
 _TYPES = {
     400: "invalid_request_error",

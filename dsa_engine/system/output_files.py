@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from dsa_engine.parallel.failure.reporter import before_end
+from dsa_engine.parallel.failure import before_end
 
 _PROBE_BYTES = 64 << 10  # a result has a few KiB to a few MiB
 _STEM = 40  # characters of a file's name that its temporary file has too

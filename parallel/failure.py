@@ -1,0 +1,243 @@
+"""A rank that fails ends the run: its own error is shown first, and the other ranks name it as they end.
+
+The first rank to fail stores its error in the run's store. A thread of every rank reads it there, even while the main
+thread waits inside NCCL, and ends the process; ``torchrun`` ends only the ranks of its node. A rank that is killed or
+hangs has no error to store: its peers' collectives fail, or time out, and they name the ranks that have said nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store, several_processes, store_address
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_ANSWER_S = 5.0  # longest wait for an answer of the store, or for the first rank to show its error
+_OTHERS_S = 3.0  # time for the other ranks to read why they end
+_OWN_S = 0.5  # time for the main thread to fail by itself after another rank has failed
+_AFTER_S = 0.3  # the others end after the first rank: torchrun reports the process whose end it sees first
+_LAST_S = 30.0  # limit for an end that is itself held up (by a full pipe, or a store that cannot be reached)
+
+_reporter: _Reporter | None = None
+_before_end: list[Callable[[], None]] = []
+
+
+def report_failures(*, connect_s: float | None = None, brief: tuple[type[Exception], ...] = ()) -> None:
+    """Makes an uncaught exception end this process at once; the run's first one is shown with its full traceback.
+
+    Does nothing in a run of one process. Call it again after ``init_process_group``, which installs another hook before
+    this one.
+
+    Args:
+        connect_s: connect to the store of the run, within this many seconds.
+        brief: types of errors that the user can correct: they end the run with one line and exit status 2.
+
+    Raises:
+        ValueError: the environment has no address of the store.
+        TimeoutError: no store answers at that address.
+    """
+    global _reporter
+    if several_processes():
+        _reporter = _reporter or _Reporter(sys.excepthook)
+        sys.excepthook = _reporter
+        _reporter.brief = brief or _reporter.brief
+        if connect_s is not None:
+            _reporter.connect(connect_s)
+
+
+def run_store() -> dist.Store | None:
+    """The store of the run, if :func:`report_failures` has connected to it."""
+    return None if _reporter is None else _reporter.store
+
+
+def before_end(call: Callable[[], None]) -> Callable[[], None]:
+    """Registers a function for the end by a failure, which skips the cleaning up of an orderly exit; any thread may
+    call it."""
+    _before_end.append(call)
+    return call
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether an error is that of a collective whose peer is gone or does not answer."""
+    words = ("gloo", "nccl", "connection", "timed out", "timeout")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
+class _Reporter:
+    """A ``sys.excepthook``; ``show`` is the hook before it, which prints a traceback.
+
+    Keys of the store: "first", the run's first error; "rank N", how rank N has taken part in the end ("failed" by
+    itself, or "heard" of it); "shown", the exit status, when the first error has been printed; "over".
+    """
+
+    def __init__(self, show: ExceptHook):
+        self.store: dist.Store | None = None
+        self.brief: tuple[type[Exception], ...] = ()
+        self._show = show
+        self._rank, self._world_size = launched_rank()
+        self._ending = threading.Lock()  # the thread that acquires it ends the process
+        self._left = threading.Event()
+
+    def connect(self, patience_s: float) -> None:
+        """Connects to the store, and watches for failures of other ranks from now on."""
+        if self.store is None:
+            self.store = _connect(patience_s)
+            watch = threading.Thread(target=self._watch, daemon=True, name="dsa_engine failures")
+            watch.start()
+
+            def stop() -> None:  # a running thread could crash the ending interpreter
+                self._left.set()
+                watch.join(_ANSWER_S)
+
+            atexit.register(stop)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with suppress(ValueError):  # only the main thread may set a handler
+            # torchrun terminates all ranks as soon as one has ended; this one still has to report.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._ending.acquire()
+        faulthandler.dump_traceback_later(_LAST_S, exit=True)
+        brief = isinstance(error, self.brief) and not is_transport_error(error)
+        mine = _stored(f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0].removesuffix(": "))
+        first = mine
+        with suppress(Exception):  # the store may have ended with the process that held it
+            if self.store is None and launched_store():
+                self.connect(_ANSWER_S)
+            if self.store is not None:
+                self.store.set(f"rank {self._rank}", "failed")
+                first = self.store.compare_set("first", "", mine).decode()
+        if first != mine:
+            alike = brief and first.partition(": ")[2] == mine.partition(": ")[2]
+            self._follow(self.store, None if alike else first)
+        code = 1
+        if issubclass(kind, KeyboardInterrupt):
+            code = 130
+            _say(f"[rank {self._rank}] interrupted")
+        elif brief:
+            code = 2
+            _say(f"error: {error}")
+        else:
+            _say(f"[rank {self._rank}] failed and ends the run:")
+            with suppress(Exception):
+                self._show(kind, error, trace)
+            _tell_torchrun(error)
+        with suppress(Exception):
+            self._dismiss_others(code, lost=is_transport_error(error))
+        self._end(code)
+
+    def _watch(self) -> None:
+        try:
+            store = _connect(_ANSWER_S)  # the other connection may be in use by the main thread
+            while not store.check(["first"]):
+                if self._left.wait(_POLL_S):
+                    return
+            first = store.get("first").decode()
+            store.set(f"rank {self._rank}", "heard")
+        except Exception as error:
+            logger.info("the store of the run does not answer (%s): failures of other ranks are not read there", error)
+            return
+        if self._ending.acquire(timeout=_OWN_S):  # else the main thread has failed too, and ends the process
+            faulthandler.dump_traceback_later(_LAST_S, exit=True)
+            self._follow(store, first)
+
+    def _follow(self, store: dist.Store | None, first: str | None) -> None:
+        """Ends this process after the rank that failed ``first``; None: says nothing."""
+        code = 1
+        with suppress(Exception):  # the first rank may have been killed before it had shown its error
+            assert store is not None
+            store.wait(["shown"], timedelta(seconds=_ANSWER_S))
+            code = int(store.get("shown"))
+        if first is not None:
+            _say(f"[rank {self._rank}] ends, because {first}")
+        with suppress(Exception):
+            assert store is not None
+            store.wait(["over"], timedelta(seconds=_ANSWER_S))
+            time.sleep(_AFTER_S)
+        self._end(code)
+
+    def _dismiss_others(self, code: int, lost: bool) -> None:
+        """Lets the other ranks end once each knows why; after a ``lost`` connection names those that may be the cause."""
+        if (store := self.store) is None:
+            return
+        store.set("shown", str(code))
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        until = time.monotonic() + _OTHERS_S
+        while (silent := [r for r in others if not store.check([f"rank {r}"])]) and time.monotonic() < until:
+            time.sleep(0.05)
+        if lost and silent:
+            _say(f"[rank {self._rank}] no word from rank {_listed(silent)}: ended without an error, or stopped")
+        elif lost and (waits := [r for r in others if store.get(f"rank {r}") != b"failed"]):
+            _say(f"[rank {self._rank}] rank {_listed(waits)} did not fail, and may be what the others have waited for")
+        store.set("over", "")
+
+    def _end(self, code: int) -> None:
+        for call in _before_end:
+            with suppress(Exception):
+                call()
+        with suppress(Exception):
+            sys.stdout.flush()
+        # An orderly exit would wait for collectives with ranks that have ended.
+        os._exit(code)
+
+
+def _connect(patience_s: float) -> dist.Store:
+    """A new connection to the store of the run, with a prefix for this module's keys."""
+    import torch.distributed as dist
+
+    host, port = store_address()
+    try:
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience_s))
+    except dist.DistError as error:
+        raise TimeoutError(
+            f"rank 0 has not come: no store of a run has answered at {host}:{port} (MASTER_ADDR, MASTER_PORT) for "
+            f"{patience_s:g} seconds ({error}); start all ranks, with the same address and port"
+        ) from error
+    store.set_timeout(timedelta(seconds=_ANSWER_S))
+    # torchrun keeps its store when it restarts the ranks.
+    return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Writes the error where torchrun's report reads it, which then names this rank as the first to fail."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    def fail() -> None:
+        raise error
+
+    with suppress(BaseException):
+        record(fail)()
+
+
+def _stored(text: str) -> str:
+    """The text, with escapes for characters that have no UTF-8 (half of a surrogate pair, from a file name)."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _say(text: str) -> None:
+    with suppress(Exception):
+        sys.stderr.write(text + "\n")  # one write: several processes share stderr
+        sys.stderr.flush()

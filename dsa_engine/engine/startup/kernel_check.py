@@ -2,14 +2,13 @@
 
 The comparison takes a few seconds and runs once: its results are stored in the cache folder, by device, driver,
 versions, sources of the kernels and sizes of the model. A kernel that leaves the device in an error ends the process;
-its name is in the file by then, and the next engine runs its reference. If a process ends without an error, it may have
-been killed for another reason: the kernel that it ran is suspected, and replaced when that happens a second time
-(``kernel_findings.py``).
+the next engine runs its reference.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,7 +21,6 @@ import triton
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.startup.kernel_findings import KernelFindings, marks_removed
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
@@ -33,6 +31,7 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.system.output_files import write_text
 from dsa_engine.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -50,19 +49,16 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
     operation.replace({})
     if options.kernels != "checked" or not _has_kernels(model):
         return options.kernels == "reference"
-    findings = KernelFindings(_file_of(model.config, stored, mesh.device, options))
-    wrong = findings.wrong
-    if max(mesh.all_gather_int(int(not findings.finished))):  # all ranks or none, as layers have collectives
-        wrong = _compare(model, stored, findings)
-    operation.replace(wrong)
+    path = _file_of(model.config, stored, mesh.device, options)
+    finished, wrong = _read(path)
+    operation.replace(wrong)  # a kernel that has left the device in an error is not run again
+    if max(mesh.all_gather_int(int(not finished))):  # all ranks or none, as layers have collectives
+        _compare(model, stored, path)
     for name, reason in operation.replaced().items():
         logger.warning(
             "rank %s: the kernel of %s is NOT used on this device, its PyTorch reference runs instead, slower: %s; "
-            "kernels='triton' would use it all the same",
-            mesh.rank,
-            name,
-            reason,
-        )
+            "kernels='triton' would use it all the same", mesh.rank, name, reason,
+        )  # fmt: skip
     return _waits_in_decode(model, stored)
 
 
@@ -133,36 +129,54 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     yield "decode"
 
 
-def _compare(model: Model, stored: CacheFormat, findings: KernelFindings) -> dict[str, str]:
-    operation.replace(findings.wrong)  # kernels that have ended a process are not run again
+def _compare(model: Model, stored: CacheFormat, path: Path | None) -> None:
+    """Replaces each kernel that differs from its reference, and stores what is replaced."""
     running = ""
 
     def before(name: str) -> None:
         nonlocal running
         running = name
-        findings.mark(name)
 
     comparison = operation.Comparison(before)
     logger.info("comparing the kernels with their references, once for this device and model")
     try:
-        with marks_removed(findings), operation.compared(comparison):
+        with operation.compared(comparison):
             for _ in try_steps(model, stored, trial_tokens(model.config)):
                 if model.runtime.device.type == "cuda":
                     torch.cuda.synchronize(model.runtime.device)
-    except BaseException as error:
-        guilty = {running: f"it left the device in an error ({first_line(error)})"} if _of_device(error) else {}
-        findings.leave(comparison.wrong | guilty)
+    except RuntimeError as error:
+        if _of_device(error):
+            reason = f"it left the device in an error ({first_line(error)})"
+            _write(path, False, operation.replaced() | {running: reason})
         raise
-    if not findings.finish(comparison.wrong):
-        logger.warning("the results of the comparison cannot be stored in the cache folder: it runs at every start")
+    _write(path, True, operation.replaced())
     worst = max(comparison.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
     logger.info("%s kernels compared, the largest error is %.2g (%s)", len(comparison.errors), worst[1], worst[0])
-    return findings.wrong | comparison.wrong
 
 
-def _of_device(error: BaseException) -> bool:
-    """Whether a kernel left the device unusable; a kernel causes no other errors, and no interrupts."""
-    return isinstance(error, RuntimeError) and first_line(error).startswith(("CUDA error", "Triton Error [CUDA]"))
+def _read(path: Path | None) -> tuple[bool, dict[str, str]]:
+    """Whether all kernels have been compared, and why some are replaced; nothing where there is no whole file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path else {}
+        return bool(content.get("finished")), dict(content.get("wrong", {}))
+    except (OSError, ValueError):
+        return False, {}
+
+
+def _write(path: Path | None, finished: bool, wrong: dict[str, str]) -> None:
+    """Writes the file by renaming; what another rank has found wrong stays."""
+    try:
+        if path is None:
+            raise OSError("there is no folder for it")
+        content = {"finished": finished, "wrong": _read(path)[1] | wrong}
+        write_text(path, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        logger.warning("the kernels are compared at every start, as the results cannot be stored: %s", error)
+
+
+def _of_device(error: RuntimeError) -> bool:
+    """Whether a kernel left the device unusable; not, for instance, if memory was short."""
+    return first_line(error).startswith(("CUDA error", "Triton Error [CUDA]"))
 
 
 def _file_of(config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions) -> Path | None:

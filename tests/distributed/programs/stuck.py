@@ -1,7 +1,7 @@
 """Ranks that wait where no Python exception can arise, one of which fails: stuck.py FOLDER, without torchrun.
 
 Rank 1 holds Python's lock while it waits. Rank 2 does not, is writing a file, and acts as if it were on another
-machine. Both compare kernels.
+machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from dsa_engine.engine.startup.kernel_findings import KernelFindings, marks_removed
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.failure import peers, reporter, watch
 from dsa_engine.system.output_files import whole_file
@@ -37,11 +36,9 @@ if mesh.rank == 0:
         time.sleep(0.05)
     time.sleep(0.2)
     raise LookupError("no such expert")
-findings = KernelFindings(FOLDER.parent / "kernels.json")
-findings.mark(f"the kernel of rank {mesh.rank}")
 if mesh.rank == 1:
     (FOLDER / "rank 1").touch()
     waits.pause()
-with marks_removed(findings), whole_file(FOLDER / "result.json") as file:
+with whole_file(FOLDER / "result.json") as file:
     file.write_text("half")
     waits.pause()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,12 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.startup import kernel_check, kernel_findings
-from dsa_engine.engine.startup.kernel_findings import KernelFindings
+from dsa_engine.engine.startup import kernel_check
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.rows.store_rows import store_rows
 from dsa_engine.kernels.runtime import operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel.failure.peers import name_of
 
 ENGINES = """
 import json, sys
@@ -59,7 +56,7 @@ llm = engine(Broken())
 found |= {"broken": operation.replaced(), "tokens": tokens(llm)}
 engine(Broken())
 found["runs"].append(len(runs))  # what was found is kept
-kept.write_text(json.dumps({"finished": False, "wrong": {}, "suspects": {"combine": 2, "silu_mul": 1}, "marks": {}}))
+kept.write_text(json.dumps({"finished": False, "wrong": {"combine": "it left the device in an error"}}))
 engine(good)
 found |= {"ended": operation.replaced(), "content": content}
 found["reference"] = tokens(engine(Broken(), kernels="reference"))
@@ -84,12 +81,12 @@ def test_a_broken_kernel_answers_no_request(
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
     assert results["right"] == {}
-    assert results["content"] == {"finished": True, "wrong": {}, "suspects": {}, "marks": {}}
+    assert results["content"] == {"finished": True, "wrong": {}}
     assert list(results["broken"]) == ["silu_mul"]
     assert "its result differs from the reference by" in results["broken"]["silu_mul"]
     assert results["runs"] == [1, 2], "compared once for a device and model"
     assert results["tokens"] == results["reference"] == [out.token_ids for out in wanted]
-    assert list(results["ended"]) == ["combine"], "the kernel that ended two processes is not run again"
+    assert list(results["ended"]) == ["combine"], "the kernel that ended a process is not run again"
     assert done.stderr.count("the kernel of silu_mul is NOT used on this device") == 2
 
 
@@ -108,91 +105,38 @@ def test_only_an_error_of_the_device_convicts_a_kernel(
     error: BaseException, guilty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while kernels compile for the first time must not cost the kernel that was next."""
-    path = tmp_path / "kept.json"
 
     def steps(*args: Any) -> Iterator[str]:
         watched = operation._watching
         assert watched is not None
         watched.before("topk")
         watched.before("silu_mul")
-        assert marks(path) == ["silu_mul"], "in case the process ends without an error"
         raise error
         yield
 
     monkeypatch.setattr(kernel_check, "try_steps", steps)
     monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
-    here = SimpleNamespace(device=torch.device("cpu"))
-    model: Any = SimpleNamespace(config=None, runtime=here)
+    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(device=torch.device("cpu")))
     nothing: Any = None
-    with pytest.raises(type(error)):
-        kernel_check._compare(model, nothing, KernelFindings(path))
-    results = KernelFindings(path)
-    assert (list(results.wrong), marks(path), results.finished) == (["silu_mul"] * guilty, [], False)
-    nowhere = KernelFindings(tmp_path / "nowhere" / "kept.json")
-    nowhere.mark("topk")
-    assert not nowhere.finish({}), "said once, at the end"
-
-
-def marks(path: Path) -> list[str]:
-    return [name for name, _ in json.loads(path.read_text())["marks"].values()]
-
-
-def leave_marks(path: Path, *marked: tuple[str, str]) -> None:
-    """Leaves the marks of processes with these names at these kernels."""
-    content = json.loads(path.read_text())
-    content["marks"] |= {process: (name, time.time()) for process, name in marked}
-    path.write_text(json.dumps(content))
-
-
-def test_a_kernel_that_ends_its_process_twice_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks of a run that end at a kernel count once; those that still compare do not count."""
-    path, here = tmp_path / "kept.json", name_of(os.getpid())
-    ended = [f"{here.split()[0]} 1 -{number}" for number in range(2)]  # process 1 has another start time
-    assert KernelFindings(path).finish({})
-    leave_marks(path, (here, "silu_mul"), ("elsewhere 7 7", "combine"))
-    assert (KernelFindings(path).finished, KernelFindings(path)._before) == (True, {})
-    leave_marks(path, *((process, "topk") for process in ended))
-    results = KernelFindings(path)
-    assert (results.finished, results.wrong, results._before) == (False, {}, {"topk": 1})
-    assert results.finish({}) and KernelFindings(path).finished, "it has passed, and is no longer suspected"
-    results = KernelFindings(path)
-    leave_marks(path, (ended[0], "topk"))
-    assert results.finish({}) and not KernelFindings(path).finished, "another rank of the run was lost at it"
-    next_run = KernelFindings(path)
-    leave_marks(path, ("elsewhere 7 7", "combine"))
-    next_run.mark("topk")
-    leave_marks(path, (ended[1], "topk"))
-    next_run.mark("silu_mul")  # runs a while longer, and is lost too
-    assert KernelFindings(path).wrong == {"topk": "it ended the process that compared it, twice"}
-    monkeypatch.setattr(kernel_findings, "_ELSEWHERE_S", 0.0)
-    one, other = KernelFindings(path), KernelFindings(path)
-    assert one._before == {"topk": 2, "combine": 1}, "another machine's mark, and old"
-    one.leave({"rope": "it left the device in an error"})
-    other.mark("silu_mul")
-    assert list(KernelFindings(path).wrong) == ["topk", "rope"], "no rank overwrites the results of another"
-    path.unlink()
-    run = KernelFindings(path)
-    for process in ended:  # one rank after the other
-        run.mark("silu_mul")
-        leave_marks(path, (process, "combine"))
-    assert KernelFindings(path)._before == {"combine": 1}
-
-
-@pytest.mark.parametrize("blameless", [True, False])
-def test_who_is_ended_for_another_rank_leaves_no_mark(
-    blameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless other ranks have timed out waiting for it: then its kernel may hang."""
-    monkeypatch.setattr(kernel_findings, "blameless", lambda: blameless)
     path = tmp_path / "kept.json"
-    findings = KernelFindings(path)
-    with kernel_findings.marks_removed(findings):
-        findings.mark("silu_mul")
-        kernel_findings._remove_mark()
-        if blameless:
-            findings.mark("topk")  # the main thread runs a while longer
-    assert marks(path) == ([] if blameless else ["silu_mul"])
-    kernel_findings._remove_mark()  # the comparison has ended
+    with pytest.raises(type(error)):
+        kernel_check._compare(model, nothing, path)
+    finished, wrong = kernel_check._read(path)
+    assert (finished, list(wrong)) == (False, ["silu_mul"] * guilty)
+
+
+def test_results_are_stored_for_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "kept.json"
+    assert kernel_check._read(path) == (False, {})
+    kernel_check._write(path, False, {"topk": "it left the device in an error"})
+    kernel_check._write(path, True, {"rope": "its result differs"})
+    assert kernel_check._read(path) == (True, {"topk": "it left the device in an error", "rope": "its result differs"})
+    path.write_text("half")
+    assert kernel_check._read(path) == (False, {})
+    for nowhere in (None, tmp_path / "nowhere" / "kept.json"):
+        assert kernel_check._read(nowhere) == (False, {})
+        kernel_check._write(nowhere, True, {})
+        assert caplog.records[-1].levelname == "WARNING"
 
 
 @pytest.mark.parametrize(

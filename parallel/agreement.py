@@ -82,7 +82,7 @@ class Meeting:
 
         Raises:
             TimeoutError: a rank does not come.
-            """
+        """
         self.leave()
         self.say(text)
         first = self._ranks[0]

@@ -2,20 +2,18 @@
 
 The first rank to fail stores its error in the run's store. A thread of every rank reads it there, even while the main
 thread waits inside NCCL, and ends the process; ``torchrun`` ends only the ranks of its node. A rank that is killed or
-hangs has no error to store: its peers' collectives fail, or time out, and they name the ranks that have said nothing.
+hangs has no error to store: its peers' collectives fail, or time out. They name ranks that do not answer.
 """
 
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -34,7 +32,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _ANSWER_S = 5.0  # longest wait for an answer of the store, or for the first rank to show its error
 _OTHERS_S = 3.0  # time for the other ranks to read why they end
-_OWN_S = 0.5  # time for the main thread to fail by itself after another rank has failed
+_OWN_S = 0.5  # time for a main thread that has failed too to end the process
 _AFTER_S = 0.3  # the others end after the first rank: torchrun reports the process whose end it sees first
 _LAST_S = 30.0  # limit for an end that is itself held up (by a full pipe, or a store that cannot be reached)
 
@@ -86,8 +84,8 @@ def is_transport_error(error: BaseException) -> bool:
 class _Reporter:
     """A ``sys.excepthook``; ``show`` is the hook before it, which prints a traceback.
 
-    Keys of the store: "first", the run's first error; "rank N", how rank N has taken part in the end ("failed" by
-    itself, or "heard" of it); "shown", the exit status, when the first error has been printed; "over".
+    Keys of the store: "first", the run's first error; "rank N", once rank N has failed or has read of it; "shown", the
+    exit status, when the first error has been printed; "over".
     """
 
     def __init__(self, show: ExceptHook):
@@ -116,7 +114,7 @@ class _Reporter:
             # torchrun terminates all ranks as soon as one has ended; this one still has to report.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._ending.acquire()
-        faulthandler.dump_traceback_later(_LAST_S, exit=True)
+        _limit_end()
         brief = isinstance(error, self.brief) and not is_transport_error(error)
         mine = _stored(f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0].removesuffix(": "))
         first = mine
@@ -124,7 +122,7 @@ class _Reporter:
             if self.store is None and launched_store():
                 self.connect(_ANSWER_S)
             if self.store is not None:
-                self.store.set(f"rank {self._rank}", "failed")
+                self.store.set(f"rank {self._rank}", "")
                 first = self.store.compare_set("first", "", mine).decode()
         if first != mine:
             alike = brief and first.partition(": ")[2] == mine.partition(": ")[2]
@@ -152,12 +150,12 @@ class _Reporter:
                 if self._left.wait(_POLL_S):
                     return
             first = store.get("first").decode()
-            store.set(f"rank {self._rank}", "heard")
+            store.set(f"rank {self._rank}", "")
         except Exception as error:
             logger.info("the store of the run does not answer (%s): failures of other ranks are not read there", error)
             return
         if self._ending.acquire(timeout=_OWN_S):  # else the main thread has failed too, and ends the process
-            faulthandler.dump_traceback_later(_LAST_S, exit=True)
+            _limit_end()
             self._follow(store, first)
 
     def _follow(self, store: dist.Store | None, first: str | None) -> None:
@@ -176,7 +174,7 @@ class _Reporter:
         self._end(code)
 
     def _dismiss_others(self, code: int, lost: bool) -> None:
-        """Lets the other ranks end once each knows why; after a ``lost`` connection names those that may be the cause."""
+        """Lets the other ranks end once each knows why; after a ``lost`` connection, names those that do not answer."""
         if (store := self.store) is None:
             return
         store.set("shown", str(code))
@@ -185,9 +183,8 @@ class _Reporter:
         while (silent := [r for r in others if not store.check([f"rank {r}"])]) and time.monotonic() < until:
             time.sleep(0.05)
         if lost and silent:
-            _say(f"[rank {self._rank}] no word from rank {_listed(silent)}: ended without an error, or stopped")
-        elif lost and (waits := [r for r in others if store.get(f"rank {r}") != b"failed"]):
-            _say(f"[rank {self._rank}] rank {_listed(waits)} did not fail, and may be what the others have waited for")
+            ranks = ", ".join(map(str, silent))
+            _say(f"[rank {self._rank}] no word from rank {ranks}: ended without an error, or stopped")
         store.set("over", "")
 
     def _end(self, code: int) -> None:
@@ -206,7 +203,9 @@ def _connect(patience_s: float) -> dist.Store:
 
     host, port = store_address()
     try:
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience_s))
+        store = dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience_s)
+        )
     except dist.DistError as error:
         raise TimeoutError(
             f"rank 0 has not come: no store of a run has answered at {host}:{port} (MASTER_ADDR, MASTER_PORT) for "
@@ -217,24 +216,26 @@ def _connect(patience_s: float) -> dist.Store:
     return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def _limit_end() -> None:
+    limit = threading.Timer(_LAST_S, os._exit, [1])
+    limit.daemon = True
+    limit.start()
+
+
 def _tell_torchrun(error: BaseException) -> None:
     """Writes the error where torchrun's report reads it, which then names this rank as the first to fail."""
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    def fail() -> None:
-        raise error
-
-    with suppress(BaseException):
-        record(fail)()
+    with suppress(OSError):
+        try:
+            raise error
+        except BaseException as raised:
+            get_error_handler().record_exception(raised)
 
 
 def _stored(text: str) -> str:
     """The text, with escapes for characters that have no UTF-8 (half of a surrogate pair, from a file name)."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _say(text: str) -> None:

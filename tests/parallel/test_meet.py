@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import signal
-import subprocess
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel import Mesh, ParallelConfig, agreement
-from dsa_engine.parallel.failure import absence, peers
 from dsa_engine.parallel.group import Group
 
 
@@ -78,57 +72,6 @@ def test_who_does_not_come_is_named(meshes: list[Rank]) -> None:
             first.result()
         with pytest.raises(TimeoutError, match="rank 0 has not come"):
             second.result()
-
-
-@pytest.mark.parametrize("registered", [True, False])
-@pytest.mark.parametrize(
-    ("number", "fate"),
-    [(signal.SIGKILL, "its process has ended "), (signal.SIGSTOP, "its process was stopped (SIGSTOP")],
-)
-def test_a_rank_that_vanishes_or_stops_is_not_waited_for(
-    number: signal.Signals, fate: str, registered: bool, meshes: list[Rank], store: dist.Store,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Whether it has come to the store, or torchrun has merely started it."""
-    monkeypatch.setattr(agreement, "_SLICE_S", 0.02)
-    launch = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in (launch | {"RANK": "0", "LOCAL_RANK": "0"}).items():
-        monkeypatch.setenv(name, value)
-    # A launcher of its own, as this process may have other children.
-    start = "for rank in 0 1 2; do RANK=$rank sleep 99 & echo $!; done; wait"
-    launcher = subprocess.Popen(["sh", "-c", start], env=launch | {"PATH": os.environ["PATH"]}, stdout=subprocess.PIPE)
-    assert launcher.stdout is not None
-    monkeypatch.setattr(peers, "_launcher", lambda: launcher.pid)
-    processes = [int(launcher.stdout.readline()) for _ in range(3)]
-    try:
-        for rank, process in enumerate(processes if registered else []):
-            store.set(f"process {rank}", peers.name_of(process))
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(meshes[0].barrier, 20.0)
-            time.sleep(0.3)
-            assert not waiting.done(), "they live, and may take their time"
-            os.kill(processes[2], number)
-            with pytest.raises(RuntimeError, match=re.escape(f"rank 2 does not come: {fate}")):
-                waiting.result()
-        if number == signal.SIGSTOP:
-            until = time.monotonic() + 10
-            while peers.state_of(peers.name_of(processes[2])) == "stopped":
-                assert time.monotonic() < until, "it has not been woken"
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        launcher.communicate()
-
-
-def test_an_error_of_a_rank_is_not_its_absence(store: dist.Store) -> None:
-    """It ends the run by itself; and what is not known of a rank is waited for."""
-    store.set("process 1", f"{peers.machine()} 0 0")
-    absent = absence.Absence(store, [1, 2])
-    absent.check()
-    store.set("1", "ValueError: its own")
-    for _ in range(9):
-        absent.check()
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp"])

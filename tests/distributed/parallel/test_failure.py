@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -56,29 +55,20 @@ def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
     assert said.startswith("[rank 1] failed and ends the run:\nTraceback (most recent call last):\n")
     assert "ValueError: the third step \\udcff\nof rank 1 was too much for it\n" in said + "\n", "encoded somehow"
     assert said.count("Traceback") == 1, "the transport errors of the others are not shown"
+    assert "the third step" in done.stderr.split("Root Cause")[1], "torchrun's report has the error"
     # torchrun may have ended the others before they say anything.
     assert said.count("ends, because") == said.count("ends, because rank 1: ValueError: the third step \\udcff")
     assert "rank 1 has begun" in done.stdout, "what was printed before is not lost"
 
 
-@pytest.mark.parametrize(
-    ("how", "became"),
-    [
-        ("one_rank_is_killed", "its process has ended without an error of its own .killed"),
-        pytest.param("killed_while_rows_travel", "its process .* .killed", marks=pytest.mark.slow),
-        pytest.param("killed_while_experts_move", "its process .* .killed", marks=pytest.mark.slow),
-        ("one_rank_leaves", "its program has come to its end .by sys.exit"),
-    ],
-)
-def test_a_rank_that_vanishes_ends_the_run(how: str, became: str, failing: Failing) -> None:
-    for _ in range(3):  # torchrun sees it too, and may have ended both others before they say anything
-        done = failing(how)
-        if said := said_by_ranks(done):
-            break
-    assert said.count("Traceback") == 1
-    # On a slow machine torchrun may have ended another rank before.
-    assert re.search(rf"no word from rank (0, )?1(, 2)?: {became}", said)
-    assert "rank      : 1 (local_rank: 1)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"
+@pytest.mark.parametrize(("how", "ends"), [("one_rank_is_killed", "Signal 9"), ("one_rank_leaves", "exitcode  : 3")])
+def test_a_rank_that_vanishes_ends_the_run(how: str, ends: str, failing: Failing) -> None:
+    done = failing(how)
+    report = done.stderr.split("Root Cause")[1]
+    assert "rank      : 1 (local_rank: 1)" in report and ends in report
+    for line in said_by_ranks(done).splitlines():  # torchrun may have ended both others before they say anything
+        if line.startswith("[rank ") and "no word from" in line:
+            assert re.search("no word from rank (0, )?1(, 2)?: ended", line)
 
 
 def test_an_interrupt_needs_no_traceback(failing: Failing) -> None:
@@ -91,14 +81,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failing: Failing) -> N
     said = said_by_ranks(failing("one_rank_hangs"))
     assert "failed and ends the run" in said.splitlines()[0]
     assert "Timed out waiting 5000ms" in said
-    assert "no word from rank 1: it hangs" in said
     assert said.count("Traceback") == 1
-
-
-def test_a_rank_that_is_stopped_does_not_hold_the_others_up(failing: Failing) -> None:
-    said = said_by_ranks(failing("one_rank_is_stopped"))
-    assert "no word from rank 1: its process was stopped (SIGSTOP, or Ctrl-Z)" in said
-    assert "[rank 1] ends, because rank" in said, "it was woken, and torchrun need not wait to kill it"
 
 
 def test_an_error_of_all_ranks_can_be_caught_and_is_shown_once(failing: Failing) -> None:
@@ -169,14 +152,12 @@ def test_a_wrong_start_is_one_traceback(how: str, message: str, failing: Failing
 
 
 def test_ranks_that_wait_where_no_exception_arises(tmp_path: Path) -> None:
-    """As in CUDA: only a thread of theirs or another rank can end them. No rank ends for being slow."""
+    """As in CUDA: only a thread of theirs can end them. No rank ends for being slow."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    folder = tmp_path / "results"
-    folder.mkdir()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).parents[1] / "programs" / "stuck.py"), str(folder)],
+            [sys.executable, str(Path(__file__).parents[1] / "programs" / "stuck.py"), str(tmp_path)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | where | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", "RANK": str(rank)},
         )
@@ -189,11 +170,9 @@ def test_ranks_that_wait_where_no_exception_arises(tmp_path: Path) -> None:
             process.kill()
     print(said)
     assert [out for out, _ in said] == [f"rank {rank} is healthy\n" for rank in range(3)]
-    assert [process.returncode for process in ranks] == [1, -signal.SIGKILL, 1]
+    assert [process.returncode for process in ranks] == [1] * 3
     errors = [err for _, err in said]
     assert errors[0].startswith("[rank 0] failed and ends the run:\nTraceback") and "no such expert" in errors[0]
-    why = "[rank 2] ends, because rank 0: LookupError: no such expert\nTraceback (most recent call last):\n"
-    assert errors[2].startswith(why) and errors[2].endswith("LookupError: no such expert\n"), (
-        "the traceback of the failed rank"
-    )
-    assert [path.name for path in folder.iterdir()] == ["rank 1"], "nothing half-written is left"
+    for rank in (1, 2):
+        assert errors[rank] == f"[rank {rank}] ends, because rank 0: LookupError: no such expert\n"
+    assert not list(tmp_path.iterdir()), "nothing half-written is left"

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from dsa_engine import LLM, CapacityError, ParallelConfig, SamplingParams
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
-from dsa_engine.parallel.group import Group
 
 HOW, FOLDER = sys.argv[1:]
 RANK = int(os.environ["RANK"])
@@ -38,10 +36,6 @@ def one_rank_hangs() -> None:
     time.sleep(300)
 
 
-def one_rank_is_stopped() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def one_rank_is_interrupted() -> None:
     os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does; it reaches the main thread, which waits
     time.sleep(0.3)
@@ -55,7 +49,7 @@ def in_the_third_step() -> None:
     llm = LLM(
         FOLDER,
         **OPTIONS,
-        parallel=ParallelConfig(timeout=5 if HOW in ("one_rank_hangs", "one_rank_is_stopped") else 600),
+        parallel=ParallelConfig(timeout=5 if HOW == "one_rank_hangs" else 600),
     )
     if RANK == 1:
         steps, launch = iter(range(100)), llm.engine.runner.launch
@@ -67,35 +61,6 @@ def in_the_third_step() -> None:
 
         llm.engine.runner.launch = fails  # type: ignore[method-assign]
     print(f"rank {RANK} has begun")  # stays in the buffer of the pipe until it is flushed
-    llm.generate([[2, 3, 4], [5, 6]], GREEDY)
-
-
-def killed_while_rows_travel() -> None:
-    """In the second turn of a conversation, ranks fetch the rows of the first answer from its owner."""
-    llm = LLM(FOLDER, **OPTIONS, page_size=2)
-    prompt = list(range(2, 40))
-    prompt += llm.generate(prompt, GREEDY)[0].token_ids
-    exchange = llm.engine.cache.transfer._exchange
-    arrive = exchange.arrive
-
-    def killed(layer: int) -> None:
-        if layer == 1 and any(chunk.fetches for chunk in llm.engine.scheduler.schedule()):
-            one_rank_is_killed()
-        arrive(layer)
-
-    if RANK == 1:
-        exchange.arrive = killed
-    llm.generate(prompt, GREEDY)
-
-
-def killed_while_experts_move() -> None:
-    """In the first round of moves."""
-    llm = LLM(FOLDER, **OPTIONS, parallel=ParallelConfig(rebalance_every=1))
-    rebalancing = llm.engine.rebalancing
-    skewed = tuple(1.0 / (1 + expert) for expert in range(llm.engine.config.n_routed_experts))
-    rebalancing._loads = lambda: ExpertLoads("", (1, 2), (skewed, skewed))
-    if RANK == 1:
-        Group._exchange_pairs = lambda *_: one_rank_is_killed()
     llm.generate([[2, 3, 4], [5, 6]], GREEDY)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from dsa_engine.config.checks import is_integer, shown
-from dsa_engine.engine.disk.folder_files import PageFile, delete_key, is_key, keys, pages, read_about
+from dsa_engine.config.checks import shown
+from dsa_engine.engine.disk.page_folder import about_path, delete_key, keys, pages
 from dsa_engine.system.sizes import format_bytes
 
 _FACTS = {
@@ -36,18 +36,17 @@ def run_list(args: argparse.Namespace) -> None:
     Raises:
         ValueError: it is no folder of pages.
     """
-    folders = _keys(args.folder)
-    for key in folders:
-        files = list(pages(key))
-        lines, page_size = _about(key)
+    for key in _keys(args.folder):
+        about, files = _about(key), [stat for _, stat in pages(key)]
         print(f"{key.name}:")
-        for line in lines:
-            print(f"  {line}")
-        print(f"  pages: {_count(files, page_size)}")
+        for name, title in _FACTS.items():
+            print(f"  {title}: {about.get(name, 'unknown')}")
+        size = about.get("page_size")
+        tokens = f", {len(files) * size:,} tokens" if isinstance(size, int) else ""
+        print(f"  pages: {len(files):,}{tokens}, {format_bytes(sum(file.st_size for file in files))}")
         if files:
-            print(f"  last use: {_time(max(file.used for file in files))}")
-    if not folders:
-        print(f"{args.folder} is empty")
+            used = time.localtime(max(file.st_mtime for file in files))
+            print(f"  last use: {time.strftime('%Y-%m-%d %H:%M:%S', used)}")
 
 
 def run_clear(args: argparse.Namespace) -> None:
@@ -65,59 +64,33 @@ def run_clear(args: argparse.Namespace) -> None:
                 f"--key {shown(args.key)} is not in {args.folder}; dsa-engine cache list shows the keys that are"
             )
     for key in folders:
-        try:
-            deleted = delete_key(key)
-        except OSError as error:
-            raise OSError(f"cannot delete {error.filename or key}: {error.strerror or error}") from error
+        deleted = delete_key(key)
         rest = "; the folder stays, as it holds other files" if key.exists() else ""
-        print(f"{key.name}: deleted {len(deleted):,} pages, {format_bytes(sum(file.bytes for file in deleted))}{rest}")
-    if not folders:
-        print(f"{args.folder} is empty")
+        size = format_bytes(sum(file.st_size for file in deleted))
+        print(f"{key.name}: deleted {len(deleted):,} pages, {size}{rest}")
 
 
 def _keys(folder: Path) -> list[Path]:
-    """The subfolders of a folder's keys, in order.
+    """The subfolders of a folder's keys, in order; says so if the folder is empty.
 
     Raises:
         ValueError: it is no folder of pages.
     """
     try:
-        names = sorted(path.name for path in folder.iterdir())
+        names = list(folder.iterdir())
     except OSError as error:
         raise ValueError(f"cannot read the folder {folder}: {error.strerror or error}") from error
-    found_keys = sorted(keys(folder))
-    if names and not found_keys:
-        if is_key(folder.resolve()):
-            above = folder.resolve()
-            raise ValueError(f"{folder} is one key of a folder of pages; give {above.parent} and --key {above.name}")
+    found = sorted(keys(folder))
+    if names and not found:
         raise ValueError(f"{folder} is no folder of pages; give what engines have as cache_folder")
-    return found_keys
+    if not names:
+        print(f"{folder} is empty")
+    return found
 
 
-def _about(key: Path) -> tuple[list[str], int | None]:
-    """Lines on what a key stands for, and its page size if that is known."""
+def _about(key: Path) -> dict[str, object]:
+    """What a key stands for; empty if its file cannot be read."""
     try:
-        about = read_about(key)
-    except (OSError, ValueError) as error:
-        return [f"about.json cannot be read: {error}"], None
-    facts = [(title, about.get(name, "unknown")) for name, title in _FACTS.items()]
-    size = about.get("page_size")
-    known = size if isinstance(size, int) and is_integer(size) else None
-    return [f"{title}: {_plain(fact)}" for title, fact in facts], known
-
-
-def _plain(fact: object) -> str:
-    """The text of a fact in one line, whatever the file says."""
-    return fact if isinstance(fact, str) and fact.isprintable() else shown(fact)
-
-
-def _count(files: Sequence[PageFile], page_size: int | None = None) -> str:
-    tokens = "" if page_size is None else f", {len(files) * page_size:,} tokens"
-    return f"{len(files):,}{tokens}, {format_bytes(sum(file.bytes for file in files))}"
-
-
-def _time(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
+        return dict(json.loads(about_path(key).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}

@@ -5,13 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from dsa_engine.engine.disk.disk_tier import DiskTier
+from dsa_engine.engine.disk.disk_loads import DiskLoads
+from dsa_engine.engine.disk.disk_stores import DiskStores
 from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.model.kv_cache import KVCache
 
 _POLL_S = 0.001  # seconds between looks at a running read, while there is nothing to compute
+
+
+class DiskTier(NamedTuple):
+    """Both directions between a folder of pages and this rank."""
+
+    loads: DiskLoads
+    stores: DiskStores
 
 
 class PageTiers:
@@ -84,4 +93,5 @@ class PageTiers:
     def close(self) -> None:
         """Ends the threads of the disk, once they have written what they have."""
         if self.disk is not None:
-            self.disk.close()
+            self.disk.loads.close()
+            self.disk.stores.close()

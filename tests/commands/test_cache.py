@@ -21,7 +21,7 @@ def write(folder: Path, key: str, count: int, about: dict[str, object] | None = 
     made = PageFolder(folder, None, key, ABOUT if about is None else about)
     for number in range(count):
         parts = [memoryview(bytearray(100))]
-        assert made.write(bytes([number] * 16), [1, 2, 3, 4], parts)
+        assert made.write(bytes([number] * 16), parts)
     for path in (folder / key).rglob("*.page"):
         os.utime(path, (1e9, 1e9))
 
@@ -45,32 +45,20 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "  dtype: float32",
         "  cache format: rows",
         "  page size: 4",
-        "  pages: 3, 12 tokens, 612 B",
+        "  pages: 3, 12 tokens, 408 B",
     }
-    assert lines[-1].startswith("  last use: 2001-09-") and "pages: 1, 4 tokens, 204 B" in other
+    assert lines[-1].startswith("  last use: 2001-09-") and "pages: 1, 4 tokens, 136 B" in other
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (None, "about.json cannot be read: it is not there"),
-        ("{", "about.json cannot be read: Expecting"),
-        ("[]", "about.json cannot be read: it is no JSON object"),
-        ("[" * 60000, "about.json cannot be read: it is nested too deeply"),
-        ("\xff", "about.json cannot be read: 'utf-8' codec"),
-        ('{"model": "\\u001b[2J", "page_size": "4"}', "model: '\\x1b[2J'"),
-    ],
-)
-def test_a_broken_about_is_a_line(
-    text: str | None, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("text", [None, "{", "[]", "[3]", "\xff"])
+def test_a_broken_about_is_unknown(text: str | None, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     about = folder / KEY / "about.json"
     about.unlink()
     if text is not None:
         about.write_bytes(text.encode("latin-1"))
     main(["cache", "list", str(folder)])
     shown = capsys.readouterr().out
-    assert says in shown and "pages: 3, 612 B" in shown and f"{OTHER}:" in shown
+    assert "model: unknown" in shown and "pages: 3, 408 B" in shown and f"{OTHER}:" in shown
 
 
 FOREIGN = ("README.md", f"{KEY}/a.page", f"{KEY}/00/ab.page", f"{KEY}/00/{'1' * 32}.page", f"{KEY}/x.part", "a/b.page")
@@ -85,9 +73,9 @@ def test_clear_deletes_only_what_engines_have_written(folder: Path, capsys: pyte
     write(elsewhere, KEY, 1)
     (folder / ("c" * 32)).symlink_to(elsewhere / KEY)
     main(["cache", "clear", str(folder), "--key", OTHER])
-    assert capsys.readouterr().out == f"{OTHER}: deleted 1 pages, 204 B\n" and not (folder / OTHER).exists()
+    assert capsys.readouterr().out == f"{OTHER}: deleted 1 pages, 136 B\n" and not (folder / OTHER).exists()
     main(["cache", "clear", str(folder)])
-    says = f"{KEY}: deleted 3 pages, 612 B; the folder stays, as it holds other files\n"
+    says = f"{KEY}: deleted 3 pages, 408 B; the folder stays, as it holds other files\n"
     assert capsys.readouterr().out == says
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == set(FOREIGN)
     assert not (folder / KEY / "01").exists() and len(list(elsewhere.rglob("*.page"))) == 1
@@ -106,7 +94,7 @@ def test_clear_leaves_an_empty_folder(folder: Path, capsys: pytest.CaptureFixtur
 def test_wrong_folders(word: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, says in {
         "nothing": "cannot read the folder {}: No such file or directory",
-        "pages/" + KEY: f"{{}} is one key of a folder of pages; give {folder} and --key {KEY}",
+        "pages/" + KEY: "{} is no folder of pages; give what engines have as cache_folder",
         f"pages/{KEY}/about.json": "cannot read the folder {}: Not a directory",
         "": "{} is no folder of pages; give what engines have as cache_folder",
     }.items():
@@ -133,7 +121,8 @@ def test_a_file_that_cannot_be_deleted(
     monkeypatch.setattr(Path, "unlink", refused)
     with pytest.raises(SystemExit, match="2"):
         main(["cache", "clear", str(folder)])
-    assert ".page: Permission denied\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Permission denied" in said and ".page" in said
 
 
 def test_the_list_needs_no_torch(folder: Path) -> None:

@@ -7,11 +7,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsa_engine.engine.disk.folder_files import keys, pages
-from dsa_engine.engine.disk.page_folder import PageFolder
+from dsa_engine.engine.disk.page_folder import PageFolder, keys, pages
 
 KEY = "0123456789abcdef" * 2
-TOKENS = [5, 6, 7, 8, 1 << 40]
 SIZES = (700, 0, 64, 4096, 1)
 ROOT = os.geteuid() == 0
 
@@ -34,16 +32,16 @@ def digest(name: int) -> bytes:
 
 def written(folder: PageFolder, *names: int, sizes: Sequence[int] = SIZES) -> None:
     for name in names:
-        assert folder.write(digest(name), TOKENS, filled(name, sizes)) and folder.has(digest(name))
+        assert folder.write(digest(name), filled(name, sizes)) and folder.has(digest(name))
 
 
 def reads(folder: PageFolder, name: int, sizes: Sequence[int] = SIZES) -> bool:
     """Whether a page is read, and is right if so."""
     parts = empty(sizes)
-    done = folder.read(digest(name), TOKENS, parts)
+    done = folder.read(digest(name), parts)
     assert not done or parts == filled(name, sizes), "wrong bytes are accepted"
     return done
 
 
 def size_of(folder: Path) -> int:
-    return sum(file.bytes for key in keys(folder) for file in pages(key))
+    return sum(about.st_size for key in keys(folder) for _, about in pages(key))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dsa_engine.engine.disk.page_reader import Load
 from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 
@@ -99,23 +99,23 @@ class SlowReader:
     def __init__(self, folder: FolderInMemory):
         self.folder, self.loads = folder, list[Any]()
 
-    def load(self, pages: list[Any], after: Any) -> Load:
-        after()
-        load = Load()
+    def submit(self, read: Any, pages: list[Any], copied: Any) -> Future[int]:
+        copied()
+        load: Future[int] = Future()
         self.loads.append((load, pages, []))
         return load
 
     def read_some(self, rng: random.Random, host: dict[int, list[int]]) -> None:
-        for load, pages, done in [one for one in self.loads if one[0].pages is None]:
-            for digest, _, slot in pages[len(done) : len(done) + rng.randint(0, 3)]:
+        for load, pages, done in [one for one in self.loads if not one[0].done()]:
+            for digest, slot in pages[len(done) : len(done) + rng.randint(0, 3)]:
                 host[slot] = [-1]
                 if digest not in self.folder.pages or rng.random() < 0.1:
-                    load.pages = len(done)
+                    load.set_result(len(done))
                     break
                 host[slot] = self.folder.pages[digest]
                 done.append(slot)
             if len(done) == len(pages):
-                load.pages = len(done)
+                load.set_result(len(done))
 
 
 @dataclass

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from dsa_engine.engine.disk.page_folder import PageFolder
-from dsa_engine.engine.disk.page_reader import Load, PageReader, WantedPage
 from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.model.cache.host_pages import HostPages
@@ -35,7 +35,7 @@ class _Search:
     first: int  # number of the first of these pages in the request
     present: int  # number of first pages that the folder may have, as this rank knows
     slots: list[list[int]] | None = None  # of every rank of the group, for the pages that it reads
-    load: Load | None = None  # what this rank reads, if any
+    load: Future[int] | None = None  # how many of the first pages of this rank's part have been read, if it reads any
 
     def part(self, rank: int, count: int) -> range:
         """The pages among the first ``count`` that a rank reads."""
@@ -51,7 +51,6 @@ class DiskLoads:
         ledger: receives the pages that have been read.
         host: this rank's host memory.
         group: all ranks, on the CPU.
-        tokens_of: the tokens of a request's page, and those after it on which its rows depend.
         flush: makes the copies that the ledger has planned, and returns a function that waits until they are done.
     """
 
@@ -59,14 +58,14 @@ class DiskLoads:
     ledger: PageLedger
     host: HostPages
     group: Group
-    tokens_of: Callable[[Request, int], Sequence[int]]
     flush: Callable[[], Callable[[], None]]
     pages_read: int = 0  # by this rank
     _searches: list[_Search] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rank = self.group.ranks[self.group.index]
-        self._reader = PageReader(self.folder)
+        self._reader = ThreadPoolExecutor(1, "dsa_engine page reader")
+        self._closed = False
 
     @property
     def pending(self) -> bool:
@@ -107,8 +106,9 @@ class DiskLoads:
             self._searches.remove(search)
 
     def close(self) -> None:
-        """Ends the thread that reads."""
-        self._reader.close()
+        """Ends the thread that reads, after the page that it reads."""
+        self._closed = True
+        self._reader.shutdown(cancel_futures=True)
 
     def _present(self, search: _Search) -> int:
         """The first of a search's pages that this rank would read and the folder lacks; found by bisection, as a page
@@ -118,13 +118,13 @@ class DiskLoads:
         return part[missing] if missing < len(part) else len(search.digests)
 
     def _progress(self, search: _Search) -> int:
-        """How many of a search's first pages this rank knows nothing against, or that it has not ended its part."""
+        """The number of a search's first pages that this rank takes for present, or has read; or ``_RUNNING``."""
         if search.slots is None or search.load is None:
             return search.present
-        if search.load.pages is None:
+        if not search.load.done():
             return _RUNNING
-        part = search.part(self._rank, search.present)
-        return part[search.load.pages] if search.load.pages < len(part) else search.present
+        part, done = search.part(self._rank, search.present), search.load.result()
+        return part[done] if done < len(part) else search.present
 
     def _begin_reading(self, search: _Search, count: int) -> bool:
         """Reserves host memory on all ranks of the group, as far as there is any, and starts reading; returns whether
@@ -144,12 +144,22 @@ class DiskLoads:
             return False
         search.slots = slots
         if self._rank in search.ranks and slots[self._rank - search.ranks[0]]:
-            pages = []
-            for index, slot in zip(search.part(self._rank, count), slots[self._rank - search.ranks[0]], strict=True):
-                tokens = self.tokens_of(search.request, search.first + index)
-                pages.append(WantedPage(search.digests[index], tokens, self.host.parts(slot)))
-            search.load = self._reader.load(pages, self.flush())  # copies from and to these slots may be under way
+            own = zip(search.part(self._rank, count), slots[self._rank - search.ranks[0]], strict=True)
+            pages = [(search.digests[index], self.host.parts(slot)) for index, slot in own]
+            search.load = self._reader.submit(self._read, pages, self.flush())
         return True
+
+    def _read(self, pages: Sequence[tuple[bytes, Sequence[memoryview]]], copied: Callable[[], None]) -> int:
+        """Reads pages up to the first that is missing or refused, in the reader's thread; returns their number.
+
+        Args:
+            copied: waits for copies from and to the memory of the pages.
+        """
+        copied()
+        done = 0
+        while done < len(pages) and not self._closed and self.folder.read(*pages[done]):
+            done += 1
+        return done
 
     def _end_reading(self, search: _Search, slots: list[list[int]], count: int) -> None:
         """Records the first ``count`` pages in host memory, and frees the slots of the others."""

@@ -8,18 +8,20 @@ rank; those that it releases before are not written.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
 
 from dsa_engine.engine.disk.page_folder import PageFolder
-from dsa_engine.engine.disk.page_writer import PageWriter
 from dsa_engine.engine.requests.prefix_cache import PrefixCache
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.model.cache.host_pages import HostPages
 from dsa_engine.model.cache.page_transfer import PageTransfer
+
+logger = logging.getLogger(__name__)
 
 _REMEMBERED = 1 << 20  # pages of which this rank remembers that the folder has them
 
@@ -29,7 +31,6 @@ class _Copied:
     """A page in host memory that is not being written yet."""
 
     digest: bytes
-    tokens: Sequence[int]
     slot: int
     after: Callable[[], None] = lambda: None  # waits until the copy is done
 
@@ -54,7 +55,6 @@ class DiskStores:
         slots: the slots of host memory for pages on their way.
         rank: this rank.
         page_size: tokens of a page.
-        tokens_of: the tokens of a request's page, and those after it on which its rows depend.
 
     Attributes:
         pages_written: number of pages handed to the disk.
@@ -69,12 +69,11 @@ class DiskStores:
         slots: Sequence[int],
         rank: int,
         page_size: int,
-        tokens_of: Callable[[Request, int], Sequence[int]],
     ):
         self.pages_written = 0
         self._folder, self._prefix_cache, self._transfer, self._host = folder, prefix_cache, transfer, host
-        self._rank, self._page_size, self._tokens_of = rank, page_size, tokens_of
-        self._writer = PageWriter(folder)
+        self._rank, self._page_size = rank, page_size
+        self._writer = ThreadPoolExecutor(1, "dsa_engine page writer")
         self._free = list(slots)
         self._returned: SimpleQueue[tuple[_Copied, bool]] = SimpleQueue()  # pages that the writer has finished with
         self._requests: dict[Request, _Progress] = {}
@@ -116,8 +115,7 @@ class DiskStores:
         progress.succeeded = True
         for one in progress.copied:
             self.pages_written += 1
-            done = partial(self._written, one)
-            self._writer.write(one.digest, one.tokens, self._host.parts(one.slot), one.after, done)
+            self._writer.submit(self._write, one)
         progress.copied.clear()
 
     def ended(self, request: Request) -> None:
@@ -130,7 +128,7 @@ class DiskStores:
 
     def close(self) -> None:
         """Writes what has been handed over, and ends the thread that writes."""
-        self._writer.close()
+        self._writer.shutdown()
 
     def _next(self, request: Request, progress: _Progress, end: int, copies: list[tuple[int, int]]) -> list[_Copied]:
         """A request's next pages to copy: as many as are complete, not on the disk, and find room."""
@@ -147,7 +145,7 @@ class DiskStores:
                     break
                 slot = self._free.pop()
                 copies.append((request.pages[number], slot))
-                copied.append(_Copied(digest, self._tokens_of(request, number), slot))
+                copied.append(_Copied(digest, slot))
             self._remember(digest)
             progress.numbers = progress.numbers[1:]
         return copied
@@ -157,8 +155,13 @@ class DiskStores:
         computed was perhaps deleted."""
         return (was_found and digest in self._stored) or self._folder.has(digest)
 
-    def _written(self, one: _Copied) -> None:
-        """Called in the writer's thread: a page's slot may be used again."""
+    def _write(self, one: _Copied) -> None:
+        """Writes a page in the writer's thread, and returns its slot."""
+        try:
+            one.after()
+            self._folder.write(one.digest, self._host.parts(one.slot))
+        except Exception:
+            logger.exception("a page is not written")
         self._returned.put((one, self._folder.has(one.digest)))
 
     def _remember(self, digest: bytes) -> None:

@@ -1,9 +1,13 @@
-"""A folder of pages, which several processes may use at once; ``folder_files.py`` has the names of its files.
+"""A folder of pages, which several processes may use at once.
 
-A page is written under another name and then renamed, so it is there whole or not at all. Nothing in the folder is
-trusted: a page is checked when it is read. The folder keeps to its size: where a process has written enough, it looks
-at all pages of all models and deletes those that were used the longest time ago. Nothing here raises an error: the
-pages of a folder that cannot be used are computed.
+    <folder>/<key>/about.json                what the key stands for, to be read by people
+    <folder>/<key>/<xx>/<digest>.page        one page, see ``page_file.py``; xx begins the digest
+    <name without suffix>.<random>.part      a file that is being written, beside the later one
+
+Key and digest are 32 hexadecimal digits; nothing else in the folder is counted or deleted. A page is written under
+another name and then renamed, so it is there whole or not at all, and it is checked when it is read. The folder keeps
+to its size: where a process has written enough, it looks at all pages of all models and deletes those that were used
+the longest time ago. Reading and writing raise no error: the pages of a folder that cannot be used are computed.
 """
 
 from __future__ import annotations
@@ -12,17 +16,20 @@ import json
 import logging
 import math
 import os
-import threading
+import re
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsa_engine.engine.disk.folder_files import about_path, keys, page_path, pages, unfinished, unfinished_path
 from dsa_engine.engine.disk.page_file import RefusedFile, file_bytes, read_page, write_page
 
 logger = logging.getLogger(__name__)
 
+_KEY = re.compile(r"[0-9a-f]{32}")
+_PAGE = re.compile(r"[0-9a-f]{32}\.page")
+_UNFINISHED = re.compile(r"(?:[0-9a-f]{32}|about)\.[0-9a-f]{16}\.part")
 _ABANDONED_S = 3600.0  # age after which an unfinished file belongs to a process that has ended
 _LOG_S = 60.0  # between two lines of the same kind
 _TRIMMED = 0.9  # fraction of its size to which the folder is trimmed
@@ -30,7 +37,7 @@ _UNSEEN = 0.01  # fraction of the size that a process writes before it looks at 
 
 
 class PageFolder:
-    """The pages of one model in a folder.
+    """The pages of one model in a folder; one thread reads, and one writes.
 
     Args:
         folder: is made if need be, for its user only.
@@ -46,7 +53,6 @@ class PageFolder:
         self.folder, self.max_bytes = folder, max_bytes
         self._key, self._about = folder / key, about
         self._unseen: float | None = None  # bytes written since the last look at the folder; None: look first
-        self._trimming = threading.Lock()
         self._logged: dict[str, float] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -54,43 +60,41 @@ class PageFolder:
         """Whether there is a file for a page; it may turn out to be damaged."""
         return os.path.isfile(page_path(self._key, digest))  # Path.is_file raises errors, such as a denied permission
 
-    def read(self, digest: bytes, tokens: Sequence[int], parts: Sequence[memoryview]) -> bool:
+    def read(self, digest: bytes, parts: Sequence[memoryview]) -> bool:
         """Reads a page; returns whether ``parts`` holds it now. A file that is refused is deleted."""
         path = page_path(self._key, digest)
         try:
-            read_page(path, digest, tokens, parts)
+            read_page(path, digest, parts)
+            with suppress(OSError):
+                os.utime(path)
+            return True
         except FileNotFoundError:
             return False
         except RefusedFile as error:
             self._log("read", "%s is not used: %s", path, error)
             with suppress(OSError):
                 path.unlink()
-            return False
         except OSError as error:
             self._log("read", "%s is not used: %s", path, error.strerror or error)
-            return False
-        with suppress(OSError):
-            os.utime(path)
-        return True
+        return False
 
-    def write(self, digest: bytes, tokens: Sequence[int], parts: Sequence[memoryview]) -> bool:
+    def write(self, digest: bytes, parts: Sequence[memoryview]) -> bool:
         """Writes a page whole or not at all; returns whether it is there."""
-        path, size = page_path(self._key, digest), file_bytes(tokens, parts)
+        path, size = page_path(self._key, digest), file_bytes(parts)
         try:
             if not self._make_room(size):
                 self._log("write", "%s: there is no room for a page of %s bytes", self.folder, f"{size:,}")
                 return False
-            self._make_folder(path.parent)
+            if not path.parent.is_dir():
+                self._make_folder(path.parent)
             with _whole(path) as temporary:
-                write_page(temporary, digest, tokens, parts)
-        except (OSError, EOFError) as error:
-            self._log("write", "%s: a page is not written: %s", self.folder, getattr(error, "strerror", None) or error)
+                write_page(temporary, digest, parts)
+        except OSError as error:
+            self._log("write", "%s: a page is not written: %s", self.folder, error.strerror or error)
             return False
         return True
 
     def _make_folder(self, folder: Path) -> None:
-        if folder.is_dir():
-            return
         for made in (self.folder, self._key, folder):
             made.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = about_path(self._key)
@@ -108,32 +112,31 @@ class PageFolder:
         limit = math.inf if self.max_bytes is None else self.max_bytes
         if size > limit:
             return False
-        with self._trimming:
-            fits = True
-            if self._unseen is None or self._unseen + size > _UNSEEN * limit:
-                folders = keys(self.folder)
-                for path in (path for key in folders for path in unfinished(key, _ABANDONED_S)):
-                    with suppress(OSError):
-                        path.unlink()
-                fits = self.max_bytes is None or self._trim(folders, size, self.max_bytes)
-                self._unseen = 0.0 if fits else None
-            if self._unseen is not None:
-                self._unseen += size
-            return fits
+        fits = True
+        if self._unseen is None or self._unseen + size > _UNSEEN * limit:
+            folders = keys(self.folder)
+            for path in (path for key in folders for path in unfinished(key, _ABANDONED_S)):
+                with suppress(OSError):
+                    path.unlink()
+            fits = self.max_bytes is None or self._trim(folders, size, self.max_bytes)
+            self._unseen = 0.0 if fits else None
+        if self._unseen is not None:
+            self._unseen += size
+        return fits
 
     def _trim(self, folders: Sequence[Path], size: int, limit: int) -> bool:
         """Deletes pages, if what is written before the next look may not fit; returns whether ``size`` bytes do."""
-        files = sorted((file for key in folders for file in pages(key)), key=lambda file: file.used)
-        total, unseen = sum(file.bytes for file in files), max(size, int(_UNSEEN * limit))
+        files = sorted((page for key in folders for page in pages(key)), key=lambda page: page[1].st_mtime)
+        total, unseen = sum(about.st_size for _, about in files), max(size, int(_UNSEEN * limit))
         if total + unseen > limit:
-            for file in files:
+            for path, about in files:
                 if total + unseen <= _TRIMMED * limit:
                     break
                 try:
-                    file.path.unlink(missing_ok=True)
-                    total -= file.bytes
+                    path.unlink(missing_ok=True)
+                    total -= about.st_size
                 except OSError as error:
-                    self._log("trim", "%s is not deleted: %s", file.path, error.strerror or error)
+                    self._log("trim", "%s is not deleted: %s", path, error.strerror or error)
         return total + size <= limit
 
     def _log(self, kind: str, text: str, *values: object) -> None:
@@ -143,10 +146,58 @@ class PageFolder:
             logger.warning(text, *values)
 
 
+def page_path(key: Path, digest: bytes) -> Path:
+    """The file of a page."""
+    name = digest.hex()
+    return key / name[:2] / f"{name}.page"
+
+
+def about_path(key: Path) -> Path:
+    """The file that says what a key stands for."""
+    return key / "about.json"
+
+
+def keys(folder: Path) -> list[Path]:
+    """The subfolders of all keys in a folder."""
+    return [path for path in folder.glob("*") if _KEY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def pages(key: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The files of a key's pages; the time of modification is that of the last use. Some may vanish meanwhile."""
+    for path in key.glob("??/*.page"):
+        if _PAGE.fullmatch(path.name) and path.name.startswith(path.parent.name):
+            with suppress(OSError):
+                yield path, path.lstat()
+
+
+def unfinished(key: Path, older_than_s: float = 0.0) -> Iterator[Path]:
+    """A key's files that a process began at least this long ago and has not finished."""
+    for path in key.rglob("*.part"):
+        if _UNFINISHED.fullmatch(path.name):
+            with suppress(OSError):
+                if time.time() - path.lstat().st_mtime >= older_than_s:
+                    yield path
+
+
+def delete_key(key: Path) -> list[os.stat_result]:
+    """Deletes a key's pages, its other files and then the folders that are empty; returns what the pages were.
+
+    Raises:
+        OSError: a file cannot be deleted; those before it are.
+    """
+    deleted = list(pages(key))
+    for path in (*(path for path, _ in deleted), *unfinished(key), about_path(key)):
+        path.unlink(missing_ok=True)
+    for folder in (*key.glob("??"), key):
+        with suppress(OSError):  # it holds files of other programs
+            folder.rmdir()
+    return [about for _, about in deleted]
+
+
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
     """Yields a name to write to; the file then gets its own name, or is deleted after an error."""
-    temporary = unfinished_path(path)
+    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.part")
     try:
         yield temporary
         temporary.replace(path)

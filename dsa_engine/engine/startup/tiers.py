@@ -12,13 +12,12 @@ import torch
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.disk.disk_loads import DiskLoads
 from dsa_engine.engine.disk.disk_stores import DiskStores
-from dsa_engine.engine.disk.disk_tier import DiskTier
 from dsa_engine.engine.disk.folder_key import FolderKey
 from dsa_engine.engine.disk.page_folder import PageFolder
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
-from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.startup.restore_costs import seconds_per_token
+from dsa_engine.engine.tiers import DiskTier
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.cache.host_pages import HostPages
 from dsa_engine.model.cache.page_transfer import PageTransfer
@@ -166,12 +165,14 @@ def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:
     folder = _page_folder(engine, model)
     cache, scheduler, mesh, transfer = engine.cache, engine.scheduler, engine.mesh, engine.cache.transfer
     assert transfer is not None and transfer.host is not None, "attach_disk comes after make_transfer"
-    size, prefix_cache = cache.page_size, scheduler.prefix_cache
-
-    def tokens_of(request: Request, page: int) -> list[int]:
-        return request.tokens(page * size, size + prefix_cache.lookahead)
-
-    loads = DiskLoads(folder, scheduler.ledger, transfer.host, mesh.host, tokens_of, engine.tiers.flush)
-    slots = range(sizes.host, sizes.slots)
-    stores = DiskStores(folder, prefix_cache, transfer, transfer.host, slots, mesh.rank, size, tokens_of)
+    loads = DiskLoads(folder, scheduler.ledger, transfer.host, mesh.host, engine.tiers.flush)
+    stores = DiskStores(
+        folder,
+        scheduler.prefix_cache,
+        transfer,
+        transfer.host,
+        range(sizes.host, sizes.slots),
+        mesh.rank,
+        cache.page_size,
+    )
     scheduler.page_source, engine.tiers.disk = loads, DiskTier(loads, stores)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsa_engine.engine.disk import page_folder
-from dsa_engine.engine.disk.folder_files import page_path
-from dsa_engine.engine.disk.page_folder import PageFolder
+from dsa_engine.engine.disk.page_folder import PageFolder, page_path
 from page_files import KEY, digest, written
 
 

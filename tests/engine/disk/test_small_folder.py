@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 
 from dsa_engine.engine.disk import page_folder
-from dsa_engine.engine.disk.folder_files import page_path, pages, unfinished
 from dsa_engine.engine.disk.page_file import file_bytes
-from dsa_engine.engine.disk.page_folder import PageFolder
-from dsa_engine.engine.disk.page_reader import PageReader, WantedPage
-from dsa_engine.engine.disk.page_writer import PageWriter
-from page_files import KEY, TOKENS, digest, empty, filled, reads, size_of, written
+from dsa_engine.engine.disk.page_folder import PageFolder, page_path, pages, unfinished
+from page_files import KEY, digest, empty, filled, reads, size_of, written
 
 
 def test_foreign_files_are_neither_counted_nor_deleted(make: Callable[..., PageFolder]) -> None:
-    page = file_bytes(TOKENS, empty())
+    page = file_bytes(empty())
     folder = make(limit=4 * page)
     key = folder.folder / KEY
     foreign = [folder.folder / name for name in ("a.page", "x/y.page", "x/yz/z.page", "x/z.part", f"{KEY}/a.part")]
@@ -44,7 +41,7 @@ def test_the_least_recently_used_pages_are_deleted(
     make: Callable[..., PageFolder], monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     """Over all keys; a page that is read counts as used; the folder never exceeds its size."""
-    page = file_bytes(TOKENS, empty())
+    page = file_bytes(empty())
     first, second = make(limit=10 * page), make(limit=10 * page, key="f" * 32)
     for folder, name in ((first, 0), (second, 1), (first, 2), (second, 3)):
         written(folder, name)
@@ -56,17 +53,17 @@ def test_the_least_recently_used_pages_are_deleted(
     assert [second.has(digest(1)), first.has(digest(2)), second.has(digest(3))] == [False, False, True]
     assert first.has(digest(0)) and first.has(digest(10))
     large = filled(99, (11 * page,))
-    assert not first.write(digest(99), TOKENS, large) and first.has(digest(10)), "nothing is deleted in vain"
-    assert lines == [f"{first.folder}: there is no room for a page of {11 * page + file_bytes(TOKENS, []):,} bytes"]
+    assert not first.write(digest(99), large) and first.has(digest(10)), "nothing is deleted in vain"
+    assert lines == [f"{first.folder}: there is no room for a page of {11 * page + file_bytes([]):,} bytes"]
     lines.clear()
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "denied")))
     for name in range(11, 30):
-        first.write(digest(name), TOKENS, filled(name))
+        first.write(digest(name), filled(name))
         assert size_of(first.folder) <= 10 * page, "pages that cannot be deleted count"
 
 
 def test_a_large_folder_is_seldom_listed(make: Callable[..., PageFolder], monkeypatch: pytest.MonkeyPatch) -> None:
-    page, sizes = file_bytes(TOKENS, empty((100,))), (100,)
+    page, sizes = file_bytes(empty((100,))), (100,)
     folder, looks = make(limit=1000 * page), []
     monkeypatch.setattr(page_folder, "pages", lambda key: looks.append(key) or pages(key))
     for name in range(45):
@@ -106,7 +103,7 @@ def work(where: Path, seed: int, pages: int, limit: int) -> None:
     while min(counts) < pages:
         name = rng.randrange(40)
         counts[0] += reads(folder, name)
-        counts[1] += folder.write(digest(name), TOKENS, filled(name))
+        counts[1] += folder.write(digest(name), filled(name))
 
 
 def fork(function: Callable[..., None], *arguments: Any) -> int:
@@ -122,7 +119,7 @@ def fork(function: Callable[..., None], *arguments: Any) -> int:
 
 
 def test_two_processes_in_a_small_folder(make: Callable[..., PageFolder]) -> None:
-    page = file_bytes(TOKENS, empty())
+    page = file_bytes(empty())
     folder = make(limit=20 * page)
     processes = [fork(work, folder.folder, seed, 30, 20 * page) for seed in range(2)]
     largest = 0
@@ -141,8 +138,8 @@ def test_killed_while_writing(folder: PageFolder) -> None:
 
     def write() -> None:
         while True:
-            folder.write(digest(0), TOKENS, filled(0, sizes))
-            folder.write(digest(1), TOKENS, filled(1, sizes))
+            folder.write(digest(0), filled(0, sizes))
+            folder.write(digest(1), filled(1, sizes))
 
     for _ in range(6):
         process = fork(write)
@@ -153,21 +150,3 @@ def test_killed_while_writing(folder: PageFolder) -> None:
             assert reads(folder, name, sizes) == folder.has(digest(name))
     written(folder, 0, 1, sizes=sizes)
     assert reads(folder, 0, sizes) and reads(folder, 1, sizes)
-
-
-def test_threads(folder: PageFolder, path: Path) -> None:
-    """The writer has written all that it was given when it is closed; the reader stops at the first missing page."""
-    done: list[int] = []
-    writer = PageWriter(folder)
-    for name in range(1, 6):
-        writer.write(digest(name), TOKENS, filled(name), lambda: None, lambda name=name: done.append(name))
-    writer.write(digest(9), TOKENS, filled(9), lambda: 1 / 0, lambda: done.append(9))  # type: ignore[arg-type]
-    writer.close()
-    assert done == [1, 2, 3, 4, 5, 9] and not folder.has(digest(9))
-    reader, pages_ = PageReader(folder), [WantedPage(digest(name), TOKENS, empty()) for name in (0, 3, 8, 1)]
-    loads = [reader.load(pages_, lambda: None), reader.load(pages_[:1], lambda: 1 / 0)]  # type: ignore[arg-type]
-    until = time.monotonic() + 60
-    while loads[1].pages is None and time.monotonic() < until:
-        time.sleep(0.001)
-    assert [load.pages for load in loads] == [2, 0] and pages_[1].parts == filled(3)
-    reader.close()

@@ -50,7 +50,7 @@ class Simulation:
             group = AgreedAtOnce(rank, tuple(range(self.world.world)))
             none = [[] for _ in self.ranks]
             flush = partial(self.move, none, only=rank)
-            disk = DiskLoads(self.folder, scheduler.ledger, Slots(), group, lambda *_: [], lambda f=flush: (f(), f)[1])
+            disk = DiskLoads(self.folder, scheduler.ledger, Slots(), group, lambda f=flush: (f(), f)[1])
             disk._reader = SlowReader(self.folder)
             scheduler.page_source = disk
             self.disks.append(disk)

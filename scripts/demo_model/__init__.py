@@ -1,2 +1,2 @@
-"""Training of the small model that ships as ``LLM("demo")``: corpus, tokenizer, data, model, optimiser, loop,
+"""Training of the small model that ships as ``LLM("demo")``: corpus, documents, model, optimiser, loop,
 export."""

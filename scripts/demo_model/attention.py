@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsa_engine.config.model import ModelConfig
-
-INDEX_NORM_EPS = 1e-6
+ROWS = 256  # queries of a block
+KEEP_BLOCKS = 2048  # tokens of a document above which the backward pass computes blocks again instead of storing them
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the indexer's queries, keys and weights of heads
 
 
 @dataclass(frozen=True)
@@ -25,67 +24,14 @@ class Mode:
         kind: "dense" (no indexer), "warmup" (dense, the indexer learns from all tokens that a query sees) or "sparse"
             (the ``topk`` best tokens of the indexer, which learns on these only).
         topk: number of tokens that a query attends to in "sparse".
-        rows: number of queries of a block.
-        recompute: compute blocks again in the backward pass instead of storing them.
     """
 
     kind: str = "dense"
     topk: int = 0
-    rows: int = 256
-    recompute: bool = False
-
-    @property
-    def uses_indexer(self) -> bool:
-        return self.kind != "dense"
-
-
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of ``x [B, L, heads, dim]`` on pairs (2i, 2i + 1), as in MLA; ``cos, sin [B, L, 1, dim / 2]``."""
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-
-
-def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of ``x`` on pairs (i, i + dim / 2), as in the indexer."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-class Indexer(nn.Module):
-    """Projections of the lightning indexer: queries, one key per token, and the weights of the heads."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        heads, dim = config.index_n_heads, config.index_head_dim
-        self.wq_b = nn.Linear(config.q_lora_rank, heads * dim, bias=False)
-        self.wk = nn.Linear(config.hidden_size, dim, bias=False)
-        self.k_norm = nn.LayerNorm(dim, eps=INDEX_NORM_EPS)
-        self.weights_proj = nn.Linear(config.hidden_size, heads, bias=False)
-
-    def forward(
-        self, x: torch.Tensor, q_resid: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[B, L, heads, dim]``, keys ``[B, L, dim]``, weights ``[B, L, heads]`` with all scales included."""
-        config = self.config
-        rope = config.qk_rope_head_dim
-        q = self.wq_b(q_resid).unflatten(-1, (config.index_n_heads, config.index_head_dim))
-        k = self.k_norm(self.wk(x).to(self.k_norm.weight.dtype))[:, :, None]
-        q = torch.cat((rotate_halves(q[..., :rope], cos, sin).to(q.dtype), q[..., rope:]), dim=-1)
-        k = torch.cat((rotate_halves(k[..., :rope], cos, sin), k[..., rope:]), dim=-1)
-        with torch.autocast("cpu", enabled=False):
-            weights = self.weights_proj(x.to(self.weights_proj.weight.dtype))
-        weights = weights * (config.index_n_heads**-0.5 * config.index_head_dim**-0.5)
-        return q, k.squeeze(2), weights
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    index: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    mode: Mode,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, index: Projections | None, mode: Mode
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention, ``q, k [B, heads, L, qk]`` and ``v [B, heads, L, value]`` to ``[B, heads, L, value]``.
 
@@ -98,12 +44,9 @@ def attend(
         out = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=scale)
         return out[..., : v.shape[-1]], None
     length, parts, losses = q.shape[2], [], []
-    for first in range(0, length, mode.rows):
-        last = min(first + mode.rows, length)
-        if mode.recompute:
-            out, loss = checkpoint(_block, q, k, v, scale, *index, mode, first, last, use_reentrant=False)
-        else:
-            out, loss = _block(q, k, v, scale, *index, mode, first, last)
+    for first in range(0, length, ROWS):
+        block = (q, k, v, scale, *index, mode, first, min(first + ROWS, length))
+        out, loss = checkpoint(_block, *block, use_reentrant=False) if length > KEEP_BLOCKS else _block(*block)
         parts.append(out)
         losses.append(loss)
     return torch.cat(parts, dim=2), torch.stack(losses).sum() / (q.shape[0] * length)
@@ -118,8 +61,7 @@ def guide_loss(q: torch.Tensor, k: torch.Tensor, scale: float, targets: dict[int
         targets: by head, the token ``[B, L]`` that each query should attend to, at or before the query; -1: any.
     """
     heads, wanted = list(targets), torch.stack(list(targets.values()), dim=1)
-    length = q.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool).triu_(1)
+    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu_(1)
     logits = torch.matmul(q[:, heads] * scale, k[:, heads].transpose(2, 3)).masked_fill(future, float("-inf"))
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     return F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=-1)

@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT_SHARE = 16  # one file in 16 is held out
+from tokenizers import Tokenizer
+
+from demo_model import recipe
+from demo_model.data import Documents, Library, Writer
+from dsa_engine.demo import trained_folder
+
+HELD_OUT = 16  # one file in 16 is held out
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Texts by name, in the order of names: whole files for training and whole files held out."""
-
-    train: dict[str, str]
-    held_out: dict[str, str]
-
-    def digest(self) -> str:
-        """SHA-256 of all texts, for the log."""
-        digest = hashlib.sha256()
-        for name, text in sorted((self.train | self.held_out).items()):
-            digest.update(f"{name}\0{text}\0".encode())
-        return digest.hexdigest()
-
-
-def standard_library() -> Corpus:
-    """Sources of the standard library's top folder and the topics of the language reference (``pydoc_data``)."""
+def standard_library() -> tuple[dict[str, str], dict[str, str]]:
+    """Texts by name, for training and held out: sources of the standard library's top folder and the topics of the
+    language reference (``pydoc_data``)."""
     from pydoc_data.topics import topics
 
     texts = {f"topics/{name}": text for name, text in topics.items()}
@@ -40,5 +31,16 @@ def standard_library() -> Corpus:
     held_out: dict[str, str] = {}
     for name, text in sorted(texts.items()):
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-        (held_out if number % HELD_OUT_SHARE == 0 else train)[name] = text.replace("\t", "    ")
-    return Corpus(train, held_out)
+        (held_out if number % HELD_OUT == 0 else train)[name] = text.replace("\t", "    ")
+    return train, held_out
+
+
+def documents_of(texts: dict[str, str], seed: int = recipe.SEED) -> Documents:
+    """Documents whose text is ``texts``, in the shipped model's tokens."""
+    tokenizer = Tokenizer.from_file(str(trained_folder() / "tokenizer.json"))
+    writer = Writer(tokenizer.get_vocab())
+
+    def encode(lines: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch(lines, add_special_tokens=False)]
+
+    return Documents(Library(texts, encode, writer.newline), writer, seed)

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from demo_model.vocabulary import ASSISTANT, BOS, EOS, USER
+from demo_model.recipe import Phase
 
 # Weights of the loss. Unpredictable tokens (digits of a new fact, the key of a question) are not learned.
 TEXT, KNOWN, UNKNOWN, COPY, ANSWER = 0.5, 0.2, 0.0, 1.0, 4.0
 
-WORDS = ("key", " key", " keys", " is", " and", "What", "Continue")
+WORDS = ("key", " key", " is", " and", "What", "Continue")
+SPECIAL_TOKENS = ("<|begin_of_sentence|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>")
 LONGEST_JUMP = 100_000  # largest gap in the positions of a training document, for distances of longer documents
 
 
@@ -49,8 +50,7 @@ class Library:
 
 @dataclass
 class Row:
-    """A growing document: tokens, the weight of the loss of *each as a target*, and, for a token repeated in an answer,
-    the index of its first occurrence (-1: none)."""
+    """A growing document; its three lists become the rows of a :class:`Batch`."""
 
     tokens: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -83,19 +83,17 @@ class Batch:
 
 
 class Writer:
-    """Writes facts, questions and answers as tokens."""
+    """Writes facts, questions and answers as tokens. A number's every two digits are one token."""
 
     def __init__(self, vocabulary: dict[str, int]):
         self.vocabulary = vocabulary
-        self.bos, self.eos, self.user, self.assistant = (vocabulary[t] for t in (BOS, EOS, USER, ASSISTANT))
+        self.bos, self.eos, self.user, self.assistant = (vocabulary[token] for token in SPECIAL_TOKENS)
         self.newline = vocabulary["\u010a"]
         self.comma, self.ask, self.colon = vocabulary[","], vocabulary["?"], vocabulary[":"]
         self.first = [vocabulary[f"\u0120{i:02}"] for i in range(100)]
         self.second = [vocabulary[f"{i:02}"] for i in range(100)]
         words = (word.replace(" ", "\u0120") for word in WORDS)
-        self.key, self.a_key, self.keys, self.is_, self.and_, self.what, self.continue_ = (
-            vocabulary[word] for word in words
-        )
+        self.key, self.a_key, self.is_, self.and_, self.what, self.continue_ = (vocabulary[word] for word in words)
 
     def number(self, key: int) -> list[int]:
         return [self.first[key // 100], self.second[key % 100]]
@@ -133,43 +131,27 @@ def draw_facts(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
 
 
 class Documents:
-    """Batches of documents of one length.
-
-    Args:
-        library: text to train on.
-        writer: writes facts and questions.
-        seed: seed of everything drawn.
-    """
+    """Batches of documents of one length; everything in them is drawn from ``seed``."""
 
     def __init__(self, library: Library, writer: Writer, seed: int):
         self.library, self.writer, self.seed = library, writer, seed
 
-    def batch(
-        self,
-        step: int,
-        rows: int,
-        length: int,
-        plain: float = 0.25,
-        restate: float = 0.2,
-        spacing: tuple[float, float] = (14.0, 200.0),
-        jumps: bool = True,
-        echo: float = 0.0,
-    ) -> Batch:
-        """The batch of a step; :class:`demo_model.recipe.Phase` explains the fractions and switches."""
+    def batch(self, step: int, phase: Phase) -> Batch:
+        """The batch of a step, which depends on the seed, the step and the phase only."""
         rng = np.random.default_rng([self.seed, step])
-        drawn: list[Row] = []
-        for _ in range(rows):
-            if rng.random() < plain:
+        drawn, length = [], phase.length
+        for _ in range(phase.batch):
+            if rng.random() < phase.plain:
                 drawn.append(self.plain(rng, length))
-            elif rng.random() < echo:
+            elif rng.random() < phase.echo:
                 drawn.append(self.echo(rng, length))
             else:
-                drawn.append(self.retrieval(rng, length, restate, spacing))
+                drawn.append(self.retrieval(rng, length, phase.restate, phase.spacing))
         tokens = np.stack([np.array(row.tokens[:length]) for row in drawn])
         weights = np.stack([np.array(row.weights[:length], dtype=np.float32) for row in drawn])
         sources = np.stack([np.array(row.sources[:length]) for row in drawn])
         newlines = tokens == self.writer.newline
-        positions = np.stack([jump(rng, row) if jumps else np.arange(length) for row in newlines])
+        positions = np.stack([jump(rng, row) if phase.jumps else np.arange(length) for row in newlines])
         return Batch(tokens, positions, weights, sources, weights == ANSWER)
 
     def plain(self, rng: np.random.Generator, length: int) -> Row:
@@ -241,6 +223,7 @@ class Documents:
         passages: list[tuple[int, list[np.ndarray]]],
         asked: list[int],
     ) -> None:
+        """A question for facts, or for the continuation of a passage, and its answer."""
         writer = self.writer
         long = [p for p in passages if len(p[1]) >= 2 and len(p[1][0]) >= 7]
         if long and rng.random() < 0.2:

@@ -1,16 +1,18 @@
 """Muon for matrices, AdamW for everything else.
 
 Muon: momentum, then the nearest orthogonal matrix by five Newton-Schulz steps (Jordan et al., 2024), with the scale of
-Moonlight (arXiv 2502.16982, equation 4), so that one learning rate suits both. At this size it learns several times
-faster per token than AdamW, and takes 5% of a step.
+Moonlight (arXiv 2502.16982, equation 4), so that one learning rate suits both. PyTorch's own takes no stacks of
+matrices, which the experts are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Optimizer
 
 # Coefficients of the quintic iteration by its authors: singular values end between about 0.7 and 1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -30,66 +32,34 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     return (x.mT if turned else x).to(matrices.dtype)
 
 
-class Optimiser:
-    """Muon and AdamW over named groups of parameters, with a learning rate per group.
+class Muon(Optimizer):
+    """Optimises parameters that are matrices ``[rows, columns]`` or stacks of them ``[…, rows, columns]``."""
 
-    Args:
-        model: the model to optimise.
-        muon_rate: highest learning rate of matrices.
-        adam_rate: highest learning rate of embeddings, head, router, norms and biases.
-        weight_decay: weight decay of matrices.
-    """
-
-    def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float, weight_decay: float):
-        self.muon_rate, self.adam_rate, self.weight_decay = muon_rate, adam_rate, weight_decay
-        self.parameters = dict(model.named_parameters())
-        self.state: dict[str, dict[str, torch.Tensor]] = {}
-        for name, parameter in self.parameters.items():
-            kinds = ("momentum",) if is_matrix(name, parameter) else ("mean", "square")
-            self.state[name] = {kind: torch.zeros_like(parameter) for kind in kinds}
-        self.steps = {"main": 0, "index": 0}
+    def __init__(self, groups: Iterable[dict[str, Any]], weight_decay: float):
+        super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, main: float, index: float) -> None:
-        """One step; the rates are fractions of the highest. A group with rate 0 is not changed."""
-        for group, factor in (("main", main), ("index", index)):
-            if not factor:
-                continue
-            self.steps[group] += 1
-            for name, parameter in self.parameters.items():
-                if (".indexer." in name) != (group == "index") or parameter.grad is None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
                     continue
-                if "momentum" in self.state[name]:
-                    self._muon(name, parameter, factor * self.muon_rate)
-                else:
-                    self._adam(name, parameter, factor * self.adam_rate, self.steps[group])
-
-    def _muon(self, name: str, parameter: nn.Parameter, rate: float) -> None:
-        assert parameter.grad is not None
-        momentum = self.state[name]["momentum"].lerp_(parameter.grad, 0.05)
-        update = orthogonalise(parameter.grad.lerp(momentum, 0.95))
-        parameter.mul_(1 - rate * self.weight_decay)
-        parameter.sub_(update, alpha=rate * 0.2 * max(parameter.shape[-2:]) ** 0.5)
-
-    def _adam(self, name: str, parameter: nn.Parameter, rate: float, step: int) -> None:
-        assert parameter.grad is not None
-        mean = self.state[name]["mean"].lerp_(parameter.grad, 0.1)
-        square = self.state[name]["square"].lerp_(parameter.grad.square(), 0.05)
-        corrected = (square / (1 - 0.95**step)).sqrt_().add_(1e-10)
-        parameter.sub_(mean / corrected, alpha=rate / (1 - 0.9**step))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self.state, "steps": self.steps}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for name, kinds in saved["state"].items():
-            for kind, value in kinds.items():
-                self.state[name][kind].copy_(value)
-        self.steps = dict(saved["steps"])
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                momentum = state["momentum"].lerp_(parameter.grad, 0.05)
+                update = orthogonalise(parameter.grad.lerp(momentum, 0.95))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(update, alpha=group["lr"] * 0.2 * max(parameter.shape[-2:]) ** 0.5)
 
 
-def is_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon optimises the parameter: a matrix or stack of matrices, but no table with a row per token, expert or
-    head."""
-    tables = ("embed_tokens", "lm_head", "mlp.gate.weight", "weights_proj")
-    return parameter.dim() >= 2 and not any(table in name for table in tables)
+def optimisers(model: nn.Module, weight_decay: float) -> tuple[Muon, AdamW]:
+    """Each with two groups: the main model's parameters and the indexers'. The rates are set at every step."""
+    muon: tuple[list[nn.Parameter], ...] = ([], [])
+    adam: tuple[list[nn.Parameter], ...] = ([], [])
+    for name, parameter in model.named_parameters():
+        # A table with a row per token, expert or head is no matrix.
+        table = any(table in name for table in ("embed_tokens", "lm_head", "mlp.gate.weight", "weights_proj"))
+        (muon if parameter.dim() >= 2 and not table else adam)[".indexer." in name].append(parameter)
+    adams = AdamW([{"params": group} for group in adam], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    return Muon([{"params": group} for group in muon], weight_decay), adams

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
-from demo_model.vocabulary import VOCAB_SIZE
-from dsa_engine.demo import demo_config
+from dsa_engine.demo import trained_folder
 
 SEED = 10
 
 
 def model_config() -> dict[str, Any]:
-    """The model's ``config.json``: the random demo model's, with other sizes; a new dictionary every time."""
-    return demo_config() | {
-        "description": "small DSA model trained by scripts/train_demo.py of dsa_engine",
-        "index_head_dim": 128,
-        "index_n_heads": 12,
-        "kv_lora_rank": 128,
-        "n_routed_experts": 16,
-        "num_attention_heads": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 8,
-        "qk_rope_head_dim": 32,
-        "routed_scaling_factor": 1.0,
-        "v_head_dim": 64,
-        "vocab_size": VOCAB_SIZE,
-    }
+    """The shipped model's ``config.json``; a new dictionary every time."""
+    return json.loads((trained_folder() / "config.json").read_text(encoding="utf-8"))
 
 
 # Highest learning rates, and the steps until they are reached.

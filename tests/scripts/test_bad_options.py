@@ -53,8 +53,7 @@ Run = Callable[..., Any]
         ("compare_overlaps.py", ["--repeat", "0"], "--repeat and --batch-size at least 1"),
         ("compare_overlaps.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds"),
         ("studies/compare_transformers.py", ["--threads", "0"], "must be at least 1"),
-        ("evaluate.py", ["--plot", "x.pdf"], "give a name that ends in .png"),
-        ("train_demo.py", ["--log", "/nowhere/at/all.jsonl"], "there is no folder /nowhere/at"),
+        ("evaluate.py", ["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         ("demo.py", ["--tokens", "0"], "--tokens must be at least 1"),
     ],
 )

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from demo_model.data import ANSWER, WORDS, Documents, Library, Writer, draw_facts
-from demo_model.evaluation.cases import KINDS, conversation
+from demo_model.corpus import documents_of
+from demo_model.data import ANSWER, Documents, draw_facts
+from demo_model.evaluation import conversation
 from demo_model.guides import guides_of
-from demo_model.vocabulary import SPECIAL_TOKENS, train_tokenizer
+from demo_model.recipe import Phase
+from dsa_engine.demo import trained_folder
 
 TEXTS = {
     f"text {i}": f"def f{i}(self, x):\n    return x + {i}\n\nThe key of line {i} is a word.\n" * 9 for i in range(40)
 }
+PHASE = Phase("x", "dense", 1, 4, 128)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return Tokenizer.from_str(train_tokenizer(TEXTS.values(), WORDS, vocab_size=560))
+    return Tokenizer.from_file(str(trained_folder() / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
-def documents(tokenizer: Any) -> Documents:
-    writer = Writer(tokenizer.get_vocab())
-
-    def encode(lines: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in tokenizer.encode_batch(lines, add_special_tokens=False)]
-
-    return Documents(Library(TEXTS, encode, writer.newline), writer, seed=3)
+def documents() -> Documents:
+    return documents_of(TEXTS, seed=3)
 
 
 def pieces(tokenizer: Any, text: str) -> list[str]:
@@ -58,25 +57,24 @@ def test_a_text_is_its_lines_put_together_and_round_trips(tokenizer: Any, text: 
 
 
 def test_what_is_written_is_what_the_tokenizer_makes_of_its_text(tokenizer: Any, documents: Documents) -> None:
-    for kind in KINDS:
-        tokens = conversation(documents, 1024, 1, kind=kind, questions=5).tokens
-        text = tokenizer.decode(tokens, skip_special_tokens=False)
-        assert tokenizer.encode(text, add_special_tokens=False).ids == tokens
-    assert set(SPECIAL_TOKENS) <= tokenizer.get_vocab().keys()
+    tokens = conversation(documents, 1024, 1, questions=5).tokens
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    assert tokenizer.encode(text, add_special_tokens=False).ids == tokens
 
 
 def test_a_batch_depends_on_seed_and_step_only(documents: Documents) -> None:
-    one, same, other = (documents.batch(step, 4, 128) for step in (7, 7, 8))
+    one, same, other = (documents.batch(step, PHASE) for step in (7, 7, 8))
     for name in ("tokens", "positions", "weights", "sources"):
         assert np.array_equal(getattr(one, name), getattr(same, name))
     assert not np.array_equal(one.tokens, other.tokens)
     assert one.tokens.shape == (4, 128) and (np.diff(one.positions) >= 1).all() and (one.positions[:, 0] == 0).all()
-    jumps = np.diff(documents.batch(7, 64, 128, plain=0.0).positions) > 1
-    assert jumps.any() and not np.diff(documents.batch(7, 4, 128, jumps=False).positions).max() > 1
+    jumps = np.diff(documents.batch(7, replace(PHASE, batch=64, plain=0.0)).positions) > 1
+    assert jumps.any() and not np.diff(documents.batch(7, replace(PHASE, jumps=False)).positions).max() > 1
 
 
 def test_sources_say_where_a_token_stood_before(documents: Documents) -> None:
-    batch = documents.batch(1, 16, 256, plain=0.0, restate=0.3, spacing=(8.0, 20.0))
+    phase = Phase("x", "dense", 1, 16, 256, plain=0.0, restate=0.3, spacing=(8.0, 20.0))
+    batch = documents.batch(1, phase)
     rows, columns = np.nonzero(batch.sources >= 0)
     assert len(rows) > 300
     assert (batch.sources[rows, columns] < columns).all()
@@ -97,17 +95,11 @@ def test_facts_have_different_keys_that_share_halves() -> None:
     assert min(shared) < 20 < max(shared)  # hard documents and easy ones
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_conversation_asks_at_every_depth(documents: Documents, kind: str) -> None:
-    made, same = (conversation(documents, 2048, 5, kind=kind) for _ in range(2))
-    assert made.tokens == same.tokens and len(made.questions) == 10
+def test_a_conversation_asks_at_every_depth(documents: Documents, tokenizer: Any) -> None:
+    made, same = (conversation(documents, 2048, 5) for _ in range(2))
+    assert made == same and sorted(int(depth * 10) for depth in made.depths) == list(range(10))
     assert made.tokens[2047] == documents.writer.newline and made.tokens[2048] != documents.writer.newline
-    if kind != "continue":
-        assert sorted(int(question.depth * 10) for question in made.questions) == list(range(10))
-    for question in made.questions:
-        assert made.tokens[question.value] == made.tokens[question.asks + 1]
-        assert question.asks + 1 in question.answer and max(question.needle) < 2048
+    document = tokenizer.decode(made.tokens[:2048])
+    assert all(tokenizer.decode([made.tokens[i] for i in answer][:-1]) in document for answer in made.answers)
     with pytest.raises(ValueError, match="too few"):
         conversation(documents, 256, 5)
-    with pytest.raises(ValueError, match="no such kind"):
-        conversation(documents, 2048, 5, kind="riddle")

@@ -1,1 +1,0 @@
-"""Quality of the demo model: retrieval, perplexity, drafts, and what its indexer selects."""

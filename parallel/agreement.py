@@ -23,9 +23,7 @@ def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: fl
     """Compares texts by name over some ranks of the run, all of which call this.
 
     Args:
-        mine: this rank's texts.
         ranks: ranks of the run, ascending.
-        rank: the rank of this process, one of ``ranks``.
         wait_s: longest wait for another rank.
 
     Raises:

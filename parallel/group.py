@@ -133,6 +133,13 @@ class Group:
         work = dist.broadcast(rows, group=self.handle, group_src=0, async_op=True)
         return lambda: work.wait() and None
 
+    def all_gather_object(self, value: Result) -> list[Result]:
+        """Every rank's ``value``, which is pickled; for groups on the CPU."""
+        every = [value] * self.size
+        if not self.alone:
+            dist.all_gather_object(every, value, group=self.handle)
+        return every
+
     def send(self, rows: torch.Tensor, to: int) -> None:
         """Sends ``rows`` of any shape to the rank with the index ``to`` in this group, which calls :meth:`recv`.
 

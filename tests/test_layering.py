@@ -29,7 +29,7 @@ LAYERS = (
     ("engine",),
     ("engine.startup",),
     ("engine.engine", "engine.runner", "engine.agreement", "engine.disaggregation.side", "engine.jobs"),
-    ("engine.disaggregation.schedulers", "engine.disaggregation.sending_tiers"),
+    ("engine.disaggregation.schedulers",),
     ("engine.disaggregation.leader_line",),
     ("engine.load_recorder",),
     ("engine.tiers", "engine.rebalancing"),

@@ -69,8 +69,6 @@ def agree_on_call(
     """Compares the calls that all ranks are in; the ranks of a run must make the same calls.
 
     Args:
-        kind: name of the call.
-        prompts: token ids.
         params: sampling parameters of each prompt; empty if nothing is sampled.
         check: called now and then during the wait for other ranks; raises when there is nothing to wait for.
         ids: ids of the requests that the call makes, ascending.

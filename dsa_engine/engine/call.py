@@ -49,11 +49,7 @@ class Entrance(Protocol):
 
 
 class Callers:
-    """Entrance for callers: checks that a thread may call, and that all ranks make the same call.
-
-    Args:
-        loop: runs the engine.
-    """
+    """Entrance for callers: checks that a thread may call, and that all ranks make the same call."""
 
     def __init__(self, loop: EngineLoop):
         self.loop = loop
@@ -139,7 +135,6 @@ class Call:
     """Requests that are made together and end together, at the latest with :meth:`close`.
 
     Args:
-        callers: the entrance.
         streams: deliver results as pieces; otherwise :meth:`Reply.completion` gives them when all requests have ended.
         asynchronous: the caller waits in the running event loop.
     """

@@ -56,7 +56,6 @@ class Engine:
         step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
         workspace: bytes for what a step computes piece by piece.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
-        launched_ahead: number of steps launched that way.
         num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
         rebalancing: moves experts between steps; None: they stay.
         recorder: writes the loads of experts to a file; None: there is none.
@@ -127,11 +126,7 @@ class Engine:
         return self.scheduler.has_work or self.in_flight
 
     def new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> list[Add]:
-        """Makes checked messages for :meth:`queue`, one for each output; any thread may call it.
-
-        Raises:
-            ValueError, CapacityError: see :func:`.new_request.new_requests`.
-        """
+        """Makes checked messages for :meth:`queue`, one for each output; any thread may call it."""
         limits = self.max_model_len, self.config.vocab_size
         return new_requests(prompt, params, tokenizer, *limits, self.scheduler.capacity.check)
 
@@ -142,11 +137,7 @@ class Engine:
         return request
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
-        """Queues a request with one output.
-
-        Raises:
-            ValueError, CapacityError: see :meth:`new_requests`.
-        """
+        """Queues a request with one output."""
         (add,) = self.new_requests(prompt, params, tokenizer)
         add.id = next(self.ids)
         return self.queue(add)

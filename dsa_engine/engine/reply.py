@@ -38,7 +38,6 @@ class Receiver(ABC):
     """Receives the tokens of one request from the loop.
 
     Attributes:
-        add: the message that made the request.
         mailbox: the caller's; gets an exception if one ends the request.
         request: the engine's request; None until the loop has begun it.
         ending: how the request ended; None while it runs.
@@ -70,8 +69,6 @@ class Reply(Receiver):
         stream_interval: the caller gets pieces: the first token, then so many tokens each; None: it waits for the end.
 
     Attributes:
-        index: number of the request in its call.
-        output: the tokens so far.
         record: what is known of a request that runs in another process; set with its last tokens.
     """
 

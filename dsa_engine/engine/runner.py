@@ -27,9 +27,7 @@ class ModelRunner:
     """Runs one rank's model. Every rank calls the same methods with the same chunks.
 
     Args:
-        model, cache: this rank's.
         seed: the engine's, for requests that have no seed.
-        graphs: see the attribute.
         two_batches: which steps are cut in two; None: none.
         relaxed: replaces sampled tokens by likely drafts; None accepts drafts strictly.
 
@@ -90,9 +88,6 @@ class ModelRunner:
 
         A step without graphs of more than some thousand tokens waits, as it counts the tokens of each expert first.
         With drafts only a graph can follow, and only a step that has left an outcome.
-
-        Args:
-            before: the step in flight.
         """
         if not self._is_static(plan):
             return False
@@ -113,7 +108,6 @@ class ModelRunner:
         """Computes a step and samples the next tokens of its requests, the same on every rank.
 
         Args:
-            plan: the step.
             before: the step in flight, whose tokens have not been read.
         """
         if self.num_drafts and plan.bucket is not None:

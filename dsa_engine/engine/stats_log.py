@@ -16,10 +16,6 @@ class StatsLog:
 
     Rates are those since the line before. Pages that only the prefix cache holds count as free. The rate of prefix hits
     is the fraction of the tokens of admitted requests that were found; without new requests it stays.
-
-    Args:
-        engine: the engine, which another thread runs; its figures are only read.
-        interval_s: seconds between two lines.
     """
 
     def __init__(self, engine: Engine, interval_s: float = 10.0):

@@ -81,7 +81,6 @@ class Attention(Weighted):
 
         Args:
             x: ``[T, hidden]``, normed.
-            batch: the rows of the step.
             cache: receives this step's latent rows and index keys first.
             topk_slots: slots ``[sparse rows, index_topk]`` of the last layer with an indexer, for layers without one.
 

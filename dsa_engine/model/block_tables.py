@@ -23,10 +23,6 @@ _INITIAL_SIZE = 64  # rows, and pages of a row
 class BlockTables:
     """Rows of page numbers, on the host and on the device.
 
-    Args:
-        page_size: tokens of a page.
-        device: the device that holds the copy.
-
     Attributes:
         host: int32 ``[rows, pages]`` on the CPU; the entries after the last page of a row are arbitrary valid pages.
         uploaded: number of new page numbers that have been copied to the device so far.

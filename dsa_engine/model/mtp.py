@@ -75,7 +75,6 @@ class MTPModule(Weighted):
         Args:
             hidden: ``[T, hidden]``, normed states of the main model, or the result of this or another module.
             embedded: ``[T, hidden]``, embeddings of later tokens: for module k, those k positions after the row.
-            batch: the rows; its ``input_ids`` are those of ``embedded``.
 
         Returns:
             ``[T, hidden]``, normed: the input of the head and of a further pass.

@@ -29,8 +29,6 @@ def pair_groups(
     without this rank costs it no message.
 
     Args:
-        rank: this rank's number in the run.
-        senders, receivers: the two parts.
         timeout: seconds after which a message that does not arrive ends the run.
     """
     groups = {}

@@ -38,9 +38,6 @@ def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping
     """The mesh of this rank's part of the run. The decode part has context-parallel groups of one rank, as it prefills
     nothing.
 
-    Args:
-        config: the options of this part.
-
     Raises:
         ValueError: there are not enough ranks, the part cannot be divided as the options say, or see
             :meth:`Mesh.create`.

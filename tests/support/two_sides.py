@@ -14,7 +14,7 @@ import torch
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
-from dsa_engine.engine.disaggregation.sending_tiers import SendingTiers
+from dsa_engine.engine.disaggregation.side import SendingTiers
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.capacity import Capacity

@@ -40,13 +40,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Handover:
-    """The prefill is complete; the request decodes from here once its pages have come.
-
-    Attributes:
-        output: its tokens so far.
-        drafts: of the tokens after them.
-        preemptions: how often it has lost its pages.
-    """
+    """The prefill is complete; the request decodes from here once its pages have come."""
 
     id: int
     output: list[int]

@@ -30,7 +30,7 @@ from dsa_engine.engine.disaggregation.messages import (
     Tokens,
 )
 from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
-from dsa_engine.engine.disaggregation.sending_tiers import SendingTiers
+from dsa_engine.engine.disaggregation.side import SendingTiers
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.mailbox import waking_together

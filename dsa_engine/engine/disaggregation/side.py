@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,14 @@ import torch.distributed as dist
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.disaggregation.leader_line import LeaderLine
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
-from dsa_engine.engine.disaggregation.sending_tiers import SendingTiers
+from dsa_engine.engine.requests.page_ledger import PageLedger
+from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.tiers import PageTiers
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.model.cache.page_link import RankPages
 from dsa_engine.model.cache.page_receiver import PageReceiver
 from dsa_engine.model.cache.page_sender import PageSender
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions, options_of_decode
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
@@ -28,13 +33,33 @@ if TYPE_CHECKING:
     from dsa_engine.engine.engine import Engine
 
 
+class SendingTiers(PageTiers):
+    """``PageTiers`` whose steps also send the pages that they fill to the decode side.
+
+    Attributes:
+        leaving: called before each step with its chunks; returns the pages that this rank sends under it.
+    """
+
+    def __init__(self, cache: KVCache, ledger: PageLedger, sender: PageSender):
+        super().__init__(cache, ledger)
+        self._sender = sender
+        self.leaving: Callable[[Sequence[Chunk]], list[RankPages]] = lambda chunks: []
+
+    @contextmanager
+    def moving(self, chunks: Sequence[Chunk], overlapped: bool = False) -> Iterator[None]:
+        self._sender.begin(self.leaving(chunks))
+        try:
+            with super().moving(chunks, overlapped):
+                yield
+        finally:
+            self._sender.finish()
+
+
 @dataclass(eq=False)
 class Side:
     """One rank of the part that prefills, or of the part that decodes.
 
     Attributes:
-        prefills: whether this part prefills.
-        first_rank: the first rank of this part, numbered in the run.
         links: groups of this rank and each rank of the other part, by its number in the run.
         sender, receiver: of the pages; set by :meth:`attach`, one of them.
     """
@@ -49,9 +74,6 @@ class Side:
     @classmethod
     def of(cls, options: EngineOptions, mesh: Mesh, modules: int) -> Side | None:
         """Makes the groups of both parts; None if the run has one part. All ranks of the run call it.
-
-        Args:
-            modules: number of MTP modules.
 
         Raises:
             ValueError: an option is not possible with ``prefill_ranks``.

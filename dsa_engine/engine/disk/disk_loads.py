@@ -47,9 +47,6 @@ class DiskLoads:
     """Finds and reads the pages of waiting requests; the same calls come on all ranks.
 
     Args:
-        folder: the folder, as this rank sees it.
-        ledger: receives the pages that have been read.
-        host: this rank's host memory.
         group: all ranks, on the CPU.
         flush: makes the copies that the ledger has planned, and returns a function that waits until they are done.
     """

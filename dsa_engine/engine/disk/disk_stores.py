@@ -48,13 +48,7 @@ class DiskStores:
     """Writes the pages of prompts on one rank.
 
     Args:
-        folder: the folder.
-        prefix_cache: names pages.
-        transfer: copies pages to host memory.
-        host: host memory.
         slots: the slots of host memory for pages on their way.
-        rank: this rank.
-        page_size: tokens of a page.
 
     Attributes:
         pages_written: number of pages handed to the disk.

@@ -40,9 +40,6 @@ class FolderKey(NamedTuple):
         """Makes the key of an engine.
 
         Args:
-            folder: the checkpoint's.
-            options: the engine's.
-            config: the model's, with the overrides of the options.
             format, dtype, weights: those of the caches, of activations, and of the weights in memory.
             lookahead: number of MTP modules that write rows.
         """

@@ -16,13 +16,7 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Size of the caches of all ranks, and what fits in them when they are empty.
-
-    Attributes:
-        world_size, cp_size: number of ranks, and of ranks in a context-parallel group.
-        pages: pages on each rank.
-        page_size: tokens in a page.
-    """
+    """Size of the caches of all ranks, and what fits in them when they are empty."""
 
     world_size: int
     cp_size: int

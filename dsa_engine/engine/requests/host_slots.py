@@ -34,7 +34,6 @@ class HostSlots:
         """Makes room for a copy of a page.
 
         Args:
-            digest: the page's.
             locked: digests of copies that must stay.
 
         Returns:

@@ -18,7 +18,6 @@ class PageDigests:
     """Digests of the pages of a request, from its first token on.
 
     Args:
-        page_size: tokens of a page.
         lookahead: number of tokens after a page that its rows depend on.
         salt: requests with different salts have no digest in common; None: no salt.
 
@@ -36,7 +35,6 @@ class PageDigests:
         """Adds the digests of pages whose tokens, and those after them, are known now; returns all.
 
         Args:
-            known: number of tokens that are known.
             tokens: ``tokens(start, length)`` gives their ids.
         """
         size, ahead = self._page_size, self._lookahead

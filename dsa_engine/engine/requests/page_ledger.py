@@ -23,13 +23,11 @@ class PageLedger:
     """The pages that every request holds on every rank; ``Request.pages`` are those of this rank.
 
     Args:
-        rank, world_size: this rank, and the number of ranks.
         pages: pages of the cache, the same on every rank.
         slots: pages in host memory behind it, the same on every rank.
         max_fetched: maximum number of pages that a rank sends, and of pages that it receives, in a step.
 
     Attributes:
-        pages, slots, max_fetched: see above.
         pools: the pages of every rank.
         fetched_pages: number of pages that ranks have sent to others so far.
     """

@@ -20,10 +20,6 @@ class PagePool:
     Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted in
     the order of their last use.
 
-    Args:
-        pages: number of pages on the device.
-        slots: number of pages that fit in host memory.
-
     Attributes:
         host: the pages in host memory.
         copies: copies between both that the next step begins with, in their order.

@@ -30,11 +30,6 @@ class PageSource(Protocol):
 class PrefixCache:
     """Finds and names pages.
 
-    Args:
-        ledger: the pages of all ranks.
-        page_size: tokens of a page.
-        enabled: whether pages are named at all.
-
     Attributes:
         lookahead: number of tokens after a page that its rows depend on; to be changed only before a :meth:`reset`.
         least_computed: number of last tokens of a request that are always computed.

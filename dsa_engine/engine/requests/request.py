@@ -138,7 +138,6 @@ class Request:
 
         Args:
             sampled: the token, or the error in its place.
-            eos_token_ids: the model's end-of-sequence tokens.
 
         Returns:
             how the request ends; None if it goes on.

@@ -28,8 +28,7 @@ from collections.abc import Iterable
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.owners import Load, choose_group, choose_owner
 from dsa_engine.engine.requests.page_ledger import PageLedger
-from dsa_engine.engine.requests.prefill_share import PrefillShare
-from dsa_engine.engine.requests.prefill_step import PrefillStep
+from dsa_engine.engine.requests.prefill_step import PrefillShare, PrefillStep
 from dsa_engine.engine.requests.prefix_cache import PageSource, PrefixCache
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.errors import CapacityError
@@ -40,20 +39,15 @@ class Scheduler:
 
     Args:
         capacity: ranks, their context-parallel groups (consecutive ranks), and the pages of each.
-        rank: this rank.
-        max_num_seqs: maximum number of requests that run at once.
         max_num_batched_tokens: maximum number of tokens that a rank prefills in a step.
         max_prefill_share: maximum fraction of prefill steps among the steps taken while some request decodes, in
             (0, 1]; 1 puts prefill first.
         enable_prefix_caching: whether requests use pages that others have computed.
-        host_pages: pages that fit in each rank's host memory.
         max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
 
     Attributes:
         num_drafts: maximum number of drafts of a request in a step.
         capacity: says whether a request can run at all.
-        ledger: which pages each request holds, on every rank.
-        prefix_cache: finds the pages of tokens that have been computed.
         page_source: where waiting requests' pages may come from, if anywhere.
         preemptions: number of times that a running request has lost its pages to an older one.
     """

@@ -72,12 +72,7 @@ def sample(
 
     Args:
         logits: float32 ``[n, vocab]``; -inf forbids a token, and each row has an allowed token.
-        params: parameters of each row's request.
-        seeds: seed of each row's request.
         positions: position of each token; see :func:`draw`.
-
-    Returns:
-        int64 ``[n]``, on the logits' device.
     """
     vocab = logits.shape[1]
     on_host = torch.cat((draws_of(params, seeds, vocab), torch.tensor([[*positions]], dtype=torch.int64)))
@@ -90,7 +85,6 @@ def draw(logits: torch.Tensor, draws: Draws, positions: torch.Tensor, limits: Li
 
     Args:
         logits: float32 ``[n, vocab]``; -inf forbids a token, and each row has an allowed token.
-        draws: parameters of each row.
         positions: int64 ``[n]``, position of each token. Seed and position fix the random numbers, so a choice depends
             neither on the batch nor on the rank, and is repeated after a preemption.
         limits: of all rows together.

@@ -19,12 +19,7 @@ from dsa_engine.kernels.runtime.transfer import upload
 
 
 class PenaltyCounts:
-    """Counts for the requests of this rank that have penalties.
-
-    Args:
-        vocab: size of the vocabulary.
-        device: device of the table.
-    """
+    """Counts for the requests of this rank that have penalties."""
 
     def __init__(self, vocab: int, device: torch.device):
         self._vocab = vocab

@@ -31,7 +31,6 @@ def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[
     It waits for the device if a request wants them.
 
     Args:
-        plan: the step.
         hidden: ``[rows of this rank, hidden]``.
     """
     wanted = [_wanted(rank_plan) for rank_plan in plan.ranks]

@@ -28,8 +28,6 @@ class Sampler:
     """Chooses tokens and exchanges them between the ranks.
 
     Args:
-        config, mesh: the engine's.
-        seed: the engine's, for requests that have no seed.
         relaxed: replaces chosen tokens by likely drafts; None accepts drafts strictly.
     """
 

@@ -43,7 +43,6 @@ class RelaxedAcceptance:
     """Replaces chosen tokens by likely drafts.
 
     Args:
-        topk, delta: ``relaxed_topk`` and ``relaxed_delta``.
         begin, end: tokens that begin and end the thinking.
     """
 

@@ -45,9 +45,7 @@ class Drafter:
     """Verifies drafts and makes new ones, after each step of the model or in one graph with it.
 
     Args:
-        model, cache: the engine's.
         observers: each is called with the plan of each pass whose rows are not the step's.
-        seed: the engine's, for requests that have no seed.
 
     Attributes:
         passes: runs the MTP modules.
@@ -68,9 +66,7 @@ class Drafter:
         """Accepts drafts after an eager step and makes new ones; every rank takes part.
 
         Args:
-            step, batch: the step that the model has computed.
             hidden: its normed hidden states ``[T, hidden]``.
-            samples: its sampled tokens.
             count: number of drafts to make for every request.
 
         Returns:

@@ -79,12 +79,7 @@ class _Buffers:
 
 
 class GraphStep:
-    """Runs decode steps in which every request verifies up to ``count`` drafts and gets as many new ones.
-
-    Args:
-        passes: runs the MTP modules; has the model, its cache and the mesh.
-        seed: the engine's, for requests that have no seed.
-    """
+    """Runs decode steps in which every request verifies up to ``count`` drafts and gets as many new ones."""
 
     def __init__(self, passes: Passes, seed: int):
         self._passes = passes

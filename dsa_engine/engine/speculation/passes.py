@@ -46,7 +46,6 @@ class Passes(ABC):
     """Runs the MTP modules of a model.
 
     Args:
-        model, cache: the engine's.
         observers: each is called with the plan of passes whose rows are not those of the step.
     """
 

@@ -31,7 +31,6 @@ def default_cache_memory(device: torch.device, utilization: float, for_steps: in
     """Bytes for the caches, from the memory that is free after the weights are loaded and the largest steps have run.
 
     Args:
-        device: this rank's.
         utilization: fraction of a GPU's memory that may be used in total, other programs included.
         for_steps: bytes that steps and graphs take on a GPU (``step_memory.py``).
     """
@@ -60,10 +59,7 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
     """Number of pages of the cache: the minimum over the ranks of what fits, but no more than can be used.
 
     Args:
-        options, mesh: the engine's.
-        max_model_len: maximum number of tokens of a request.
         token_bytes: bytes of one token in the caches of all layers.
-        for_steps: see :func:`default_cache_memory`.
 
     Raises:
         CapacityError: not even one page fits.

@@ -57,7 +57,6 @@ def start(folder: Path, options: EngineOptions) -> Engine:
 
     Args:
         folder: a Hugging Face model folder; with ``load_format="dummy"`` its ``config.json`` is enough.
-        options: see :class:`dsa_engine.LLM`.
 
     Raises:
         CheckpointError, CapacityError, ValueError: see :class:`dsa_engine.LLM`.

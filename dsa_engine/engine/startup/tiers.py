@@ -49,13 +49,7 @@ class TierSizes(NamedTuple):
     def of(
         cls, options: EngineOptions, mesh: Mesh, config: ModelConfig, format: CacheFormat, max_model_len: int
     ) -> TierSizes:
-        """The sizes by the options.
-
-        Args:
-            options, mesh: the engine's.
-            config, format: the cache's; ``config`` with its MTP modules.
-            max_model_len: maximum number of tokens of a request.
-        """
+        """The sizes by the options."""
         if not options.enable_prefix_caching:
             return cls(0, 0, 0)
         page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
@@ -155,9 +149,6 @@ def drop_dear_copies(engine: Engine) -> None:
 
 def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:
     """Lets an engine read and write pages in the folder of its options.
-
-    Args:
-        model: the checkpoint's folder.
 
     Raises:
         ValueError: the folder is not there and cannot be made.

@@ -85,9 +85,6 @@ def load_weights(
     """Loads this rank's weights; returns the number of bytes read.
 
     Args:
-        model: its tensors are overwritten.
-        folder: the checkpoint.
-        options: the engine's; ``load_format`` and ``seed`` are used.
         progress: makes a progress bar from a total, a unit and a title.
         digests: gets the parts of the checkpoint that are read.
     """

@@ -20,7 +20,6 @@ class ContextBuckets:
 
     Attributes:
         max_model_len: maximum number of tokens of a request; None: powers of two only.
-        page_size: tokens in a page.
         fewest: the smallest length, if it is below ``max_model_len``.
     """
 

@@ -40,7 +40,6 @@ class DecodeGraphs:
     """Runs decode steps that are padded to buckets.
 
     Args:
-        model, cache: run the steps.
         capture: replay CUDA graphs; False runs the same padded steps kernel by kernel.
         contexts: lengths that the longest context of a step is padded to.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.engine.disaggregation.sending_tiers import SendingTiers
+from dsa_engine.engine.disaggregation.side import SendingTiers
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request

@@ -33,7 +33,6 @@ class PageLink:
 
     Args:
         pools: see ``KVCache.page_words``.
-        group: this rank and the other.
     """
 
     def __init__(self, pools: list[list[torch.Tensor]], group: Group):

@@ -23,7 +23,6 @@ class PageTransfer:
     :meth:`finish`. All of this runs on one thread. On a CPU copies are done at once; exchanges overlap there too.
 
     Args:
-        group: the context-parallel group.
         host: None: no copies.
         max_exchanged: maximum number of pages that a rank sends, and that it receives, in a step.
     """
@@ -49,8 +48,6 @@ class PageTransfer:
         """Device memory of all buffers.
 
         Args:
-            config, format, page_size: the cache's; ``config`` with its MTP modules.
-            ranks: size of the context-parallel group.
             host: whether there are :class:`.HostPages`.
         """
         layers = pool_page_bytes(config, format, page_size)

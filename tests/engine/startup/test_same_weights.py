@@ -35,14 +35,14 @@ class Ranks:
         self._barrier = threading.Barrier(size, timeout=20)
 
     def mesh(self, rank: int) -> Any:
-        def all_gather(rows: torch.Tensor) -> torch.Tensor:
-            self._slots[rank] = rows
+        def all_gather_object(value: Any) -> list[Any]:
+            self._slots[rank] = value
             self._barrier.wait()
-            every = torch.cat(self._slots)
+            every = list(self._slots)
             self._barrier.wait()
             return every
 
-        group = SimpleNamespace(index=rank, size=len(self._slots), all_gather=all_gather)
+        group = SimpleNamespace(index=rank, size=len(self._slots), all_gather_object=all_gather_object)
         return SimpleNamespace(host=group, is_leader=rank == 0, global_ranks=list(range(4, 4 + len(self._slots))))
 
 

@@ -5,20 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsa_engine.config.checks import is_integer, is_number, shown
-
-# Upper bounds of sizes, far above any released model. A larger value means a damaged file, and would make huge lists.
-MAX_SIZES: dict[str, int] = {
-    "num_hidden_layers": 4096,
-    "n_routed_experts": 65536,
-    "vocab_size": 2**31 - 1,
-    "max_position_embeddings": 2**31 - 1,
-    "original_max_position_embeddings": 2**31 - 1,
-}
-_MAX_SIZE = 2**24
-
-# The values of a key that change nothing: these, or all of a type. float: any number.
-Neutral = Sequence[Any] | type
+from dsa_engine.config.checks import integer, is_integer, number, shown
 
 
 class Keys:
@@ -41,22 +28,14 @@ class Keys:
 
     def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """An integer of at least ``minimum``; without a default the key must be there."""
-        value, maximum = self._value(key, default), MAX_SIZES.get(key, _MAX_SIZE)
-        if not is_integer(value) or value < minimum:
-            kind = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
-            raise ValueError(f"{self.name(key)} must be {kind}, not {shown(value)}")
-        if value > maximum:
-            raise ValueError(f"{self.name(key)} must be at most {maximum}, not {shown(value)}")
+        value: int = self._value(key, default)
+        integer(minimum)(self.name(key), value)
         return value
 
-    def number(
-        self, key: str, default: float | None = None, *, above: float = 0.0, maximum: float, zero: bool = False
-    ) -> float:
-        """A number above ``above`` and up to ``maximum``, or 0 with ``zero``; without a default the key must exist."""
+    def number(self, key: str, default: float | None = None, *, above: float | None = 0.0) -> float:
+        """A number above ``above``, or of at least 0 if that is None; without a default the key must be there."""
         value = self._value(key, default)
-        bounds = f"above {above:g} and at most {maximum:g}" + (", or 0" if zero else "")
-        if not is_number(value) or not (above < value <= maximum or (zero and value == 0)):
-            raise ValueError(f"{self.name(key)} must be a number {bounds}, not {shown(value)}")
+        number(minimum=0 if above is None else None, above=above)(self.name(key), value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -109,29 +88,18 @@ class Keys:
         """The name of a key in errors."""
         return f"config.json: {self._within}.{key}" if self._within else f"config.json: {key!r}"
 
-    def refuse_unread(self, neutral: Mapping[str, Neutral] | None = None) -> None:
-        """Raises ``ValueError`` for a key that was not read, unless it is null or its value is ``neutral``: it might
-        change what the others mean."""
+    def refuse_unread(self, neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+        """Raises ``ValueError`` for a key that was not read, as it might change what the others mean.
+
+        Args:
+            neutral: values that change nothing, as null does, by key; (): all values.
+        """
         for key, value in self.raw.items():
-            if key in self.asked or value is None:
-                continue
             allowed = (neutral or {}).get(key)
-            if allowed is None:
-                raise ValueError(
-                    f"{self.name(key)} {shown(value)} is not supported: nothing reads this key, and it may change what "
-                    "the others mean"
-                )
-            if isinstance(allowed, type):
-                kind = {"float": "a number", "str": "a text", "bool": "true or false"}.get(
-                    allowed.__name__, "an object"
-                )
-                if not (is_number(value) if allowed is float else isinstance(value, allowed)):
-                    raise ValueError(f"{self.name(key)} must be {kind}, not {shown(value)}")
-            elif not any(type(value) is type(one) and value == one for one in allowed):
-                supported = ", ".join(map(repr, allowed))
-                raise ValueError(
-                    f"{self.name(key)} {shown(value)} is not supported; supported are {supported}, or null"
-                )
+            if key in self.asked or value is None or allowed == () or value in (allowed or ()):
+                continue
+            supported = f"supported are {', '.join(map(repr, allowed))}" if allowed else "nothing reads this key"
+            raise ValueError(f"{self.name(key)} {shown(value)} is not supported: {supported}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.get(key)

@@ -144,7 +144,7 @@ class ModelConfig:
             hidden_size=keys.size("hidden_size"),
             num_hidden_layers=layers,
             max_position_embeddings=max_positions,
-            rms_norm_eps=keys.number("rms_norm_eps", 1e-6, maximum=1.0),
+            rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
             dtype=_dtype(keys),
             eos_token_ids=keys.token_ids("eos_token_id", vocab_size),
             tie_word_embeddings=keys.flag("tie_word_embeddings", False),
@@ -171,7 +171,7 @@ class ModelConfig:
             n_group=keys.size("n_group"),
             topk_group=keys.size("topk_group"),
             norm_topk_prob=keys.flag("norm_topk_prob", True),
-            routed_scaling_factor=keys.number("routed_scaling_factor", maximum=1e6),
+            routed_scaling_factor=keys.number("routed_scaling_factor"),
             num_nextn_predict_layers=keys.size("num_nextn_predict_layers", 0, minimum=0),
             quantization=QuantizationConfig.from_keys(keys),
         )

@@ -14,40 +14,32 @@ from functools import cached_property
 from typing import Any
 
 from dsa_engine.config.checks import is_integer, shown
-from dsa_engine.config.keys import Keys, Neutral
+from dsa_engine.config.keys import Keys
 
 METHODS = ("fp8", "compressed-tensors")
 
 # Matrices that the released FP8 checkpoints hold in a plain dtype, although config.json does not list them.
 PLAIN_IN_RELEASED = ("eh_proj", "weights_proj", "gate", "embed_tokens", "lm_head", "head")
 
-_MAX_BLOCK = 2**24
-
-# Keys that nothing here reads, and their values that change nothing, as null does; all others are refused.
-_STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
-_NEUTRAL_RELEASED: Mapping[str, Neutral] = {
+# Keys that nothing here reads, and their values that change nothing, as null does (all values of some); other keys are
+# refused.
+_NEUTRAL_RELEASED: Mapping[str, tuple[Any, ...]] = {
     "dequantize": (False,),
     "expert_dtype": ("fp8",),
     "modules_to_convert": ([],),
 }
-_NEUTRAL_COMPRESSED: Mapping[str, Neutral] = {
-    "quantization_status": _STATUSES,
-    "global_compression_ratio": float,
-    "version": str,
-    "run_compressed": bool,
+_NEUTRAL_COMPRESSED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("quantization_status", "global_compression_ratio", "version"), ()),
+    **dict.fromkeys(("run_compressed", "use_optimized_inference"), ()),
     "dequantize": (False,),
-    "use_optimized_inference": bool,
     "kv_cache_scheme": ({},),
     "moe_sparsity_config": ({},),
     "sparsity_config": ({},),
     "transform_config": ({}, {"config_groups": {}}),
 }
 # For weights and activations: how they were calibrated, and the dtypes of tensors, which the files have.
-_NEUTRAL_ARGUMENTS: Mapping[str, Neutral] = {
-    "observer": str,
-    "observer_kwargs": dict,
-    "scale_dtype": str,
-    "zp_dtype": str,
+_NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("observer", "observer_kwargs", "scale_dtype", "zp_dtype"), ()),
     "group_size": (-1,),
     "actorder": (False,),
 }
@@ -66,9 +58,7 @@ class WeightScheme:
     symmetric: bool = True  # no zero points
     activation_bits: int | None = None  # bits of inputs that are quantised as they arrive; None: not quantised
     power_of_two: bool = False  # scales of activations are rounded up to powers of two (``scale_fmt: ue8m0``)
-    layout: str = (
-        ""  # compressed-tensors' name for the layout of codes in the file: "int-quantized", "pack-quantized", …
-    )
+    layout: str = ""  # compressed-tensors' name for the layout of codes in the file: "int-quantized", …
     actorder: str = ""  # "group": the columns of a group lie anywhere in a row, and the file has g_idx
 
     @property
@@ -145,27 +135,15 @@ class QuantizationConfig:
 
 
 def _released(part: Keys) -> QuantizationConfig:
-    fmt = "e4m3" if part.get("fmt") is None else part.get("fmt")
-    if fmt != "e4m3":
-        raise ValueError(
-            f"quantization_config 'fp8'/{shown(fmt)} is not supported; supported is quant_method 'fp8' with fmt 'e4m3'"
-        )
-    scale_fmt = part.get("scale_fmt")
-    if scale_fmt not in (None, "ue8m0", "float"):
-        raise ValueError(
-            f"quantization_config.scale_fmt {shown(scale_fmt)} is not supported; 'ue8m0' and 'float' are, or none"
-        )
-    scheme = part.get("activation_scheme")
-    if scheme not in (None, "dynamic"):
-        raise ValueError(f"quantization_config.activation_scheme {shown(scheme)} is not supported; 'dynamic' is")
+    part.choice("fmt", ("e4m3",), "e4m3")
+    part.choice("activation_scheme", ("dynamic",), "dynamic")
+    power_of_two = part.choice("scale_fmt", ("ue8m0", "float"), "float") == "ue8m0"
     block = _pair(part, "weight_block_size")
-    power_of_two = scale_fmt == "ue8m0"
     stored = WeightScheme("float", 8, "block", block=block, activation_bits=8, power_of_two=power_of_two)
     # `transformers` and vLLM have two names for the list, and read the second where the first is missing.
     listed = _words(part, "modules_to_not_convert") or _words(part, "ignored_layers")
-    plain = (*PLAIN_IN_RELEASED, *listed)
     part.refuse_unread(_NEUTRAL_RELEASED)
-    return QuantizationConfig("fp8", ((("Linear",), stored),), plain)
+    return QuantizationConfig("fp8", ((("Linear",), stored),), (*PLAIN_IN_RELEASED, *listed))
 
 
 def _compressed_tensors(part: Keys) -> QuantizationConfig:
@@ -182,7 +160,6 @@ def _compressed_tensors(part: Keys) -> QuantizationConfig:
             raise ValueError(f"{group.name('targets')} must name at least one target")
         read.append((targets, _scheme(group, part.get("format"))))
     ignore = _words(part, "ignore")
-    _layout(part.name("format"), part.get("format"))
     sparsity = part.raw.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
         part.get("sparsity_config")  # the weights are stored whole
@@ -192,20 +169,12 @@ def _compressed_tensors(part: Keys) -> QuantizationConfig:
 
 def _scheme(group: Keys, layout: Any) -> WeightScheme:
     """The scheme of one group; ``layout`` is the checkpoint's ``format``, which a group may override."""
-    own = group.get("format")
-    weights = group.part("weights")
+    weights, inputs = group.part("weights"), group.part("input_activations")
     if not weights.raw:
         raise ValueError(f"{group.name('weights')} is missing: a group without quantised weights is not supported")
     strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), _default_strategy(weights))
     if weights.flag("dynamic", False):
         raise ValueError(f"{weights.name('dynamic')} must be false: weights are quantised when they are stored")
-    activation_bits = None
-    inputs = group.part("input_activations")
-    if inputs.raw:
-        activation_bits = inputs.size("num_bits", 8)
-        if not inputs.flag("dynamic", False):
-            raise ValueError(f"{inputs.name('dynamic')} must be true: static scales of activations are not supported")
-        _check_inputs(inputs, weights.get("type") != "float")
     if group.part("output_activations").raw:
         raise ValueError(f"{group.name('output_activations')} is not supported: outputs are never quantised here")
     scheme = WeightScheme(
@@ -215,8 +184,8 @@ def _scheme(group: Keys, layout: Any) -> WeightScheme:
         block=_pair(weights, "block_structure") if strategy == "block" else None,
         group_size=weights.size("group_size") if strategy == "group" else None,
         symmetric=weights.flag("symmetric", True),
-        activation_bits=activation_bits,
-        layout=_layout(group.name("format"), own if own is not None else layout),
+        activation_bits=_activation_bits(inputs, weights.get("type") != "float") if inputs.raw else None,
+        layout=str(group.get("format") or layout or ""),
         actorder=_actorder(weights, strategy),
     )
     weights.refuse_unread(_NEUTRAL_ARGUMENTS)
@@ -228,12 +197,6 @@ def _default_strategy(weights: Keys) -> str:
     """The strategy that compressed-tensors takes where none is named."""
     size = weights.raw.get("group_size")
     return "tensor" if size is None else "channel" if size == -1 else "group"
-
-
-def _layout(name: str, layout: Any) -> str:
-    if layout is not None and not isinstance(layout, str):
-        raise ValueError(f"{name} must be a text, not {shown(layout)}")
-    return layout or ""
 
 
 def _actorder(weights: Keys, strategy: str) -> str:
@@ -252,23 +215,25 @@ def _actorder(weights: Keys, strategy: str) -> str:
     return order
 
 
-def _check_inputs(inputs: Keys, integer_weights: bool) -> None:
-    """Checks that inputs of integer weights are integers with a scale per token; other roundings are not supported.
-    With other weights the format decides."""
-    for key, only, default in (("type", "int", "int"), ("strategy", "token", None), ("symmetric", True, True)):
-        value = inputs.get(key)
-        value = default if value is None else value
-        if integer_weights and (type(value) is not type(only) or value != only):
-            raise ValueError(f"{inputs.name(key)} {shown(value)} is not supported; {only!r} is")
-    if not integer_weights:
-        inputs.get("group_size")
+def _activation_bits(inputs: Keys, integer_weights: bool) -> int:
+    """Bits of inputs. Those of integer weights have a scale per token; with other weights the format decides."""
+    if not inputs.flag("dynamic", False):
+        raise ValueError(f"{inputs.name('dynamic')} must be true: static scales of activations are not supported")
+    if integer_weights:
+        inputs.choice("type", ("int",), "int")
+        inputs.choice("strategy", ("token",), "tensor")
+        if not inputs.flag("symmetric", True):
+            raise ValueError(f"{inputs.name('symmetric')} must be true: zero points are not supported")
+    else:
+        inputs.asked |= {"type", "strategy", "symmetric", "group_size"}
+    bits = inputs.size("num_bits", 8)
     inputs.refuse_unread(_NEUTRAL_ARGUMENTS)
+    return bits
 
 
 def _pair(part: Keys, key: str) -> tuple[int, int]:
     value = part.get(key)
-    whole = isinstance(value, list) and len(value) == 2
-    if not whole or not all(is_integer(n) and 0 < n < _MAX_BLOCK for n in value):
+    if not isinstance(value, list) or len(value) != 2 or not all(is_integer(n) and n > 0 for n in value):
         raise ValueError(f"{part.name(key)} must be [rows, columns], not {shown(value)}")
     return value[0], value[1]
 

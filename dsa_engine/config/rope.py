@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from dsa_engine.config.checks import shown
-from dsa_engine.config.keys import Keys, Neutral
+from dsa_engine.config.keys import Keys
 
 _YARN_KEYS = frozenset(
     ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     + ("attention_factor", "truncate")
 )
 # Keys that nothing reads, and their values that change nothing.
-_NEUTRAL: Mapping[str, Neutral] = {"partial_rotary_factor": (1, 1.0), "finetuned": bool}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1,), "finetuned": ()}
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,39 @@ class RopeConfig:
         """Reads ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``.
 
         Raises:
-            ValueError: a RoPE type other than "default" and "yarn", no type beside other keys, a YaRN without its
-                original length, a key that nothing reads, or a value from which no angle can be computed.
+            ValueError: a RoPE type other than "default" and "yarn", a YaRN without its original length, a key that
+                nothing reads, YaRN's without a type, or a value that is not possible.
         """
         old, new = keys.part("rope_scaling").raw, keys.part("rope_parameters").raw
-        rope = _RopeKeys(old, new)
+        rope = Keys(old | new, "rope_parameters" if new else "rope_scaling")
         # With a base of 1 or less, all pairs would turn at one speed or in reverse order of speed.
         theta_of = rope if rope.get("rope_theta") is not None else keys
-        theta = theta_of.number("rope_theta", 10000.0, above=1.0, maximum=1e15)
-        if _type_of(rope) == "default":
-            rope.asked |= _YARN_KEYS  # the type says that they do not count
+        theta = theta_of.number("rope_theta", 10000.0, above=1.0)
+        kinds = rope.get("rope_type"), rope.get("type")  # the older name counts where there is no other
+        kind = kinds[1] if kinds[0] is None else kinds[0]
+        if kind not in (None, "default", "yarn"):
+            raise ValueError(f"RoPE type {shown(kind)} is not supported; supported are 'default' and 'yarn'")
+        if kind is None and any(rope.raw.get(key) is not None for key in _YARN_KEYS):
+            raise ValueError(f"{', '.join(rope.raw)} of RoPE need a type: add 'rope_type': 'yarn', or 'default'")
+        if kind != "yarn":
+            if kind == "default":
+                rope.asked |= _YARN_KEYS  # the type says that they do not count
             rope.refuse_unread(_NEUTRAL)
             return cls(dim=dim, theta=theta)
         if rope.get("original_max_position_embeddings") is None:
             raise ValueError("YaRN needs original_max_position_embeddings in rope_parameters (or rope_scaling)")
         original = rope.size("original_max_position_embeddings")
-        factor = rope.number("factor", max_positions / original, above=1e-3, maximum=1e9)
-        mscale, all_dim = (rope.number(name, 0.0, maximum=1e3, zero=True) for name in ("mscale", "mscale_all_dim"))
+        factor = rope.number("factor", max_positions / original)
+        mscale, all_dim = (rope.number(name, 0.0, above=None) for name in ("mscale", "mscale_all_dim"))
         scales = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
         config = cls(
             dim=dim,
             theta=theta,
             factor=factor,
             original_max_positions=original,
-            beta_fast=rope.number("beta_fast", 32.0, maximum=1e9),
-            beta_slow=rope.number("beta_slow", 1.0, maximum=1e9),
-            cos_sin_scale=rope.number("attention_factor", scales, maximum=1e3),
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            cos_sin_scale=rope.number("attention_factor", scales),
             softmax_mscale=_mscale(factor, all_dim) if all_dim else 1.0,
             truncate=rope.flag("truncate", True),
         )
@@ -117,31 +124,3 @@ class RopeConfig:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-class _RopeKeys(Keys):
-    """The keys of ``rope_scaling`` and ``rope_parameters``; where both have one, the latter counts."""
-
-    def __init__(self, old: dict[str, Any], new: dict[str, Any]):
-        super().__init__(old | new, "rope_parameters" if new else "rope_scaling")
-        self._old = old.keys() - new.keys()
-
-    def name(self, key: str) -> str:
-        return f"config.json: rope_scaling.{key}" if key in self._old else super().name(key)
-
-
-def _type_of(rope: Keys) -> str:
-    """ "default" or "yarn"; ``rope_type`` counts before ``type``, its older name."""
-    given = {key: rope.get(key) for key in ("rope_type", "type") if rope.get(key) is not None}
-    for key, kind in given.items():
-        if kind not in ("default", "yarn"):
-            raise ValueError(
-                f"{rope.name(key)}: RoPE type {shown(kind)} is not supported; supported are 'default' and 'yarn'"
-            )
-    others = [key for key, value in rope.raw.items() if value is not None and key not in rope.asked]
-    if not given and any(key not in _NEUTRAL for key in others):
-        raise ValueError(
-            f"{rope.name(others[0])} = {shown(rope.raw[others[0]])} is given without a type; add 'rope_type': 'yarn', "
-            "or 'default' for plain RoPE"
-        )
-    return str(next(iter(given.values()), "default"))

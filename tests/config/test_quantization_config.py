@@ -87,70 +87,48 @@ def changed(group: dict[str, Any], part: str, **keys: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "config, error",
+    "config, named",
     [
-        ({"quant_method": "awq"}, "'awq' is not supported; supported are .*'fp8'.*'compressed-tensors'"),
-        (FP8 | {"scale_fmt": "e5m2"}, "scale_fmt 'e5m2' is not supported"),
-        (FP8 | {"activation_scheme": "static"}, "activation_scheme 'static' is not supported"),
-        (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size must be \[rows, columns\], not \[128, 0\]"),
-        (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names"),
-        (compressed(), "config_groups must name at least one group"),
-        (compressed(INT8 | {"targets": []}), "group_0.targets must name at least one target"),
-        (compressed(INT8, ignore=["re:*"]), "ignore: 're:\\*' is no regular expression"),
-        (compressed(INT8 | {"weights": None}), "group_0.weights is missing"),
-        (changed(INT8, "weights", num_bits="8"), "num_bits must be a positive integer, not '8'"),
-        (changed(INT8, "weights", strategy="row"), "strategy 'row' is not supported"),
-        (changed(INT8, "input_activations", dynamic=False), "dynamic must be true"),
-        (changed(INT8, "output_activations", num_bits=8), "output_activations is not supported"),
-        (changed(INT4, "weights", group_size=None), "lacks 'group_size'"),
-        (FP8 | {"of_tomorrow": 1}, "quantization_config.of_tomorrow 1 is not supported: nothing reads this key"),
-        (
-            FP8 | {"dequantize": True},
-            "quantization_config.dequantize True is not supported; supported are False, or null",
-        ),
-        (FP8 | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert .* is not supported"),
-        (
-            compressed(INT8, of_tomorrow={"a": 1}),
-            "quantization_config.of_tomorrow {'a': 1} is not supported: nothing reads",
-        ),
+        ({"quant_method": "awq"}, "'awq'"),
+        (FP8 | {"scale_fmt": "e5m2"}, "scale_fmt 'e5m2'"),
+        (FP8 | {"activation_scheme": "static"}, "activation_scheme 'static'"),
+        (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size .*\[128, 0\]"),
+        (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert .*'lm_head'"),
+        (FP8 | {"of_tomorrow": 1}, "quantization_config.of_tomorrow 1"),
+        (FP8 | {"dequantize": True}, "quantization_config.dequantize True"),
+        (FP8 | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert .*'embed_tokens'"),
+        (compressed(), "config_groups"),
+        (compressed() | {"config_groups": {"group_0": 1}}, "config_groups.group_0 .* 1"),
+        (compressed(INT8 | {"targets": []}), "group_0.targets"),
+        (compressed(INT8 | {"weights": None}), "group_0.weights"),
+        (compressed(INT8 | {"of_tomorrow": 1}), "config_groups.group_0.of_tomorrow 1"),
+        (compressed(INT8, ignore=["re:*"]), r"ignore: 're:\*'"),
+        (compressed(INT8, of_tomorrow={"a": 1}), "quantization_config.of_tomorrow {'a': 1}"),
         (
             compressed(INT8, transform_config={"config_groups": {"R1": {}}}),
-            "quantization_config.transform_config {.* is not",
+            "quantization_config.transform_config {.*R1",
         ),
-        (
-            compressed(INT8, sparsity_config={"format": "sparse-bitmask"}),
-            "quantization_config.sparsity_config .* is not",
-        ),
-        (
-            compressed(INT8, kv_cache_scheme={"num_bits": 8}),
-            "quantization_config.kv_cache_scheme {'num_bits': 8} is not",
-        ),
-        (
-            compressed(INT8, quantization_status="new"),
-            "quantization_status 'new' is not supported; supported are 'init",
-        ),
-        (compressed(INT8 | {"of_tomorrow": 1}), "config_groups.group_0.of_tomorrow 1 is not supported"),
-        (changed(INT8, "weights", dynamic=True), "group_0.weights.dynamic must be false"),
-        (changed(INT8, "weights", of_tomorrow=1), "group_0.weights.of_tomorrow 1 is not supported"),
-        (changed(INT8, "weights", group_size=128), "group_0.weights.group_size 128 is not supported"),
-        (changed(INT8, "weights", observer=3), "group_0.weights.observer must be a text, not 3"),
-        (changed(INT8, "weights", actorder="group"), "weights.actorder 'group' needs strategy 'group', not 'channel'"),
-        (
-            changed(INT4, "weights", actorder="rows"),
-            "weights.actorder 'rows' is not supported; .* group, dynamic, weight",
-        ),
-        (changed(INT4, "weights", block_structure=[1, 1]), r"weights.block_structure \[1, 1\] is not supported"),
-        (
-            changed(INT8, "input_activations", strategy=None),
-            "input_activations.strategy None is not supported; 'token'",
-        ),
-        (changed(INT8, "input_activations", group_size=128), "input_activations.group_size 128 is not supported"),
-        (changed(INT8, "input_activations", actorder="group"), "input_activations.actorder 'group' is not supported"),
-        (compressed() | {"config_groups": {"group_0": 1}}, "config_groups.group_0 must be a JSON object, not 1"),
+        (compressed(INT8, sparsity_config={"format": "sparse-bitmask"}), "sparsity_config .*sparse-bitmask"),
+        (compressed(INT8, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme {'num_bits': 8}"),
+        (changed(INT8, "weights", num_bits="8"), "num_bits .*'8'"),
+        (changed(INT8, "weights", strategy="row"), "strategy 'row'"),
+        (changed(INT8, "weights", dynamic=True), "group_0.weights.dynamic"),
+        (changed(INT8, "weights", of_tomorrow=1), "group_0.weights.of_tomorrow 1"),
+        (changed(INT8, "weights", group_size=128), "group_0.weights.group_size 128"),
+        (changed(INT8, "weights", actorder="group"), "weights.actorder 'group' .* 'channel'"),
+        (changed(INT4, "weights", group_size=None), "lacks 'group_size'"),
+        (changed(INT4, "weights", actorder="rows"), "weights.actorder 'rows'"),
+        (changed(INT4, "weights", block_structure=[1, 1]), r"weights.block_structure \[1, 1\]"),
+        (changed(INT8, "input_activations", dynamic=False), "input_activations.dynamic"),
+        (changed(INT8, "input_activations", strategy=None), "input_activations.strategy 'tensor'"),
+        (changed(INT8, "input_activations", symmetric=False), "input_activations.symmetric"),
+        (changed(INT8, "input_activations", group_size=128), "input_activations.group_size 128"),
+        (changed(INT8, "input_activations", actorder="group"), "input_activations.actorder 'group'"),
+        (changed(INT8, "output_activations", num_bits=8), "output_activations"),
     ],
 )
-def test_what_is_not_possible_is_refused(config: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
+def test_what_is_not_possible_is_refused(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         read(config)
 
 

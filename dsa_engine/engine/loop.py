@@ -136,6 +136,8 @@ class EngineLoop:
                     self._take(message)
                 self.messages_s += time.perf_counter() - begun if busy else 0.0
                 self._turn()
+                if (events := self.engine.scheduler.prefix_cache.events) is not None:
+                    events.publish()
         except BaseException as error:
             self.error = error
         finally:
@@ -265,6 +267,8 @@ class EngineLoop:
                 self.engine.recorder.close()
         with suppress(BaseException):
             self.engine.tiers.close()
+            if (events := self.engine.scheduler.prefix_cache.events) is not None:
+                events.close()
         self._ended.set()
         atexit.unregister(self._leave)
         self._callers.fail_all(self._refusal())

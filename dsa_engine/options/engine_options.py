@@ -130,6 +130,14 @@ class EngineOptions(Options):
         "use the cache pages of earlier requests whose tokens begin alike; they stay until the memory is needed.",
         help="compute every prompt in full",
     )
+    kv_events_config: dict[str, Any] | None = option(
+        JSON_OBJECT,
+        None,
+        "publish which pages the prefix cache holds, over ZMQ as vLLM does, for routers that follow it: "
+        '``{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": ""}``.',
+        help="publish which pages the prefix cache holds, as vLLM does, such as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
+    )
     cache_memory: int | str | None = option(
         SIZE,
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from openai import OpenAI
 
 ROUTER = Path(sys.executable).with_name("vllm-router")
 STARTED_S, ANSWERED_S = 120, 30
+EVENTS: dict[str, str] = {}  # by URL of a server
 
 
 class Process:
@@ -60,11 +62,15 @@ def kill(process: Process) -> None:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Process]]:
-    """Two servers of the demo model by URL."""
+    """Two servers of the demo model by URL; ``EVENTS`` says where each publishes its events."""
     folder = tmp_path_factory.mktemp("servers")
     made = {}
-    for port in free_ports(2):
+    ports = free_ports(4)
+    for port, events_port in zip(ports[:2], ports[2:]):
+        EVENTS[f"http://127.0.0.1:{port}"] = endpoint = f"tcp://127.0.0.1:{events_port}"
+        events = {"enable_kv_cache_events": True, "endpoint": endpoint}
         words = ("-m", "dsa_engine", "serve", "demo", "--device", "cpu", "--port", str(port))
+        words += ("--kv-events-config", json.dumps(events))
         made[f"http://127.0.0.1:{port}"] = Process(folder / str(port), sys.executable, *words)
     with ExitStack() as stack:
         for process in made.values():
@@ -87,6 +93,32 @@ def route(servers: dict[str, Process], tmp_path: Path) -> Iterator[Callable[...,
             return OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=ANSWERED_S, max_retries=3)
 
         yield start
+
+
+def test_kv_aware(servers: dict[str, Process], route: Callable[..., OpenAI]) -> None:
+    """Each server has computed other prompts; the router knows them by the servers' events alone."""
+    sources = [word for url in servers for word in ("--kv-event-source", f"{url}={EVENTS[url]}")]
+    client = route("--policy", "kv_aware", "--kv-event-block-size", "64", "--kv-event-model", "demo", *sources)
+    time.sleep(1)  # until the router listens to the events
+
+    def cached(asked: OpenAI, number: int, *, chat: bool) -> int:
+        text = f"{number} " + "The quick brown fox jumps over the lazy dog. " * 30
+        if chat:
+            answer = asked.chat.completions.create(
+                model="demo", messages=[{"role": "user", "content": text}], max_tokens=2
+            )
+            usage = answer.usage
+        else:
+            usage = asked.completions.create(model="demo", prompt=text, max_tokens=2).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    for number in range(6):
+        url = list(servers)[number % 2]
+        with OpenAI(base_url=f"{url}/v1", api_key="none") as own:
+            assert cached(own, number, chat=number < 3) < 64
+    time.sleep(1)  # until the events have come
+    assert min(cached(client, number, chat=number < 3) for number in range(6)) >= 64
 
 
 def test_cache_aware(servers: dict[str, Process], route: Callable[..., OpenAI]) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 
 class HostSlots:
-    """Copies of pages, known by the digests of the pages, and replaced in the order of their last use."""
+    """Copies of pages, known by the digests of the pages, and replaced in the order of their last use.
+
+    Attributes:
+        dropped: called with the digest of a copy that is replaced; None: nobody wants to know.
+    """
+
+    dropped: Callable[[bytes], None] | None = None
 
     def __init__(self, slots: int):
         self._free = list(range(slots - 1, -1, -1))
@@ -59,6 +65,8 @@ class HostSlots:
             if oldest is None:
                 break
             slots.append(self._slot_of.pop(oldest))
+            if self.dropped is not None:
+                self.dropped(oldest)
         return slots
 
     def name(self, slot: int, digest: bytes) -> None:

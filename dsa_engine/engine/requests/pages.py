@@ -8,7 +8,7 @@ With host memory behind the device, its rows are then copied there, and come bac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dsa_engine.engine.requests.host_slots import HostSlots
 from dsa_engine.model.cache.page_moves import PageCopy
@@ -23,7 +23,10 @@ class PagePool:
     Attributes:
         host: the pages in host memory.
         copies: copies between both that the next step begins with, in their order.
+        dropped: called with the digest of a page that is no longer on the device; None: nobody wants to know.
     """
+
+    dropped: Callable[[bytes], None] | None = None
 
     def __init__(self, pages: int, slots: int = 0):
         self.host = HostSlots(slots)
@@ -62,6 +65,8 @@ class PagePool:
             page, _ = self._cached.popitem(last=False)
             digest = self._digest_of.pop(page)
             del self._page_of[digest]
+            if self.dropped is not None:
+                self.dropped(digest)
             if (slot := self.host.put(digest, locked)) is not None:
                 self.copies.append(PageCopy(True, page, slot))
             pages.append(page)
@@ -109,6 +114,8 @@ class PagePool:
         for page in pages:
             if (digest := self._digest_of.pop(page, None)) is not None:
                 del self._page_of[digest]
+                if self.dropped is not None:
+                    self.dropped(digest)
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes back a request's pages. The last are evicted first: pages are found from the first on."""

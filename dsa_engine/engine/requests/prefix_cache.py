@@ -8,11 +8,14 @@ uses the pages that any rank of its group has (``page_ledger.py``).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dsa_engine.engine.requests.page_digests import PageDigests
 from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
+
+if TYPE_CHECKING:  # needs packages of the extra "serve"
+    from dsa_engine.engine.requests.kv_events import KVEvents
 
 
 class PageSource(Protocol):
@@ -33,6 +36,7 @@ class PrefixCache:
     Attributes:
         lookahead: number of tokens after a page that its rows depend on; to be changed only before a :meth:`reset`.
         least_computed: number of last tokens of a request that are always computed.
+        events: publishes what is named and what is forgotten; None: nothing is published.
         queries, hits: number of tokens of the requests admitted so far, and of those that were found.
     """
 
@@ -41,6 +45,7 @@ class PrefixCache:
         self._page_size = page_size
         self._enabled = enabled
         self.lookahead, self.least_computed = 0, 1
+        self.events: KVEvents | None = None
         self.queries, self.hits = 0, 0
 
     def enter(self, request: Request) -> None:
@@ -93,6 +98,8 @@ class PrefixCache:
             return
         new = self.digests(request)[request.num_named_pages : computed]
         self._ledger.name(request, new, request.num_named_pages)
+        if self.events is not None:
+            self.events.stored(request, self.digests(request)[:computed], request.num_named_pages)
         request.num_named_pages += len(new)
 
     def release(self, request: Request, *, failed: bool = False) -> None:
@@ -105,6 +112,8 @@ class PrefixCache:
     def reset(self) -> None:
         """Forgets all pages."""
         self._ledger.evict_all()
+        if self.events is not None:
+            self.events.cleared()
 
     def digests(self, request: Request) -> list[bytes]:
         """Digests of a request's pages, as far as its tokens are known."""

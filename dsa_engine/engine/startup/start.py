@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,6 +46,9 @@ from dsa_engine.quantization import Unquantized, quantization_name, weight_forma
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes, parse_bytes
 
+if TYPE_CHECKING:
+    from dsa_engine.engine.requests.kv_events import KVEvents
+
 logger = logging.getLogger(__name__)
 
 # Longest wait for the rank with the slowest disk: longer than for a collective (`ParallelConfig.timeout`).
@@ -69,6 +72,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     same, options = partial(start_facts, folder, options), own_options(options)
     mesh = options.parallel.create_mesh(options.device, same)
     check_record(mesh)
+    events = _kv_events(options, mesh)
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
     stored = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))  # raises before anything loads
     workspace = (
@@ -150,7 +154,19 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     if model.loads is not None:
         model.loads.forget()  # those of steps that were no requests'
     engine.rebalancing, engine.recorder = rebalancing, LoadRecorder.of(model)
+    if events is not None:
+        events.follow(scheduler)
     return engine
+
+
+def _kv_events(options: EngineOptions, mesh: Mesh) -> KVEvents | None:
+    """What publishes the events of the prefix cache, on rank 0 if they are wanted."""
+    wanted = options.kv_events_config or {}
+    if not wanted.get("enable_kv_cache_events") or not mesh.is_front:
+        return None
+    from dsa_engine.engine.requests.kv_events import KVEvents  # needs packages of the extra "serve"
+
+    return KVEvents(wanted)
 
 
 def progress_of(mesh: Mesh, options: EngineOptions) -> Callable[..., Any]:

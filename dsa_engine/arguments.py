@@ -20,7 +20,7 @@ from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.logs import set_up_logging
-from dsa_engine.system.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
+from dsa_engine.system.output_files import drop_stdout, keep_stdout, restore_stdout
 from dsa_engine.vllm_options import answer
 
 if TYPE_CHECKING:
@@ -199,17 +199,14 @@ def read_text(path: str) -> str:
 def run(main: Callable[[], None]) -> None:
     """Runs a script; an error that a user can correct ends it with one line and exit status 2, without a traceback.
 
-    Ctrl-C also ends it with one line, and status 130. If the reader of standard output has closed it (``| head``), a
-    single process ends silently with status 141, as after SIGPIPE; several ranks stop printing and run to the end.
+    Ctrl-C also ends it with one line, and status 130. If the reader of standard output has closed it (``| head``), the
+    process ends silently with status 141, as after SIGPIPE.
     """
     correctable = (ValueError, TypeError, OSError)
     several = several_processes()
     report_failures(brief=correctable)
-    stdout = sys.stdout
     try:
         set_up_logging()
-        if several:
-            sys.stdout = UntilClosed(stdout)
         main()
         print(end="", flush=True)  # also without a standard output
     except BrokenPipeError:
@@ -223,5 +220,3 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(130 if interrupted else 2)
     finally:
         restore_stdout()
-        if not several:
-            sys.stdout = stdout

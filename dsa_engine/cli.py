@@ -6,11 +6,8 @@ import argparse
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from dsa_engine.system.interrupts import ending_at_once
-
-with ending_at_once():
-    from dsa_engine.arguments import Parser, argument_parser, run
-    from dsa_engine.version import __version__
+from dsa_engine.arguments import Parser, argument_parser, run
+from dsa_engine.version import __version__
 
 
 class Command(NamedTuple):
@@ -36,8 +33,7 @@ class Command(NamedTuple):
 
 def _imported(name: str) -> Any:
     module, _, function = name.partition(":")
-    with ending_at_once():
-        return getattr(import_module(f"dsa_engine.commands.{module}"), function)
+    return getattr(import_module(f"dsa_engine.commands.{module}"), function)
 
 
 COMMANDS = {

@@ -37,7 +37,6 @@ _AFTER_S = 0.3  # the others end after the first rank: torchrun reports the proc
 _LAST_S = 30.0  # limit for an end that is itself held up (by a full pipe, or a store that cannot be reached)
 
 _reporter: _Reporter | None = None
-_before_end: list[Callable[[], None]] = []
 
 
 def report_failures(*, connect_s: float | None = None, brief: tuple[type[Exception], ...] = ()) -> None:
@@ -66,13 +65,6 @@ def report_failures(*, connect_s: float | None = None, brief: tuple[type[Excepti
 def run_store() -> dist.Store | None:
     """The store of the run, if :func:`report_failures` has connected to it."""
     return None if _reporter is None else _reporter.store
-
-
-def before_end(call: Callable[[], None]) -> Callable[[], None]:
-    """Registers a function for the end by a failure, which skips the cleaning up of an orderly exit; any thread may
-    call it."""
-    _before_end.append(call)
-    return call
 
 
 def is_transport_error(error: BaseException) -> bool:
@@ -188,9 +180,6 @@ class _Reporter:
         store.set("over", "")
 
     def _end(self, code: int) -> None:
-        for call in _before_end:
-            with suppress(Exception):
-                call()
         with suppress(Exception):
             sys.stdout.flush()
         # An orderly exit would wait for collectives with ranks that have ended.

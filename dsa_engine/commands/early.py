@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from dsa_engine.arguments import engine_options
 from dsa_engine.parallel.launch_environment import launched_rank
-from dsa_engine.system.interrupts import ending_at_once
 
 if TYPE_CHECKING:
     from dsa_engine.text.conversations import ConversationFormat
@@ -27,11 +26,11 @@ class Early:
     """
 
     def __init__(self, args: argparse.Namespace):
-        with ending_at_once():  # imports torch, which takes seconds and which the help of the commands does not need
-            from dsa_engine.config.model import ModelConfig
-            from dsa_engine.engine.startup.start import limited_model_len
-            from dsa_engine.model_folder import resolve_model
-            from dsa_engine.options import EngineOptions
+        # These import torch, which takes seconds and which the help of the commands does not need.
+        from dsa_engine.config.model import ModelConfig
+        from dsa_engine.engine.startup.start import limited_model_len
+        from dsa_engine.model_folder import resolve_model
+        from dsa_engine.options import EngineOptions
 
         self._options = EngineOptions(**engine_options(args))
         self.folder = resolve_model(self._options.model, dummy=self._options.load_format == "dummy")

@@ -60,13 +60,12 @@ def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str,
         and of its ranks, defaults included.
     """
     engine = llm.engine
-    shape = {name: _plain(v) for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
-    in_force = asdict(engine.options) | {"parallel": asdict(engine.options.parallel)}
+    shape = {name: v for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
     return {
         **environment(engine.mesh.device, engine.dtype, world_size),
         "model": {"name": model_name(llm), **shape},
         "options": dict(given),
-        "options_in_force": {name: _plain(value) for name, value in in_force.items()},
+        "options_in_force": asdict(engine.options) | {"parallel": asdict(engine.options.parallel)},
     }
 
 
@@ -129,8 +128,8 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def write_json(path: str | Path, result: dict[str, Any]) -> None:
-    """Writes the result whole or not at all; "-" is standard output."""
-    write_text(path, json.dumps(result, indent=2) + "\n")
+    """Writes the result whole or not at all; "-" is standard output. Values that JSON does not know become texts."""
+    write_text(path, json.dumps(result, indent=2, default=lambda value: str(value).removeprefix("torch.")) + "\n")
 
 
 def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[Any], *, complete: bool) -> None:
@@ -156,31 +155,16 @@ def read_so_far(path: str) -> tuple[list[Any], dict[str, str]]:
         raise ValueError(f"{path} has no results that could be added to; give another name, or remove it") from None
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON can hold it."""
-    if isinstance(value, dict):
-        return {name: _plain(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, str | int | float | None) else str(value).removeprefix("torch.")
-
-
 def _commit() -> str | None:
     """The commit of the running checkout, with "-dirty" if files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     if not (root / ".git").exists():
         return None
     try:
-        described = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return described.stdout.strip() or None
 
 
 def _cell(value: object) -> str:
@@ -190,9 +174,8 @@ def _cell(value: object) -> str:
 
 
 def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "cpu"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")

@@ -4,46 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from typing import Any
 
 from tqdm.auto import tqdm
 
 _EVERY_S = 10.0
+_LINE = "{desc}: {n_fmt} of {total_fmt} {unit} in {elapsed}{postfix}"
 
 logger = logging.getLogger(__name__)
 
 
-class LoggedProgress:
-    """Replaces a ``tqdm`` bar if there is no terminal: the part of its interface that the engine uses."""
-
-    def __init__(self, total: int, unit: str, title: str):
-        self.n = 0
-        self._total, self._unit, self._title = total, unit, title
-        self._postfix = ""
-        self._begin = self._last_line = time.monotonic()
-
-    def update(self, n: int = 1) -> None:
-        self.n += n
-        now = time.monotonic()
-        if now - self._last_line >= _EVERY_S:
-            self._last_line = now
-            detail = f", {self._postfix}" if self._postfix else ""
-            counted = f"{self.n:,} of {self._total:,} {self._unit}"
-            logger.info("%s: %s in %.0f s%s", self._title, counted, now - self._begin, detail)
-
-    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        self._postfix = text
-
-    def __enter__(self) -> LoggedProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def progress_bar(total: int, unit: str, title: str, shown: bool = True) -> Any:
-    """A context manager with ``update(n)``, ``set_postfix_str(text)`` and ``n``, as those of ``tqdm``.
+    """A bar of ``tqdm``.
 
     Args:
         total: the number of units.
@@ -51,14 +23,20 @@ def progress_bar(total: int, unit: str, title: str, shown: bool = True) -> Any:
         title: what is being done.
         shown: False shows nothing.
     """
+    bar: dict[str, Any] = {"total": total, "unit": unit, "desc": title, "leave": False}
     if not shown or sys.stderr is None:
-        return tqdm(total=total, disable=True)
-    if sys.stderr.isatty() or _in_notebook():
-        return tqdm(total=total, unit=unit, desc=title, leave=False, dynamic_ncols=True)
-    return LoggedProgress(total, unit, title)
+        return tqdm(disable=True, **bar)
+    if sys.stderr.isatty() or "ipykernel" in sys.modules:
+        return tqdm(dynamic_ncols=True, **bar)
+    return tqdm(file=_Log(), bar_format=_LINE, mininterval=_EVERY_S, delay=_EVERY_S, **bar)
 
 
-def _in_notebook() -> bool:
-    """Whether this is a Jupyter kernel, whose stderr is not a terminal but shows bars."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and "IPKernelApp" in (getattr(ipython.get_ipython(), "config", None) or {})
+class _Log:
+    """The file of a bar: its texts become lines of the log."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            logger.info("%s", line)
+
+    def flush(self) -> None:
+        pass

@@ -12,7 +12,7 @@ import torch
 from dsa_engine import LLM
 from dsa_engine.commands.bench import plots
 from dsa_engine.commands.bench.prefill_benchmark import PrefillResult
-from dsa_engine.measure.report import caption, run_report
+from dsa_engine.measure.report import caption, run_report, write_json
 
 
 def prefill(input_len: int, seconds: float) -> PrefillResult:
@@ -34,9 +34,10 @@ def test_prefills_and_their_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "one run more" in bars.get_title(), "the stages are not those of the timed runs"
 
 
-def test_a_report_says_what_a_comparison_needs() -> None:
+def test_a_report_says_what_a_comparison_needs(tmp_path: Path) -> None:
     llm = LLM("demo-random", device="cpu", max_model_len=512, seed=3)
-    about = json.loads(json.dumps(run_report(llm, {"seed": 3}, 1)))
+    write_json(tmp_path / "a.json", run_report(llm, {"seed": 3}, 1))
+    about = json.loads((tmp_path / "a.json").read_text())
     assert about["options"] == {"seed": 3}
     assert about["options_in_force"]["page_size"] == 64 and about["options_in_force"]["seed"] == 3
     assert about["options_in_force"]["parallel"]["tp_size"] == 1

@@ -19,7 +19,7 @@ Run = Callable[..., Any]
         ("bench_prefill.py", ["--repeat", "0"], "--repeat must be at least 1"),
         ("bench_prefill.py", ["--hf-overrides", "{"], "--hf-overrides is not valid JSON"),
         ("bench_prefill.py", ["--prompt-file", "/nowhere/at/all"], "No such file"),
-        ("bench_prefill.py", ["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        ("bench_prefill.py", ["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all"),
         ("bench_prefill.py", ["--model", "/nowhere"], "no such model folder: /nowhere"),
         ("bench_prefill.py", ["--seq-len", "200000"], "max_model_len is 163840; shorten the prompt"),
         ("bench_prefill.py", ["--cache-memory", "1MB"], "the cache is too small for this request"),
@@ -53,7 +53,7 @@ Run = Callable[..., Any]
         ("compare_overlaps.py", ["--repeat", "0"], "--repeat and --batch-size at least 1"),
         ("compare_overlaps.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds"),
         ("studies/compare_transformers.py", ["--threads", "0"], "must be at least 1"),
-        ("evaluate.py", ["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        ("evaluate.py", ["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all"),
         ("demo.py", ["--tokens", "0"], "--tokens must be at least 1"),
     ],
 )

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.system.output_files import whole_file
 
 FOLDER = Path(sys.argv[1])
 mesh = Mesh.create(ParallelConfig(timeout=600.0), "cpu")
@@ -21,6 +20,5 @@ if mesh.rank == 0:
     while len(list(FOLDER.iterdir())) < 2:
         time.sleep(0.05)
     raise LookupError("no such expert")
-with whole_file(FOLDER / f"result {mesh.rank}.json") as file:
-    file.write_text("half")
-    ctypes.CDLL(None).pause()
+(FOLDER / f"rank {mesh.rank} waits").touch()
+ctypes.CDLL(None).pause()

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel.apart import pair_groups as pairs
+from dsa_engine.parallel import apart
 from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.group import Group
 
@@ -62,10 +62,10 @@ def on_linked_ranks(
 
     def run(rank: int) -> Result:
         this.rank = rank
-        return work(rank, pairs.pair_groups(rank, senders, receivers, torch.device("cpu"), 30))
+        return work(rank, apart.pair_groups(rank, senders, receivers, torch.device("cpu"), 30))
 
     ranks = [*senders, *receivers]
-    with patch.object(pairs, "dist", SimpleNamespace(new_group=new_group)), ThreadPoolExecutor(len(ranks)) as threads:
+    with patch.object(apart, "dist", SimpleNamespace(new_group=new_group)), ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(run, sorted(ranks)))
 
 

@@ -25,8 +25,7 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions, options_of_decode
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
-from dsa_engine.parallel.apart.pair_groups import pair_groups
-from dsa_engine.parallel.apart.roles import part_options
+from dsa_engine.parallel.apart import pair_groups, part_options
 from dsa_engine.parallel.group import Group
 
 if TYPE_CHECKING:

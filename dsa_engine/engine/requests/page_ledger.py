@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from dsa_engine.engine.requests.host_slots import HostSlots
 from dsa_engine.engine.requests.pages import PagePool
 from dsa_engine.engine.requests.request import Chunk, Fetch, Request
 from dsa_engine.model.cache.page_moves import PageMoves
@@ -182,12 +181,6 @@ class PageLedger:
         """Frees all cached pages and host memory, and forgets the digests of held pages."""
         for pool in self.pools:
             pool.evict_all()
-
-    def drop_host_memory(self) -> None:
-        """Uses no host memory from now on; called before there are requests."""
-        self.slots = 0
-        for pool in self.pools:
-            pool.host = HostSlots(0)
 
     def _give(self, request: Request, rank: int, pages: list[int]) -> None:
         held = self._held[rank].setdefault(request, [])

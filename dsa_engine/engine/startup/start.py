@@ -31,7 +31,7 @@ from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.startup.same_weights import compare_weights
 from dsa_engine.engine.startup.step_memory import step_bytes
-from dsa_engine.engine.startup.tiers import TierSizes, attach_disk, drop_dear_copies, make_transfer, warm_up
+from dsa_engine.engine.startup.tiers import TierSizes, attach_disk, make_transfer, warm_up
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -145,8 +145,6 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     )
     if side:
         side.attach(engine)
-    if sizes.slots and options.cache_folder is None:
-        drop_dear_copies(engine)
     if options.cache_folder is not None:
         attach_disk(engine, folder, sizes)
     if graphs is not None and mesh.static_decode:

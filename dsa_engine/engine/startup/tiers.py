@@ -16,7 +16,6 @@ from dsa_engine.engine.disk.folder_key import FolderKey
 from dsa_engine.engine.disk.page_folder import PageFolder
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
-from dsa_engine.engine.startup.restore_costs import seconds_per_token
 from dsa_engine.engine.tiers import DiskTier
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.cache.host_pages import HostPages
@@ -134,17 +133,6 @@ def warm_up(mesh: Mesh, sizes: TierSizes) -> None:
     memory for the caches is counted. Every rank calls it."""
     if sizes.exchanged:
         mesh.cp.all_to_all(torch.zeros(mesh.cp.size, 1, device=mesh.device))
-
-
-def drop_dear_copies(engine: Engine) -> None:
-    """Leaves host memory unused if this machine computes a token faster than it copies its rows."""
-    runner, cache, options = engine.runner, engine.cache, engine.options
-    copied, computed = seconds_per_token(engine.mesh, runner, cache, options, engine.max_model_len)
-    text = "%.2f us to copy a token's rows from host memory, %.2f us to compute them%s"
-    dear = copied > computed
-    logger.info(text, 1e6 * copied, 1e6 * computed, ": host memory is not used" if dear else "")
-    if dear:
-        engine.scheduler.ledger.drop_host_memory()
 
 
 def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dsa_engine.config.checks import integer, is_integer
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.apart.roles import position
+from dsa_engine.parallel.apart import position
 from dsa_engine.parallel.device import choose_device
 
 

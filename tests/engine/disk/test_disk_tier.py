@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.startup import start
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 FP8 = {"kv_cache_dtype": "fp8", "hf_overrides": {"kv_lora_rank": 128, "index_head_dim": 64}}
@@ -22,12 +21,6 @@ ONE, TWO = (
     {"speculative_config": {"num_speculative_tokens": 2}, "hf_overrides": {"num_nextn_predict_layers": n}}
     for n in (1, 2)
 )
-
-
-@pytest.fixture(autouse=True)
-def _measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the models of these tests may compute a token faster than copy it."""
-    monkeypatch.setattr(start, "drop_dear_copies", lambda engine: None)
 
 
 @pytest.fixture

@@ -86,17 +86,6 @@ def test_unfinished_files_are_deleted_when_they_are_old(limit: int | None, make:
     assert reads(old, 0)
 
 
-@pytest.mark.parametrize("name", ["a b'\"$(x)", "ä漢\n%s", "-rf", "x" * 200, ".hidden"])
-def test_odd_names(name: str, make: Callable[..., PageFolder], tmp_path: Path) -> None:
-    target = tmp_path / "target" / name
-    written(make(folder=target), 0)
-    (tmp_path / "link").symlink_to(target)
-    linked = make(folder=tmp_path / "link", limit=10**6)
-    assert reads(linked, 0)
-    written(linked, 1)
-    assert len(list(pages(target / KEY))) == 2
-
-
 def work(where: Path, seed: int, pages: int, limit: int) -> None:
     """Writes and reads random pages in a child process, until it has read and written so many; fails at wrong bytes."""
     folder, rng, counts = PageFolder(where, limit, KEY, {}), random.Random(seed), [0, 0]

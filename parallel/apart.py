@@ -1,0 +1,136 @@
+"""A run in two parts: the first ranks prefill, the others decode. Each part is a mesh of its own, and each pair of a
+rank of one part and a rank of the other has a process group of its own: with NCCL a communicator and a stream, so that
+a message that waits for its other side delays no collective and no message of another pair. Messages of a pair keep
+their order; between pairs there is none, and so no cycle of ranks that wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dsa_engine.parallel.agreement import compare
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.config import ParallelConfig
+
+_MAX_CTAS = 4  # thread blocks of the device that a message takes, also while it waits for its other side
+
+
+def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelConfig:
+    """The options of the part that this rank belongs to, out of those of both.
+
+    Raises:
+        ValueError: there are not enough ranks, or a part cannot be divided as its options say.
+    """
+    rank, ranks_that_prefill, size = position(prefill)
+    for part, config, ranks in (
+        ("prefill", prefill, ranks_that_prefill),
+        ("decode", decode, size - ranks_that_prefill),
+    ):
+        sizes = {"tp_size": config.tp_size} | ({"cp_size": config.cp_size or 1} if part == "prefill" else {})
+        for name, wanted in sizes.items():
+            if ranks % wanted:
+                option = name if part == "prefill" or wanted == prefill.tp_size else f"decode_options: {name}"
+                raise ValueError(
+                    f"{option} {wanted} does not divide the {ranks} rank(s) that {part}; see prefill_ranks"
+                )
+    return prefill if rank < ranks_that_prefill else decode
+
+
+def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping[str, str]] | None) -> Mesh:
+    """The mesh of this rank's part of the run. The decode part has context-parallel groups of one rank, as it prefills
+    nothing.
+
+    Raises:
+        ValueError: there are not enough ranks, the part cannot be divided as the options say, or see
+            :meth:`Mesh.create`.
+    """
+    rank, prefill, size = position(config)
+    members = range(prefill) if rank < prefill else range(prefill, size)
+    own = config if rank < prefill else replace(config, cp_size=1)
+    mesh = Mesh.create(own, device, members, same)
+    mesh.run_ranks = list(range(size))
+    if same is not None:
+        compare(same(), mesh.run_ranks, rank, config.timeout)
+    return mesh
+
+
+def position(config: ParallelConfig) -> tuple[int, int, int]:
+    """This rank, the number of ranks that prefill, and that of all.
+
+    Raises:
+        ValueError: there are not enough ranks.
+    """
+    rank, size = config.run_position()
+    prefill = config.prefill_ranks
+    assert prefill is not None
+    if prefill >= size:
+        raise ValueError(
+            f"prefill_ranks {prefill} leaves no rank to decode: the run has {size} rank(s); start more with torchrun, "
+            "or lower prefill_ranks"
+        )
+    return rank, prefill, size
+
+
+def pair_groups(
+    rank: int, senders: Sequence[int], receivers: Sequence[int], device: torch.device, timeout: float
+) -> dict[int, Group]:
+    """Makes the groups of this rank with every rank of the other part, by its number in the run.
+
+    All ranks of the run call it, as every rank takes part in making every group. They go through the pairs in one order
+    and exchange a message in each, so that NCCL's memory is taken and no later message has to connect first. A pair
+    without this rank costs it no message.
+
+    Args:
+        timeout: seconds after which a message that does not arrive ends the run.
+    """
+    groups = {}
+    for sender, receiver in pairs_in_rounds(senders, receivers):
+        pair = sorted((sender, receiver))
+        # Without local synchronisation: the name that it gives a group counts the groups of a process, and ranks of a
+        # pair have made different ones.
+        options = _nccl_options() if device.type == "cuda" else None
+        handle = dist.new_group(pair, timeout=timedelta(seconds=timeout), pg_options=options)
+        if rank not in pair:
+            continue
+        group = Group(tuple(pair), pair.index(rank), handle)
+        _connect(group, rank == sender, device)
+        groups[receiver if rank == sender else sender] = group
+    return groups
+
+
+def pairs_in_rounds(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """All pairs of a sender and a receiver, in as many rounds as the larger part has ranks.
+
+    A rank is in one pair of a round at most, so the pairs of a round connect at the same time.
+    """
+    count = max(len(senders), len(receivers))
+    for shift in range(count):
+        for index, sender in enumerate(senders):
+            other = (index + shift) % count
+            if other < len(receivers):
+                yield sender, receivers[other]
+
+
+def _nccl_options() -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_CTAS
+    return options
+
+
+def _connect(group: Group, sends: bool, device: torch.device) -> None:
+    word = torch.zeros(1, dtype=torch.int64, device=device)
+    if sends:
+        group.send(word, 1 - group.index)
+    else:
+        group.recv(word, 1 - group.index)
+    word.tolist()  # it has come
+    group.bytes_sent = 0

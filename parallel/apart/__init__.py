@@ -1,1 +1,0 @@
-"""Runs whose ranks have roles: some prefill, the others decode."""

@@ -15,7 +15,6 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from dsa_engine.cli import COMMANDS, main
-from dsa_engine.commands.planner.prediction.devices import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -150,31 +149,6 @@ def test_the_first_example(demo_cache: Path, capsys: pytest.CaptureFixture[str])
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
     exec(compile(block.replace('LLM("demo")', 'LLM("demo", device="cpu", progress=False)'), str(README), "exec"), {})
     assert "length" in capsys.readouterr().out
-
-
-def test_what_l2_allows() -> None:
-    """The table of docs/KERNELS.md follows from the loops of the compiled kernels: bytes at full rate, both bounds."""
-    cases = {
-        "FP8 experts, gated": ("block_scaled_experts_kernel", "FP8 experts", 0),
-        "FP8 experts, down, and FP8 linear layers": ("block_scaled_experts_kernel", "FP8 experts", 1),
-        "INT8 experts and linear layers": ("grouped_matmul_int8_kernel", "experts in INT8", 0),
-        "INT4 experts, W4A8": ("grouped_matmul_int4_kernel", "experts in INT4, W4A8", 0),
-        "INT4 experts, W4A16": ("grouped_matmul_int4_kernel", "experts in INT4, W4A16", 0),
-        "bfloat16 experts": ("grouped_matmul_kernel", "experts", 0),
-    }
-    kernels = json.loads((ROOT / "benchmarks/results/kernels_compiled.json").read_text(encoding="utf-8"))["kernels"]
-    text = (ROOT / "docs" / "KERNELS.md").read_text(encoding="utf-8")
-    table = text.partition("| products of prefill |")[2].partition("\n\n")[0].splitlines()[2:]
-    rows = {name.strip(): cells for name, *cells in (line.strip("|").split("|") for line in table)}
-    assert rows.keys() == cases.keys()
-    of_memory = DEVICES["H200"].bandwidth * 4096 / DEVICES["H200"].flops  # bytes a clock, with 4,096 operations
-    for name, (kernel, operation, number) in cases.items():
-        loops = [k for k in kernels["sm_90"] if k["kernel"] == kernel and k["operation"].startswith(operation)]
-        loop = [k for k in loops if k["shape"] == "16,384 rows, 4 experts"][number]
-        needed = loop["bound"]["cycles"]["memory"] * of_memory / loop["bound"]["cycles"]["tensor"]
-        alone = loop["at_most"][0]["share"]
-        shown = [cell.strip() for cell in rows[name]]
-        assert shown == [f"{needed:.0f}", f"{alone:.0%}", f"{min(alone, 31 / needed):.0%}"], name
 
 
 def hardware() -> Iterator[tuple[str, str, str, int]]:

@@ -91,7 +91,7 @@ def references() -> Iterator[None]:
 def compiling_for(target: int) -> Iterator[None]:
     """Within, operations launch their kernels for CPU tensors as if those lay on a chip of this capability.
 
-    Only of use with a driver that compiles and does not launch: :mod:`dsa_engine.kernels.runtime.compile_only`.
+    Only of use with a driver that compiles and does not launch (`scripts/kernel_bench/compile_only.py`).
     """
     global _compiling_for
     before, _compiling_for = _compiling_for, target

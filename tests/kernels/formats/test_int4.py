@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compile_only import compile_only
 from dsa_engine.kernels.formats import int4
 from dsa_engine.kernels.formats.int4 import (
     arrange_int4_,
@@ -20,10 +21,11 @@ from dsa_engine.kernels.formats.int4 import (
     unpack_int4,
 )
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.grouped.grouped_matmul_int4 import grouped_matmul_int4_triton
-from dsa_engine.kernels.linear.linear_int4 import linear_int4
-from dsa_engine.kernels.moe.expert_mlp_int4 import expert_mlp_int4
-from dsa_engine.kernels.runtime.compile_only import compile_only
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import grouped_matmul_int4
+from dsa_engine.kernels.grouped.product_formats import W4A8, W4A16
+from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.linear.quantized_linear import quantized_linear
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -151,17 +153,17 @@ def test_instructions_on_words(dtype: torch.dtype, planes: int) -> None:
 @pytest.mark.parametrize("int8_activations", [False, True])
 def test_unpacking_takes_no_shuffles(int8_activations: bool) -> None:
     """The planes are where Hopper's products want them: of 64 × 128 weights a thread has 8 words, and each takes as
-    many instructions as are written, with no permutation of bytes and no second way through shared memory."""
+    many instructions as are written, with no second way through shared memory."""
     rows = torch.empty(64, 512, dtype=torch.int8 if int8_activations else torch.bfloat16)
     weight, scale = torch.empty(4, 64, 64, dtype=torch.int32), torch.empty(4, 64, 4, dtype=torch.bfloat16)
     x_scale = torch.empty(64) if int8_activations else None
-    with compile_only(90) as launches:
-        grouped_matmul_int4_triton(rows, x_scale, weight, scale, torch.empty(4, dtype=torch.int32), torch.bfloat16)
-    sass = launches[0].sass()
-    masks = "0xf0f0f0f0" if int8_activations else "0xf000f"
-    assert len(re.findall(rf"LOP3.*{masks}", sass)) == 8 * planes_for(int8_activations)
-    assert len(re.findall(r"\bPRMT\b", sass)) < 8
-    assert launches[0].kernel.asm["ttgir"].count("ttg.local_store") == 0
+    groups = Groups(torch.empty(4, dtype=torch.int32))
+    with compile_only(90) as launched:
+        grouped_matmul_int4(rows, x_scale, weight, scale, None, groups, torch.bfloat16)
+    (kernel,) = launched
+    masks = "0xF0F0F0F0" if int8_activations else "0x000F000F"
+    assert len(re.findall(rf"lop3.*{masks}", kernel.asm["ptx"])) == 8 * planes_for(int8_activations)
+    assert kernel.asm["ttgir"].count("ttg.local_store") == 0
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -216,16 +218,16 @@ def test_linear(
     x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(1)).to(dtype)
     stored = int4_weight(out, inner)
     packed, scale = arranged(stored, int8_activations)
-    y = linear_int4(x.to(device), packed.to(device), scale.to(device), int8_activations=int8_activations)
+    product, stored_there = W4A8 if int8_activations else W4A16, (packed.to(device), scale.to(device))
+    y = quantized_linear(x.to(device), (*stored_there, None), product)
     assert y.dtype == dtype
     assert relative_error(y, naive_rows(x, int8_activations) @ naive_weight(*stored).t()) < bound
-    again = linear_int4(x[None].to(device), packed.to(device), scale.to(device), int8_activations=int8_activations)
+    again = quantized_linear(x[None].to(device), (*stored_there, None), product)
     torch.testing.assert_close(again[0], y)
     # The columns of x in another order, which is given.
     columns = torch.randperm(inner, generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     moved = torch.empty_like(x).index_copy_(1, columns.long(), x).to(device)
-    stored_there = packed.to(device), scale.to(device)
-    ordered = linear_int4(moved, *stored_there, columns=columns.to(device), int8_activations=int8_activations)
+    ordered = quantized_linear(moved, (*stored_there, columns.to(device)), product)
     assert torch.equal(ordered, y)
 
 
@@ -255,11 +257,9 @@ def test_grouped(
     source = torch.randint(9, (30,), dtype=torch.int32)
     row_ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
     rows = quantize_rows_int8(x.to(device)) if int8_activations else (x.to(device), None)
-    out = grouped_matmul_int4_triton(
-        *rows, packed.to(device), scale.to(device), row_ends, torch.float32,
-        source=source.to(device), gated=gated, expected=expected,
-        columns=None if not orders else random_orders(4, orders, 128).to(device),
-    )  # fmt: skip
+    columns = random_orders(4, orders, 128).to(device) if orders else None
+    groups = Groups(row_ends, source.to(device), gated, expected)
+    out = grouped_matmul_int4(*rows, packed.to(device), scale.to(device), columns, groups, torch.float32)
     number = [g for g, count in enumerate(counts) for _ in range(count)]
     weight = in_order_of_x(naive_weight(*stored), random_orders(4, orders, 128)) if orders else naive_weight(*stored)
     multiplied = naive_rows(x, int8_activations)
@@ -291,23 +291,25 @@ def test_experts(int8_activations: bool, orders: int, device: str, relative_erro
                 hidden = gate / (1 + (-gate).exp()) * up
                 wanted[t] += weights[t, j] * (naive_rows(hidden, int8_activations) @ second[e].t())[0]
     moved = [t.to(device) for t in (x, experts, weights)]
-    stored = [tuple(t.to(device) for t in arranged(pair, int8_activations)) for pair in (gate_up, down)]
+    stored = [
+        (*(t.to(device) for t in arranged(pair, int8_activations)), order)
+        for pair, order in zip((gate_up, down), columns, strict=True)
+    ]
     for uncounted_bytes in (0, 1 << 30):
-        options: dict[str, Any] = {"int8_activations": int8_activations, "uncounted_bytes": uncounted_bytes}
-        out = expert_mlp_int4(*moved, *stored, columns=columns, **options)  # type: ignore[arg-type]
+        out = expert_mlp(*moved, *stored, W4A8 if int8_activations else W4A16, uncounted_bytes=uncounted_bytes)
         assert relative_error(out, wanted) < (1e-3 if int8_activations else 1e-5)  # a code beside a tie
 
 
 def test_bad_arguments() -> None:
     x, (packed, scale) = torch.randn(3, 64), int4_weight(16, 64)
     with pytest.raises(TypeError, match="packed in int32 with floating-point scales, not torch.uint8"):
-        linear_int4(x, packed.view(torch.uint8), scale)
+        quantized_linear(x, (packed.view(torch.uint8), scale, None), W4A16)
     with pytest.raises(ValueError, match=r"x \(3, 56\), weight \(1, 16, 8\), its scales \(1, 16, 2\) do not fit"):
-        linear_int4(x[:, :56], packed, scale)
+        quantized_linear(x[:, :56], (packed, scale, None), W4A16)
     with pytest.raises(ValueError, match="groups of 16 are not supported"):
-        linear_int4(x, packed, scale.repeat(1, 2))
+        quantized_linear(x, (packed, scale.repeat(1, 2), None), W4A16)
     with pytest.raises(TypeError, match="x must be floating point, or int8 codes with scales, not torch.int32"):
-        linear_int4(x.int(), packed, scale)
+        quantized_linear(x.int(), (packed, scale, None), W4A16)
     experts, weights = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
     with pytest.raises(ValueError, match=r"gate_up \(1, 16, 8\), down \(1, 16, 8\) do not fit"):
-        expert_mlp_int4(x, experts, weights, (packed[None], scale[None]), (packed[None], scale[None]))
+        expert_mlp(x, experts, weights, (packed[None], scale[None]), (packed[None], scale[None]), W4A16)

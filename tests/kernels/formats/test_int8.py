@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8_triton, matmul_int8_reference
-from dsa_engine.kernels.linear.linear_int8 import linear_int8
-from dsa_engine.kernels.moe.expert_mlp_int8 import expert_mlp_int8
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8, matmul_int8_reference
+from dsa_engine.kernels.grouped.product_formats import INT8
+from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.linear.quantized_linear import quantized_linear
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.launch import runs_triton
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -74,17 +76,18 @@ def test_linear(
     rows, out, inner = shape
     x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight, scale = int8_weight(out, inner)
-    y = linear_int8(x.to(device), weight.to(device), scale.to(device))
+    stored = weight.to(device), scale.to(device)
+    y = quantized_linear(x.to(device), stored, INT8)
     assert y.dtype == dtype and y.shape == (rows, out)
     assert relative_error(y, naive_product(x, weight, scale)) < bound
-    again = linear_int8(x[None].to(device), weight.to(device), scale.to(device))
+    again = quantized_linear(x[None].to(device), stored, INT8)
     assert torch.equal(again[0], y)
-    assert torch.equal(linear_int8(x[:1].to(device), weight.to(device), scale.to(device))[0], y[0])
+    assert torch.equal(quantized_linear(x[:1].to(device), stored, INT8)[0], y[0])
 
 
 def test_a_linear_layer_of_no_rows(device: str) -> None:
     weight, scale = (t.to(device) for t in int8_weight(16, 32))
-    assert linear_int8(torch.empty(0, 32, device=device), weight, scale).shape == (0, 16)
+    assert quantized_linear(torch.empty(0, 32, device=device), (weight, scale), INT8).shape == (0, 16)
 
 
 def test_the_reference_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +110,8 @@ def test_grouped(gated: bool, expected: float | None, device: str, relative_erro
     codes, x_scale = quantize_rows_int8(x.to(device))
     source = torch.randint(9, (30,), dtype=torch.int32)
     row_ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
-    out = grouped_matmul_int8_triton(
-        codes, x_scale, weight.to(device), scale.to(device), row_ends, torch.float32,
-        source=source.to(device), gated=gated, expected=expected,
-    )  # fmt: skip
+    groups = Groups(row_ends, source.to(device), gated, expected)
+    out = grouped_matmul_int8(codes, x_scale, weight.to(device), scale.to(device), groups, torch.float32)
     group = [g for g, count in enumerate(counts) for _ in range(count)]
     wanted = torch.cat(
         [naive_product(x[[s]], weight[g], scale[g]) for s, g in zip(source.tolist(), group, strict=False)]
@@ -140,10 +141,10 @@ def test_experts(uncounted_bytes: int, device: str, relative_error: Error) -> No
                 wanted[t] += weights[t, j] * naive_product(hidden, down[0][e], down[1][e])[0]
     moved = [t.to(device) for t in (x, experts, weights)]
     stored = [tuple(t.to(device) for t in pair) for pair in (gate_up, down)]
-    out = expert_mlp_int8(*moved, *stored, uncounted_bytes=uncounted_bytes)  # type: ignore[arg-type]
+    out = expert_mlp(*moved, *stored, INT8, uncounted_bytes=uncounted_bytes)  # type: ignore[arg-type]
     # A hidden value beside a tie may be rounded to the other code.
     assert relative_error(out, wanted) < 1e-3
-    few = expert_mlp_int8(*(t[:3] for t in moved), *stored)  # type: ignore[arg-type]
+    few = expert_mlp(*(t[:3] for t in moved), *stored, INT8)  # type: ignore[arg-type]
     assert torch.equal(few, out[:3])
 
 
@@ -154,14 +155,14 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"values must be \[rows, width\]"):
         quantize_rows_int8(x[0])
     with pytest.raises(TypeError, match="codes must be int8, not torch.int8 and torch.float32"):
-        linear_int8(x, weight.float(), scale)
+        quantized_linear(x, (weight.float(), scale), INT8)
     with pytest.raises(TypeError, match="scales must be float32, not torch.float32 and torch.float64"):
-        linear_int8(x, weight, scale.double())
+        quantized_linear(x, (weight, scale.double()), INT8)
     with pytest.raises(ValueError, match=r"x \(3, 31\), its scales \(3,\), weight \(1, 16, 32\)"):
-        linear_int8(x[:, :31], weight, scale)
+        quantized_linear(x[:, :31], (weight, scale), INT8)
     tokens, experts, weights = experts_problem(4)
     gate_up, down = int8_weight(4, 48, 32), int8_weight(4, 32, 24)
     with pytest.raises(ValueError, match=r"weights \(4, 2\) do not fit"):
-        expert_mlp_int8(tokens, experts, weights[:, :2], gate_up, down)
+        expert_mlp(tokens, experts, weights[:, :2], gate_up, down, INT8)
     with pytest.raises(ValueError, match=r"gate_up \(4, 48, 32\), down \(4, 32, 23\) do not fit"):
-        expert_mlp_int8(tokens, experts, weights, gate_up, (down[0][..., :23], down[1]))
+        expert_mlp(tokens, experts, weights, gate_up, (down[0][..., :23], down[1]), INT8)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compile_only import compile_only, resources
 from dsa_engine.kernels.indexer.topk import LARGEST_K, Config, select_by_kernel, select_topk, slices_of
 from dsa_engine.kernels.rows.slots_of import Paging, slots_of_reference
-from dsa_engine.kernels.runtime.compile_only import compile_only
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 NAN, INF = math.nan, math.inf
@@ -245,15 +245,15 @@ def test_compiled(chip: int, rows: int, width: int) -> None:
     """No spills, scores read 16 bytes at a time where rows are aligned; and selected scores are stored one by one:
     their targets are declared adjacent, which they are not, for the sake of the layout."""
     ints = torch.empty(rows, dtype=torch.int32)
-    with compile_only(chip) as launches:
+    with compile_only(chip) as launched:
         select_topk(torch.empty(rows, width), 2048, ints, paging=Paging(torch.empty_like(ints)[:, None], ints, 64))
-    assert len(launches) == (2 if rows == 1 else 1)
-    for launch in launches:
-        ptx, resources = launch.kernel.asm["ptx"], launch.resources(launch.sass())
-        assert resources.spilled == 0 and resources.shared < 48 << 10
-        assert resources.loads_16 > 0
+    assert len(launched) == (2 if rows == 1 else 1)
+    for kernel in launched:
+        ptx, taken = kernel.asm["ptx"], resources(kernel)
+        assert taken.spilled == 0 and taken.shared < 48 << 10
+        assert re.search(r"ld\.global[.\w]*\.v4\.[bfu]32|ld\.global[.\w]*\.v2\.[bfu]64", ptx)
         wide = re.findall(r"st\.global\S*\.v\d", ptx)
-        groups, sampled = (4, 8) if resources.warps == 4 else (2, 2)
+        groups, sampled = (4, 8) if taken.warps == 4 else (2, 2)
         assert len(wide) == groups + sampled
 
 

@@ -15,37 +15,28 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference
+import timing
+from compile_only import Resources
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure import device
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.system import progress
-from kernel_cases import bench, cases_fp8_products, cases_int
-from kernel_cases.bench import KernelCase, measure, rows
+from inspect_kernels import SHARED_LIMIT, Inspection, faults, inspect
 from kernel_cases.cases import CASES
-from kernel_cases.inputs import Inputs, Sizes
-from machine_code.compile_counts import counts, renewed
-from machine_code.inspection import SHARED_LIMIT, Inspection, faults, inspect
+from kernel_cases.inputs import KernelCase
+from timing import measure, rows
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+ROOT = Path(__file__).resolve().parents[3]
 compiles = pytest.mark.skipif(INTERPRETED, reason="nothing can be compiled under TRITON_INTERPRET=1")
-
-
-def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / script), *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
 
 
 def test_every_kernel_has_a_case() -> None:
     """A kernel that no case launches would be neither inspected nor measured."""
-    sources = (path.read_text(encoding="utf-8") for path in (SCRIPTS.parent / "kernels").rglob("*.py"))
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "kernels").rglob("*.py"))
     written = {name for text in sources for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.M)}
-    compiled = json.loads((SCRIPTS.parent / "benchmarks" / "results" / "kernels_compiled.json").read_text())
+    table = (ROOT / "benchmarks" / "results" / "kernels_compiled.txt").read_text(encoding="utf-8")
     assert len(written) > 20
-    assert written == {kernel["kernel"] for kernel in compiled["kernels"]["sm_90"]}
+    assert written == set(re.findall(r"^(\w+_kernel) ", table, re.M))
 
 
 @cache
@@ -57,18 +48,17 @@ def compiled(name: str, capability: int) -> Inspection:
 def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
     """No faults, except for a maximum number of spilled bytes per thread."""
     kernels, missing = compiled(name, capability)
-    if (name, capability) == ("fp8_products", 80):  # Ampere has no FP8 products
-        assert not kernels and missing and all("needs instructions of sm_89" in reason for reason in missing)
-    else:
-        assert kernels and not missing
-    for kernel in kernels:
+    assert kernels and all(capability == 80 and "needs instructions of sm_89" in reason for reason in missing)
+    for kernel, case in kernels:
         print(kernel)
-        assert kernel["spilled"] <= spilled
-        assert faults(kernel | {"spilled": 0}, capability) == []
+        assert kernel.spilled <= spilled
+        assert faults(kernel._replace(spilled=0), case.product, capability) == []
 
 
 @compiles
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("int4", "int8"))) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("experts", "linear"))) for n in CASES]
+)
 def test_kernels_fit_hopper(name: str) -> None:
     """No spills, shared memory within the limit, products by wgmma, at production sizes."""
     assert_sound(name, 90)
@@ -76,35 +66,28 @@ def test_kernels_fit_hopper(name: str) -> None:
 
 @compiles
 @pytest.mark.parametrize("name", ["sparse_prefill", "sparse_decode", "dense_decode"])
-def test_attention_divides_its_products_and_overlaps_them(name: str) -> None:
-    """With 64 heads the compiler can give both warpgroups the same product (76 wgmma instead of 40), and run products
-    one after another (80 waits instead of 6 to 10): it does neither, thanks to what `online_softmax.attend` says."""
-    for kernel in compiled(name, 90).kernels:
-        if kernel["kernel"] != "merge_splits_kernel":
-            assert 0 < kernel["wgmma"] <= 40
-            assert kernel["warpgroup_waits"] <= 12
-            # The bound from the machine code has found the loop: a step of 64 heads, and no product done twice.
-            assert kernel["bound"]["loop"] and kernel["bound"]["cycles"]["tensor"] == 2 * 64 * 64 * (576 + 512) / 4096
-            assert all(judged["share"] > 0.6 for judged in kernel["at_most"])
+def test_attention_divides_its_products(name: str) -> None:
+    """With 64 heads the compiler can give both warpgroups the same product (76 wgmma instead of 40): it does not,
+    thanks to what `online_softmax.attend` says."""
+    found = [kernel for kernel, _ in compiled(name, 90).kernels if kernel.kernel != "merge_splits_kernel"]
+    assert found and all(0 < kernel.wgmma <= 40 for kernel in found)
 
 
 @compiles
 def test_fp8_is_multiplied_as_fp8() -> None:
     """By wgmma of e4m3 operands, without spills; nothing is converted on the way."""
-    products = [
-        kernel for kernel in compiled("fp8_products", 90).kernels if kernel["kernel"].startswith("block_scaled")
-    ]
-    assert {kernel["kernel"] for kernel in products} == {"block_scaled_matmul_kernel", "block_scaled_experts_kernel"}
+    products = [kernel for kernel, _ in compiled("linear", 90).kernels if kernel.kernel.startswith("block_scaled")]
+    assert products
     for kernel in products:
-        assert kernel["fp8"] == kernel["wgmma"] > 0 and kernel["mma"] == kernel["spilled"] == 0
+        assert kernel.fp8 == kernel.wgmma > 0 and kernel.mma == kernel.spilled == 0
 
 
 @compiles
 def test_two_scoring_programs_share_a_multiprocessor() -> None:
     """One multiplies while the other weighs and sums: half of the registers and of the shared memory each."""
-    for kernel in compiled("indexer_prefill", 90).kernels:
-        assert kernel["registers"] * 32 * kernel["warps"] * 2 <= 65536
-        assert 2 * (kernel["shared"] + 1024) <= 228 << 10
+    for kernel, _ in compiled("indexer_prefill", 90).kernels:
+        assert kernel.registers * 32 * kernel.warps * 2 <= 65536
+        assert 2 * (kernel.shared + 1024) <= 228 << 10
 
 
 @compiles
@@ -121,7 +104,7 @@ def test_what_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     def broken() -> None:
         raise RuntimeError("ptxas: no such instruction\nand a long trace")
 
-    case = KernelCase("top-k", "3 rows", broken, flops=1.0, bytes=1.0)
+    case = KernelCase("top-k", "3 rows", broken, bytes=1.0)
     monkeypatch.setitem(CASES, "top_k", lambda make, sizes: iter([case, replace(case, kernel="later", needs=100)]))
     assert inspect(90, ["top_k"]) == (
         [],
@@ -130,14 +113,11 @@ def test_what_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_faults_are_named() -> None:
-    sound = {"spilled": 0, "shared": SHARED_LIMIT[90], "product": True, "mma": 3, "wgmma": 4, "bound": {"spills": 2}}
-    assert faults(sound, 90) == []
-    assert faults(sound | {"product": False, "wgmma": 0}, 90) == []
-    assert faults(sound | {"spilled": 8}, 90) == ["spills 8 bytes a thread"]
-    once = sound | {"spilled": 8, "bound": {"spills": 0}}
-    assert faults(once, 90) == ["spills 8 bytes a thread, outside of its inner loop"]
-    assert faults(sound, 80) == ["needs 232,448 bytes of shared memory, a program has 166,912"]
-    assert faults(sound | {"wgmma": 0}, 90) == ["multiplies with mma.sync instead of wgmma"]
+    sound = Resources("a_kernel", 8, 255, spilled=0, shared=SHARED_LIMIT[90], wgmma=4, mma=3, fp8=0)
+    assert faults(sound, True, 90) == faults(sound._replace(wgmma=0), False, 90) == []
+    assert faults(sound._replace(spilled=8), True, 90) == ["spills 8 bytes a thread"]
+    assert faults(sound, True, 80) == ["needs 232,448 bytes of shared memory, a program has 166,912"]
+    assert faults(sound._replace(wgmma=0), True, 90) == ["multiplies with mma.sync instead of wgmma"]
 
 
 def test_a_measurement() -> None:
@@ -145,9 +125,8 @@ def test_a_measurement() -> None:
         raise RuntimeError("no such kernel\nand a long trace")
 
     x = torch.ones(1000)
-    case = KernelCase(
-        "add", "1000", lambda: x + x, flops=1e3, bytes=8e3, baselines={"sum": x.sum, "broken": out_of_order}
-    )
+    baselines: dict[str, Any] = {"sum": x.sum, "broken": out_of_order}
+    case = KernelCase("add", "1000", lambda: x + x, bytes=8e3, flops=1e3, baselines=baselines)
     result = measure(case, Ceilings(flops_per_s=1e12, bytes_per_s=1e9), torch.device("cpu"))
     assert result["share_of_ceiling"] == pytest.approx(8e-6 / (result["ms"] / 1e3))
     assert result["gb_per_s"] == pytest.approx(8e3 / (result["ms"] / 1e3) / 1e9)
@@ -157,41 +136,13 @@ def test_a_measurement() -> None:
     assert row[0] == "add" and "of copy" in str(row[4]) and "broken: RuntimeError" in str(row[5])
 
 
-def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The baselines of our FP8 and INT8 products compute the same. FP8's is PyTorch's call with its arguments
-    checked elsewhere (``kernels/linear/test_block_scaled_libraries.py``), as no CPU has it."""
-
-    def scaled_mm(
-        x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, kind: Any, weight_scale: torch.Tensor,
-        weight_kind: Any, output_dtype: torch.dtype,
-    ) -> torch.Tensor:  # fmt: skip
-        return block_scaled_matmul_reference(x, x_scale, weight.t(), weight_scale.t()).to(output_dtype)
-
-    monkeypatch.setattr(F, "scaled_mm", scaled_mm, raising=False)
-    monkeypatch.setattr(cases_fp8_products, "takes", lambda *_: True)
-    monkeypatch.setattr(cases_fp8_products, "LAYERS", {"small": (256, 1024)})
-    monkeypatch.setattr(cases_int, "O_PROJ", 512)
-    monkeypatch.setattr(cases_int, "HIDDEN", 256)
-    make, sizes = Inputs(torch.device("cpu"), torch.bfloat16), replace(Sizes.small(), batches=(2, 3, 4), experts=())
-    fp8 = [case for case in CASES["fp8_products"](make, sizes) if case.kernel.startswith("FP8 product")]
-    int8 = [case for case in CASES["int8"](make, sizes) if case.kernel.startswith("INT8 product")]
-    assert len(fp8) == 4 and len(int8) == 3
-    for case, name in [
-        *((case, "torch scaled_mm") for case in fp8),
-        *((case, "torch _int_mm, scaled") for case in int8),
-    ]:
-        got, wanted = case.baselines[name](), case.run()
-        assert got.dtype == wanted.dtype == torch.bfloat16 and bool(got.abs().max() > 0)
-        torch.testing.assert_close(got, wanted)
-
-
 @pytest.mark.parametrize(
     "names",
     ["sparse_decode,top_k,indexer_prefill", pytest.param(None, marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_the_benchmark_on_a_cpu(run_script: Callable[..., Any], tmp_path: Path, names: str | None) -> None:
-    """Every case runs at small sizes and says what it was compared with."""
+    """Every case runs at small sizes, beside its reference."""
     only = ["--only", names] if names else []
     small = ["--small", "--device", "cpu", "--dtype", "float32", "--json", str(tmp_path / "k.json")]
     done = run_script("kernel_bench/bench_kernels.py", *small, *only)
@@ -205,47 +156,30 @@ def test_the_benchmark_on_a_cpu(run_script: Callable[..., Any], tmp_path: Path, 
     assert "ceilings:" in done.stdout and "of matmul" in done.stdout and "of copy" in done.stdout
 
 
-@pytest.mark.parametrize("kernels_own", [True, False], ids=["kernel", "baseline"])
-def test_a_kernel_that_loses_the_device_does_not_lose_the_others(
-    run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_own: bool
+def test_a_kernel_that_loses_the_device(
+    run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process measures them, and adds to the same file."""
+    """What has been measured is kept, and the kernels that have not are named."""
     report, lost = tmp_path / "k.json", []
 
     def breaks_the_device(*args: Any) -> Any:
         lost.append(True)
-        if not kernels_own:  # an error in a baseline is part of the result
-            return measure(*args)
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand advice")
 
-    def in_another_process(command: list[str]) -> int:
-        assert command[0] == sys.executable and json.loads(report.read_text())["complete"] is False
-        with monkeypatch.context() as there:
-            there.setattr(bench, "measure", measure)
-            there.setattr(device, "is_lost", lambda device: False)
-            return run_script(f"kernel_bench/{Path(command[1]).name}", *command[2:]).returncode
-
-    measure = bench.measure
-    monkeypatch.setattr(bench, "measure", breaks_the_device)
-    monkeypatch.setattr(device, "is_lost", lambda device: bool(lost))
-    monkeypatch.setattr(subprocess, "call", in_another_process)
-    small = ["--small", "--device", "cpu", "--dtype", "float32", "--time-limit", "300", "--json", str(report)]
+    monkeypatch.setattr(timing, "measure", breaks_the_device)
+    monkeypatch.setattr(device, "is_lost", lambda _: bool(lost))
+    small = ["--small", "--device", "cpu", "--dtype", "float32", "--json", str(report)]
     done = run_script("kernel_bench/bench_kernels.py", *small, "--only", "sparse_decode,top_k")
     assert done.returncode == 1 and len(lost) == 1, done.stderr
     result = json.loads(report.read_text())
-    assert result["complete"] and {r["kernel"].partition(",")[0] for r in result["results"]} == (
-        {"top-k"} if kernels_own else {"top-k", "sparse attention"}
-    )
-    (reason,) = result["failed"].values()
-    by_another = "something that it is compared with has left the device in an error"
-    assert reason == "RuntimeError: " + (
-        "CUDA error: an illegal memory access was encountered" if kernels_own else by_another
-    )
+    assert result["left_out"] == ["top_k"] and "not measured: top_k" in done.stdout
+    assert list(result["failed"].values()) == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
 
 
-@pytest.mark.parametrize("script", ["kernel_bench/bench_kernels.py", "kernel_bench/inspect_kernels.py"])
+@pytest.mark.parametrize("script", ["bench_kernels.py --small", "inspect_kernels.py"])
 def test_unknown_kernel(run_script: Callable[..., Any], script: str) -> None:
-    done = run_script(script, "--only", "top_k,attention", *(["--small"] if "bench_kernels" in script else []))
+    name, *options = script.split()
+    done = run_script(f"kernel_bench/{name}", "--only", "top_k,attention", *options)
     assert done.returncode == 2
     assert "no kernel is named attention; --only takes some of" in done.stderr and "Traceback" not in done.stderr
 
@@ -256,44 +190,14 @@ def test_production_sizes_are_refused_on_a_cpu(run_script: Callable[..., Any]) -
 
 
 @compiles
-def test_inspection_report(
-    run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
-    done = run_script("kernel_bench/inspect_kernels.py", "--only", "top_k", "--json", str(tmp_path / "i.json"))
+def test_inspection_report(run_script: Callable[..., Any]) -> None:
+    done = run_script("kernel_bench/inspect_kernels.py", "--only", "top_k")
     assert done.returncode == 0, done.stderr
-    assert "compiling: 1 of 1 cases in " in caplog.text
-    result = json.loads((tmp_path / "i.json").read_text())
-    assert result["measured_on"] is None and result["versions"]["triton"]
-    for kernel in result["kernels"]["sm_90"]:
-        assert kernel["registers"] > 0 and kernel["faults"] == []
-        assert kernel["kernel"] in done.stdout
-        assert kernel["bound"]["operations"] == 0 and kernel["bound"]["cycles"]["issue"] > 0
-        assert len(kernel["at_most"]) >= 1 and {judged["ceiling"] for judged in kernel["at_most"]} == {"memory"}
-    assert result["not_compiled"] == {"sm_90": []}
-
-
-def test_counts_of_versions_and_chips(tmp_path: Path) -> None:
-    sound = {"kernel": "a", "operation": "sum", "shape": "3 rows", "spilled": 0, "bound": {"loop": True, "spills": 0}}
-    spilling = sound | {"spilled": 8, "bound": {"loop": True, "spills": 2}}
-    missing = ["x: needs instructions of sm_89", "y: needs instructions of sm_89", "z: 3 rows: RuntimeError: ptxas"]
-    counted = counts([sound, spilling], missing)
-    assert counted == {
-        "kernels": 2,
-        "spill": [{"kernel": "a", "first_launched_by": "sum: 3 rows", "bytes": 8, "in_loop": True}],
-        "not_compiled": {"needs instructions of sm_89": 2, "RuntimeError: ptxas": 1},
-    }
-    path = tmp_path / "counts.json"
-    for version, chip in [("3.7.1", "sm_100"), ("3.6.0", "sm_80"), ("3.7.1", "sm_90"), ("3.7.1", "sm_100")]:
-        path.write_text(json.dumps(renewed(str(path), version, {chip: counted})))
-    held = json.loads(path.read_text())["triton"]
-    assert list(held) == ["3.6.0", "3.7.1"] and list(held["3.7.1"]) == ["sm_90", "sm_100"]
-    path.write_text('{"kernels": {}}')
-    with pytest.raises(ValueError, match="is no file of counts"):
-        renewed(str(path), "3.7.1", {})
+    assert "sm_90" in done.stdout and "_kernel" in done.stdout and "not compiled" not in done.stdout
 
 
 def test_inspection_is_refused_in_the_interpreter() -> None:
-    done = run("kernel_bench/inspect_kernels.py", "--only", "top_k", TRITON_INTERPRET="1")
+    command = [sys.executable, str(ROOT / "scripts/kernel_bench/inspect_kernels.py"), "--only", "top_k"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode != 0 and "cannot be compiled under TRITON_INTERPRET=1" in done.stderr

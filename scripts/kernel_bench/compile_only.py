@@ -1,0 +1,115 @@
+"""Compiling kernels for a chip that is not installed.
+
+Within :func:`compile_only`, the operations take CPU tensors and do all that they would do for CUDA tensors, but every
+launch ends with the compiled kernel: nothing runs, and results stay as they were allocated. So the launch parameters,
+the specialisation of arguments and the choice of configuration are the real ones. Tensors of production size cost
+nothing as long as their pages are not touched (``torch.empty``).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from dsa_engine.kernels.runtime.launch import INTERPRETED, compiling_for
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes on the chip, and the products among its instructions."""
+
+    kernel: str
+    warps: int
+    registers: int  # a thread
+    spilled: int  # bytes of stack a thread
+    shared: int  # bytes a program
+    wgmma: int  # warpgroup products: Hopper's tensor cores at full rate
+    mma: int  # other products: mma.sync by a single warp, and Blackwell's tcgen05
+    fp8: int  # those of all these products with e4m3 operands
+
+
+def resources(kernel: Any) -> Resources:
+    """The resources of a ``triton.compiler.CompiledKernel``. Without a GPU Triton knows neither registers nor spills:
+    they are from the binary, by the cuobjdump in the Triton package."""
+    ptx = kernel.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", said))
+    products = re.findall(r"(?:wgmma\.mma_async|mma\.sync\.aligned|tcgen05\.mma)[\w.:]*", ptx)
+    wgmma = sum(product.startswith("wgmma") for product in products)
+    fp8 = sum("e4m3" in product or "f8f6f4" in product for product in products)
+    registers, spilled, about = int(usage["REG"]), int(usage["STACK"]), kernel.metadata
+    return Resources(about.name, about.num_warps, registers, spilled, about.shared, wgmma, len(products) - wgmma, fp8)
+
+
+class _Utils:
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 30}  # compiled whatever it takes: the report checks the limits
+
+    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[None, None, int, int, int]:
+        return None, None, 0, 0, 1024  # module, function, registers, spills, largest number of threads
+
+
+class _Driver:
+    """The part of a Triton driver that a launch needs; one for each chip, since kernels keep their launchers."""
+
+    utils = _Utils()
+
+    def __init__(self, capability: int):
+        self.launched: list[Any] = []
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        # Triton keeps compiled kernels by device number: one for each chip, and none that a real device has.
+        return 1_000 + self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        compiled = source.fn.device_caches[self.get_current_device()][0].values()
+        kernel = next(k for k in compiled if k.hash == metadata.hash)
+        return lambda *_: self.launched.append(kernel)
+
+
+_driver_for = cache(_Driver)
+
+
+@contextmanager
+def compile_only(capability: int) -> Iterator[list[Any]]:
+    """Operations on CPU tensors compile their kernels for ``sm_<capability>`` and launch nothing.
+
+    Yields:
+        the list to which every launch adds its kernel, a ``triton.compiler.CompiledKernel``; empty at first.
+
+    Raises:
+        RuntimeError: under ``TRITON_INTERPRET=1``, where no kernel can be compiled.
+    """
+    if INTERPRETED:
+        raise RuntimeError("kernels cannot be compiled under TRITON_INTERPRET=1; unset it")
+    compiler = _driver_for(capability)
+    compiler.launched.clear()
+    try:
+        before = driver.active
+    except RuntimeError:  # no device: Triton has no driver
+        before = None
+    driver.set_active(compiler)
+    try:
+        with compiling_for(capability):
+            yield compiler.launched
+    finally:
+        driver.set_active(before)

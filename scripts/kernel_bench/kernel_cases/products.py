@@ -1,0 +1,159 @@
+"""Experts and linear layers of DeepSeek-V3.2 in every weight format, beside bfloat16 and the products of PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_torch, grouped_matmul_triton, torch_has_it
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8
+from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16, ProductFormat, block_fp8
+from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.linear.block_scaled_libraries import by_torch, takes
+from dsa_engine.kernels.linear.block_scaled_matmul import (
+    block_scaled_linear,
+    block_scaled_matmul_triton,
+    no_program_finished,
+)
+from dsa_engine.kernels.linear.quantized_linear import quantized_linear
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import runs_triton
+from kernel_cases.inputs import HIDDEN, Call, Inputs, KernelCase, Sizes
+
+INTERMEDIATE, CHOICES, GROUP, BLOCK = 2048, 8, 128, 128
+FP8_PRODUCTS = 89  # the first compute capability with FP8 products
+FORMATS = {"bfloat16": PLAIN, "FP8": block_fp8(True, HIDDEN), "INT8": INT8, "W4A8": W4A8, "W4A16": W4A16}
+# Output and input width of a linear layer: few columns and many, and the longest sums.
+LAYERS = {"q_a": (1536, 7168), "q_b": (24576, 1536), "o": (7168, 16384)}
+
+
+def _weight(make: Inputs, product: ProductFormat, *shape: int) -> Any:
+    """The parts of a weight ``[…, out, in]``."""
+    *before, out, inner = shape
+    if product is PLAIN:
+        return (make.normal(*shape),)
+    if product is INT8:
+        return make.codes(*shape), make.scales(*before, out)
+    if product in (W4A8, W4A16):
+        packed = make.codes(*before, out, inner // 2).view(torch.int32)
+        return packed, make.scales(*before, out, inner // GROUP).bfloat16(), None
+    return make.fp8(*shape), make.scales(*before, cdiv(out, BLOCK), cdiv(inner, BLOCK))
+
+
+def experts(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    """A rank with 4 of 256 experts (64 ranks) in prefill, and with 4 and 32 (8 ranks) in decode."""
+    for groups, rows in sizes.experts:
+        for name, product in FORMATS.items():
+            yield _experts(make, groups, rows, name, product)
+        yield _plain_product(make, groups, rows)
+
+
+def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFormat) -> KernelCase:
+    x = make.normal(max(1, rows // CHOICES), HIDDEN)
+    chosen, weights = make.whole(groups, len(x), CHOICES), make.floats(len(x), CHOICES)
+    halves = (2, INTERMEDIATE) if name == "FP8" else (2 * INTERMEDIATE,)
+    gate_up, down = (_weight(make, product, groups, *one) for one in ((*halves, HIDDEN), (HIDDEN, INTERMEDIATE)))
+    baselines: dict[str, Call] = {}
+    if product is not PLAIN:
+        plain_gate_up = _weight(make, PLAIN, groups, 2 * INTERMEDIATE, HIDDEN)
+        plain_down = _weight(make, PLAIN, groups, HIDDEN, INTERMEDIATE)
+        plain = partial(expert_mlp, x, chosen, weights, plain_gate_up, plain_down)
+        baselines["in the run's dtype"] = partial(plain, uncounted_bytes=sys.maxsize)
+    return KernelCase(
+        f"experts, {name}",
+        f"{rows:,} rows, {groups} experts",
+        partial(expert_mlp, x, chosen, weights, gate_up, down, product, uncounted_bytes=sys.maxsize),
+        bytes=2.0 * x.nbytes + sum(part.nbytes for part in (*gate_up, *down) if part is not None),
+        flops=6.0 * rows * INTERMEDIATE * HIDDEN,
+        baselines=baselines,
+        product=rows > 64 * groups,
+        needs=FP8_PRODUCTS if name == "FP8" else 0,
+    )
+
+
+def _plain_product(make: Inputs, groups: int, rows: int) -> KernelCase:
+    """Our kernel, also at sizes at which experts take PyTorch's: gather, gate and up, SwiGLU."""
+    x, weight = make.normal(max(1, rows // CHOICES), HIDDEN), make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
+    row_ends = (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
+    source = make.whole(len(x), rows)
+    way = Groups(row_ends, source, gated=True)
+    counts = [rows // groups] * groups
+    ours = partial(grouped_matmul_triton, x, weight, way)
+    theirs = {"torch grouped_mm": partial(grouped_matmul_torch, x, weight, way)}
+    return KernelCase(
+        "gate and up, bfloat16",
+        f"{rows:,} rows, {groups} experts",
+        ours if runs_triton(x) else partial(PLAIN.reference, x[source], weight, counts, x.dtype),
+        bytes=x.nbytes + weight.nbytes + rows * INTERMEDIATE * x.element_size(),
+        flops=4.0 * rows * INTERMEDIATE * HIDDEN,
+        baselines=theirs if torch_has_it(x, weight) else {},
+        product=rows > 64 * groups,
+    )
+
+
+def linear(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    for tokens in (sizes.tokens, *sizes.batches[:3]):
+        for name, (out, inner) in LAYERS.items():
+            x, plain = make.normal(tokens, inner), make.normal(out, inner)
+            theirs = {"torch in the run's dtype": partial(F.linear, x, plain)}
+            for kind in ("FP8", "INT8", "W4A8", "W4A16") if name == "o" else ("FP8",):
+                weight = _weight(make, FORMATS[kind], out, inner)
+                run = partial(quantized_linear, x, weight, FORMATS[kind])
+                if kind == "FP8":
+                    finished = no_program_finished(x)
+                    run = partial(block_scaled_linear, x, *weight, power_of_two=True, finished=finished)
+                yield KernelCase(
+                    f"linear layer {name}, {kind}",
+                    f"{tokens} x {inner} x {out}",
+                    run,
+                    bytes=x.nbytes + sum(t.nbytes for t in weight if t is not None) + tokens * out * x.element_size(),
+                    flops=2.0 * tokens * out * inner,
+                    baselines=theirs,
+                    product=tokens > 64,
+                    needs=FP8_PRODUCTS if kind == "FP8" else 0,
+                )
+            yield _fp8_product(make, tokens, name, out, inner)
+        yield _int8_product(make, tokens)
+
+
+def _fp8_product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> KernelCase:
+    """Our kernel on quantised operands, also at sizes at which a layer takes PyTorch's."""
+    x, x_scale = make.fp8(tokens, inner), make.scales(tokens, inner // BLOCK)
+    weight = make.fp8(out, inner), make.scales(cdiv(out, BLOCK), cdiv(inner, BLOCK))
+    ours = partial(block_scaled_matmul_triton, x, x_scale, *weight, make.dtype)
+    there = hasattr(F, "scaled_mm") and takes(x, weight[0], make.dtype)
+    one = FORMATS["FP8"].reference
+    return KernelCase(
+        f"product {name}, FP8",
+        f"{tokens} x {inner} x {out}",
+        ours if runs_triton(x) else partial(one, x, x_scale, *(part[None] for part in weight), [tokens], make.dtype),
+        bytes=x.nbytes + weight[0].nbytes + tokens * out * make.dtype.itemsize,
+        flops=2.0 * tokens * out * inner,
+        baselines={"torch scaled_mm": partial(by_torch, x, x_scale, *weight)} if there else {},
+        product=tokens > 64,
+        needs=FP8_PRODUCTS,
+    )
+
+
+def _int8_product(make: Inputs, tokens: int) -> KernelCase:
+    """Our kernel on o_proj, also at sizes at which a layer takes PyTorch's; that one is timed without scales, and on
+    CUDA refuses 16 rows or fewer."""
+    out, inner = LAYERS["o"]
+    x, x_scale, (weight, scale) = make.codes(tokens, inner), make.scales(tokens), _weight(make, INT8, 1, out, inner)
+    groups = Groups(torch.full((1,), tokens, device=make.device, dtype=torch.int32))
+    ours = partial(grouped_matmul_int8, x, x_scale, weight, scale, groups, make.dtype)
+    return KernelCase(
+        "product o, INT8",
+        f"{tokens} x {inner} x {out}",
+        ours if runs_triton(x) else partial(INT8.reference, x, x_scale, weight, scale, [tokens], make.dtype),
+        bytes=x.nbytes + weight.nbytes + tokens * out * make.dtype.itemsize,
+        flops=2.0 * tokens * out * inner,
+        baselines={"torch _int_mm alone": partial(torch._int_mm, x, weight[0].t())},
+        product=tokens > 64,
+    )

@@ -1,0 +1,61 @@
+"""Routing: DeepSeek-V3.2 under expert parallelism, balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from dsa_engine.kernels.formats.token_words import quantized_words
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
+from dsa_engine.kernels.moe.combine import combine
+from dsa_engine.kernels.moe.combine_codes import combine_codes
+from dsa_engine.kernels.moe.expert_order import expert_order
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
+from dsa_engine.kernels.moe.router import route
+from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.kernels.rows.silu_mul import silu_mul
+from kernel_cases.inputs import HIDDEN, Inputs, KernelCase, Sizes
+
+EXPERTS, CHOICES, RANKS = 256, 8, 64
+V3: dict[str, Any] = {"top_k": CHOICES, "groups": 8, "top_groups": 4, "normalise": True, "factor": 2.5}
+
+
+def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    expert = torch.arange(EXPERTS, device=make.device)
+    rank_of = (expert // (EXPERTS // RANKS)).int()
+    # Every fourth expert has two replicas.
+    table = torch.stack((1 + (expert % 4 == 0).long(), expert, EXPERTS + expert // 4), dim=1).int()
+    for tokens in (sizes.tokens, *sizes.batches[:3]):
+        logits, bias, choices = make.floats(tokens, EXPERTS), make.floats(EXPERTS), make.whole(EXPERTS, tokens, CHOICES)
+        pairs, shape = tokens * CHOICES, f"{tokens} x {CHOICES}"
+        route_v3 = partial(route, logits, bias, **V3)
+        yield KernelCase("router", f"{tokens} tokens", route_v3, bytes=logits.nbytes + 8 * pairs)
+        order = partial(expert_order, choices, EXPERTS)
+        yield KernelCase("order of pairs by expert", shape, order, bytes=3 * choices.nbytes)
+        replicas = partial(choose_replicas, choices, table, 0)
+        yield KernelCase("replicas of experts", shape, replicas, bytes=2 * choices.nbytes)
+        ranks = partial(token_ranks, choices, rank_of, RANKS)
+        yield KernelCase("ranks that tokens go to", shape, ranks, bytes=3 * choices.nbytes)
+
+        y, weights, rows_of = make.normal(pairs, HIDDEN), make.floats(tokens, CHOICES), make.order(pairs)
+        rows_of = rows_of.view(tokens, CHOICES)
+        weighted = partial(combine, y, rows_of, weights)
+        moved = y.nbytes * (1 + 1 / CHOICES)
+        yield KernelCase("weighted sum of experts", f"{tokens} tokens", weighted, bytes=moved, flops=2.0 * y.numel())
+        # Zeros: random words would be codes and scales of NaN too.
+        words = make.zeros(pairs, quantized_words(HIDDEN) or 0, dtype=torch.int32)
+        summed = partial(combine_codes, words, rows_of, HIDDEN, make.dtype)
+        moved = words.nbytes + tokens * HIDDEN * make.dtype.itemsize
+        yield KernelCase("sum of rows in FP8", f"{tokens} tokens", summed, bytes=moved, flops=2.0 * y.numel())
+
+        gate_up = make.normal(tokens, 2 * 18432)
+        gate = partial(silu_mul, gate_up)
+        yield KernelCase("SiLU, mul", f"{tokens} x 2 x 18432", gate, bytes=1.5 * gate_up.nbytes)
+        x = make.normal(tokens, HIDDEN)
+        moved = 2 * (x.nbytes + choices.nbytes + weights.nbytes)
+        for name, chosen in (("", None), (" and chosen replicas", Replicas(table, 0))):
+            pack = partial(pack_tokens, x, choices, weights, replicas=chosen)
+            yield KernelCase(f"tokens{name} in one row", f"{tokens} x {HIDDEN}", pack, bytes=moved)

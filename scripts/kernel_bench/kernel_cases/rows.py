@@ -1,0 +1,124 @@
+"""Operations that work row by row: norms, rotation, cache rows, quantisation. All are bound by memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks
+from dsa_engine.kernels.formats.hadamard import hadamard
+from dsa_engine.kernels.formats.int8 import quantize_rows_int8
+from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
+from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
+from dsa_engine.kernels.rows.paged import gather_rows
+from dsa_engine.kernels.rows.rms_norm import rms_norm
+from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_index_keys import store_index_keys
+from dsa_engine.kernels.rows.store_latent import store_latent
+from dsa_engine.kernels.rows.store_rows import store_rows
+from dsa_engine.kernels.runtime.integers import cdiv
+from kernel_cases.inputs import HIDDEN, INDEX_DIM, PAGE_SIZE, RANK, ROPE, TOPK, Inputs, KernelCase, Sizes
+
+NOPE, EPS = 128, 1e-6
+
+
+def norms(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    for tokens in (sizes.tokens, *sizes.batches[:2]):
+        for width in (HIDDEN, 1536):
+            x, weight = make.normal(tokens, width), make.normal(width)
+            yield KernelCase("RMSNorm", f"{tokens} x {width}", partial(rms_norm, x, weight, EPS), bytes=2 * x.nbytes)
+        x, residual, weight = make.normal(tokens, HIDDEN), make.normal(tokens, HIDDEN), make.normal(HIDDEN)
+        added = partial(add_rms_norm, x, residual, weight, EPS)
+        yield KernelCase("add, RMSNorm", f"{tokens} x {HIDDEN}", added, bytes=4 * x.nbytes)
+
+
+def prologs(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    for tokens in (sizes.tokens, *sizes.batches[:2]):
+        cos, sin = make.floats(tokens, ROPE // 2), make.floats(tokens, ROPE // 2)
+        turned = make.normal(tokens, 128, NOPE + ROPE)[..., NOPE:]
+        out = make.normal(tokens, 128, RANK + ROPE)[..., RANK:]
+        rope = partial(apply_rope, turned, cos, sin, interleaved=True, out=out)
+        moved = 2 * turned.numel() * turned.element_size()
+        yield KernelCase("RoPE of queries", f"{tokens} tokens, 128 heads", rope, bytes=moved)
+        for dtype in (make.dtype, FP8):
+            yield from _stores(make, tokens, dtype, cos, sin)
+        positions, (tables, _) = make.selected(tokens, 131_072, TOPK), make.block_tables(1, 131_072)
+        sequences = torch.zeros(tokens, dtype=torch.int32, device=make.device)
+        slots = partial(slots_of, positions, tables, sequences, PAGE_SIZE)
+        yield KernelCase("slots of positions", f"{tokens} x {TOPK}", slots, bytes=2 * positions.nbytes)
+    latent = LatentFormat(RANK, ROPE, FP8)
+    for tokens in (sizes.tokens, *sizes.contexts[-1:]):
+        pages = cdiv(2 * tokens, PAGE_SIZE)
+        chosen, pool = make.order(pages * PAGE_SIZE)[:tokens], make.pool(pages, latent)
+        plain = make.pool(pages, LatentFormat(RANK, ROPE, make.dtype))
+        yield KernelCase(
+            "gather latent rows, FP8",
+            f"{tokens} tokens",
+            partial(gather_latent, pool, chosen, latent, make.dtype),
+            bytes=tokens * (latent.columns + (RANK + ROPE) * make.dtype.itemsize),
+            baselines={"torch index_select of plain rows": partial(gather_rows, plain, chosen)},
+        )
+
+
+def _stores(
+    make: Inputs, tokens: int, dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor
+) -> Iterator[KernelCase]:
+    """Rows into a cache four times as large as the step; rows without index keys as in DeepSeek-V3, and in layers that
+    reuse a selection."""
+    latent, keys = LatentFormat(RANK, ROPE, dtype), IndexKeyFormat(INDEX_DIM, dtype)
+    pages, name, shape = cdiv(4 * tokens, PAGE_SIZE), ", FP8" if dtype == FP8 else "", f"{tokens} tokens"
+    pools, slots = (make.pool(pages, latent), make.pool(pages, keys)), make.order(pages * PAGE_SIZE)[:tokens]
+    row_bytes = [pool.shape[-1] * pool.element_size() + 4 * ROPE for pool in pools]
+
+    compressed, weight = make.normal(tokens, RANK + ROPE), make.normal(RANK)
+    given = (compressed, weight, EPS, cos, sin, pools[0], slots)
+    store = partial(store_latent, *given, row_format=latent, interleaved=True)
+    yield KernelCase("store latent" + name, shape, store, bytes=compressed.nbytes + tokens * row_bytes[0])
+
+    projected, norm = make.normal(tokens, INDEX_DIM), (make.floats(INDEX_DIM), make.floats(INDEX_DIM))
+    yield KernelCase(
+        "store index keys" + name,
+        shape,
+        partial(
+            store_index_keys, projected, *norm, EPS, cos, sin, pools[1], slots, key_format=keys, interleaved=False,
+            power_of_two=keys.fp8,
+        ),
+        bytes=projected.nbytes + tokens * row_bytes[1],
+        flops=2.0 * projected.numel() * INDEX_DIM if keys.fp8 else 0.0,  # the Hadamard transform
+    )  # fmt: skip
+
+    packed = CacheFormat.of(RANK, ROPE, INDEX_DIM, dtype).packed_width()
+    rows = make.zeros(tokens, packed, dtype=pools[0].dtype)
+    gathered = partial(store_cache_rows, *pools, rows, slots, keys)
+    yield KernelCase("store gathered rows" + name, shape, gathered, bytes=2 * rows.nbytes)
+    latents = make.zeros(tokens, latent.columns, dtype=pools[0].dtype)
+    alone = partial(store_rows, pools[0], latents, slots)
+    yield KernelCase("store gathered latent rows" + name, shape, alone, bytes=2 * latents.nbytes)
+
+
+def quantise(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    for tokens in (sizes.tokens, *sizes.batches[:2]):
+        x, shape = make.normal(tokens, HIDDEN), f"{tokens} x {HIDDEN}"
+        moved = x.nbytes + x.numel()
+        yield KernelCase("quantise 1 x 128", shape, partial(quantize_rows, x, 128, True), bytes=moved + x.numel() / 32)
+        yield KernelCase("quantise rows to INT8", shape, partial(quantize_rows_int8, x), bytes=moved)
+        q, weights = make.normal(tokens, 64, INDEX_DIM), make.floats(tokens, 64)
+        cos, sin = make.floats(tokens, ROPE // 2), make.floats(tokens, ROPE // 2)
+        queries = partial(quantize_index_queries, q, weights, cos, sin, interleaved=False, power_of_two=True)
+        name, shape = "index queries: RoPE, Hadamard, quantise", f"{tokens} tokens, 64 heads"
+        yield KernelCase(name, shape, queries, bytes=q.nbytes + q.numel(), flops=2.0 * q.numel() * INDEX_DIM)
+        name, turned = "Hadamard transform of 128", partial(hadamard, q, INDEX_DIM**-0.5)
+        yield KernelCase(name, shape, turned, bytes=2 * q.nbytes, flops=2.0 * q.numel() * INDEX_DIM)
+    wide = make.normal(sizes.tokens, 18_432)
+    codes, shape = partial(quantize_rows_int8, wide), f"{len(wide)} x 18432"
+    yield KernelCase("quantise rows to INT8", shape, codes, bytes=wide.nbytes + wide.numel())
+    weight, scales = make.fp8(4096, HIDDEN), make.floats(4096 // 128, HIDDEN // 128)
+    numbers = partial(dequantize_blocks, weight, scales, (128, 128))
+    yield KernelCase("dequantise 128 x 128", f"4096 x {HIDDEN}", numbers, bytes=5 * weight.numel())

@@ -16,6 +16,8 @@ from dsa_engine.checkpoint import Source
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.formats.quantize import FP8
+from dsa_engine.kernels.formats.token_words import quantize_tokens, quantized_words
+from dsa_engine.kernels.grouped.product_formats import block_fp8
 from dsa_engine.kernels.linear.block_scaled_libraries import are_powers_of_two, library_product, packs_scales
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
@@ -23,7 +25,7 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     multiplies_fp8,
     no_program_finished,
 )
-from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts, quantize_tokens, quantized_words
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
 
@@ -119,8 +121,11 @@ class BlockFP8Experts(GroupedExperts):
         return quantize_tokens(tokens, self._power_of_two)
 
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
-        counts |= {"power_of_two": self._power_of_two, "dtype": self._dtype}
-        return block_scaled_experts(tokens, experts, weights, *self.tensors, **counts)
+        gate_up, gate_up_scale, *down = self.tensors
+        product = block_fp8(self._power_of_two, down[0].shape[1])
+        return expert_mlp(
+            tokens, experts, weights, (gate_up, gate_up_scale), tuple(down), product, dtype=self._dtype, **counts
+        )
 
 
 class BlockFP8(StoredFormat):

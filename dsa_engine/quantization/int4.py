@@ -26,8 +26,9 @@ from dsa_engine.kernels.formats.int4 import (
     dequantize_int4,
     planes_for,
 )
-from dsa_engine.kernels.linear.linear_int4 import linear_int4
-from dsa_engine.kernels.moe.expert_mlp_int4 import expert_mlp_int4
+from dsa_engine.kernels.grouped.product_formats import W4A8, W4A16
+from dsa_engine.kernels.linear.quantized_linear import quantized_linear
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
 
 
@@ -117,11 +118,11 @@ class Int4Linear(Linear):
         self._packing.arrange(self.sources[0].name.removesuffix("_packed"), self.packed, self._order)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        int8 = self._packing.int8_activations
-        return linear_int4(x, self.packed, self.scale, columns=self._order, int8_activations=int8)
+        product = W4A8 if self._packing.int8_activations else W4A16
+        return quantized_linear(x, (self.packed, self.scale, self._order), product)
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
-        return linear_int4(x, self.packed, self.scale, int8_activations=True, largest=row_absmax)
+        return quantized_linear(x, (self.packed, self.scale, None), W4A8, row_absmax)
 
     def dequantized(self) -> torch.Tensor:
         weight = dequantize_int4(self.packed, self.scale, self._packing.dtype, self._packing.planes)
@@ -171,9 +172,9 @@ class Int4Experts(GroupedExperts):
             self._orders = self.tensors[2], self.tensors[5]
 
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
-        int8 = self._packing.int8_activations
-        return expert_mlp_int4(
-            tokens, experts, weights, self.gate_up, self.down, columns=self._orders, int8_activations=int8, **counts
+        product, (of_gate_up, of_down) = W4A8 if self._packing.int8_activations else W4A16, self._orders
+        return expert_mlp(
+            tokens, experts, weights, (*self.gate_up, of_gate_up), (*self.down, of_down), product, **counts
         )
 
 

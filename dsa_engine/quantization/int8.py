@@ -12,8 +12,9 @@ import torch
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.kernels.linear.linear_int8 import linear_int8
-from dsa_engine.kernels.moe.expert_mlp_int8 import expert_mlp_int8
+from dsa_engine.kernels.grouped.product_formats import INT8
+from dsa_engine.kernels.linear.quantized_linear import quantized_linear
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 
@@ -37,10 +38,10 @@ class Int8Linear(Linear):
         self._stack(parts, (self.weight, self.scale), _sources)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_int8(x, self.weight, self.scale)
+        return quantized_linear(x, (self.weight, self.scale), INT8)
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
-        return linear_int8(x, self.weight, self.scale, row_absmax)
+        return quantized_linear(x, (self.weight, self.scale), INT8, row_absmax)
 
     def dequantized(self) -> torch.Tensor:
         return (self.weight * self.scale[:, None]).to(self.dtype)
@@ -61,7 +62,7 @@ class Int8Experts(GroupedExperts):
 
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
         gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
-        return expert_mlp_int8(tokens, experts, weights, gate_up, down, **counts)
+        return expert_mlp(tokens, experts, weights, gate_up, down, INT8, **counts)
 
 
 class Int8(StoredFormat):

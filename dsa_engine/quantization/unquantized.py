@@ -44,7 +44,7 @@ class UnquantizedExperts(GroupedExperts):
         super().__init__(prefixes, hidden, intermediate, (self.gate_up,), (self.down,), _sources)
 
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
-        return expert_mlp(tokens, experts, weights, self.gate_up, self.down, **counts)
+        return expert_mlp(tokens, experts, weights, (self.gate_up,), (self.down,), **counts)
 
 
 class Unquantized(WeightFormat):

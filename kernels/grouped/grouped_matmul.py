@@ -10,19 +10,26 @@ The ends of the groups stay on the device, where each program computes which til
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
-from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
-from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, runs_triton
-from dsa_engine.kernels.runtime.operation import operation
+from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
+from dsa_engine.kernels.rows.silu_mul import silu_mul
+from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision
+
+# Largest average number of rows of a group for which products are bound by reading the weights.
+FEW_ROWS = 64
 
 
-def grouped_matmul_reference(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
+def grouped_matmul_reference(
+    x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype, device=x.device)
     for group, rows in rows_by_group(counts):
         torch.mm(x[rows], weight[group].t(), out=out[rows])
     return out
@@ -71,56 +78,45 @@ _CONFIGS[120] = _CONFIGS[80]  # products by single warps, and 99 KB of shared me
 _SMALL = {80: (Tiles(16, 64, 32, 4, 3, 4), Tiles(64, 64, 32, 8, 3, 2))}
 
 
-def tiles_for(x: torch.Tensor, rows_per_group: float) -> Tiles:
-    """Tiles for products with rows like those of ``x`` and this average number of rows in a group."""
+def _choices(x: torch.Tensor) -> tuple[Tiles, ...]:
+    """Tiles for products with rows like those of ``x``, by the number of rows in a group."""
     aligned = all(length * x.element_size() % 16 == 0 for length in (x.shape[1], x.stride(0)))
-    choices = config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, x)
-    return fitting(choices, rows_per_group)
+    return config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, x)
 
 
-def grouped_matmul_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    row_ends: torch.Tensor,
-    *,
-    source: torch.Tensor | None = None,
-    gated: bool = False,
-    expected: float | None = None,
-) -> torch.Tensor:
-    """The kernel: products of groups of rows, with rows gathered and results gated under way.
+def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    """The products in the dtype of x: PyTorch's ``grouped_mm`` for many rows where it applies, as it is not yet
+    measured that the kernel here is faster; else the kernel, which gathers rows and gates results on the way.
 
     Args:
-        x: ``[R, in]``, or ``[S, in]`` with ``source``, any row stride.
-        weight: ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
-        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
-        source: int32 ``[R]``, the row of x that each row is made from.
-        expected: number of served rows, as far as the host knows; R if not given. Chooses tiles only.
+        x: ``[S, in]``, any row stride.
+        weight: ``[groups, out, in]``; gated: ``[groups, 2 · out, in]``, gate before up.
 
     Returns:
-        ``[R, out]`` in the dtype of x; rows beyond the last end are not written.
+        ``[R, out]``; rows beyond the last end hold anything.
     """
-    _check(x, weight, row_ends)
-    if row_ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):
-        raise ValueError(
-            f"row_ends and source must be int32, not {row_ends.dtype} and {None if source is None else source.dtype}"
-        )
-    out = empty_product(x, source, weight, gated, x.dtype)
-    if out.numel():
-        x = x if x.stride(1) == 1 else x.contiguous()
-        tiles = tiles_for(x, (out.shape[0] if expected is None else expected) / len(weight))
-        launch_grouped(
-            grouped_matmul_kernel, tiles, x, source, row_ends, (weight.contiguous(),), out, gated=gated,
-            WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
-            PRECISION=dot_precision(x.dtype),
-        )  # fmt: skip
+    rows = len(x if groups.source is None else groups.source)
+    expected = rows if groups.expected is None else groups.expected
+    # PyTorch's way also gathers and gates the rows that no expert here serves: many, where they were not counted.
+    if expected > FEW_ROWS * len(weight) and rows <= 2 * expected and torch_has_it(x, weight):
+        return grouped_matmul_torch(x, weight, groups)
+    return grouped_matmul_triton(x, weight, groups)
+
+
+def grouped_matmul_triton(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The kernel; rows beyond the last end are not written."""
+    check(x, weight)
+    out = empty_product(x, weight, groups, x.dtype)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    operands, precision = (weight.contiguous(),), dot_precision(x.dtype)
+    launch_grouped(grouped_matmul_kernel, _choices(x), x, operands, out, groups, PRECISION=precision)
     return out
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, per_group: torch.Tensor) -> None:
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or per_group.shape != weight.shape[:1]:
-        raise ValueError(
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, counts or row_ends {tuple(per_group.shape)} do not fit"
-        )
+def check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raises ``ValueError`` unless x ``[S, in]`` and ``weight [groups, out, in]`` fit."""
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
     if x.dtype != weight.dtype:
         raise ValueError(f"x is {x.dtype}, the weight {weight.dtype}")
 
@@ -133,32 +129,8 @@ def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return there and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 
-def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
-    """PyTorch's product, if :func:`torch_has_it`; rows beyond the last end hold anything."""
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=row_ends)
-
-
-@operation(waits=True)
-def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiplies each group of rows by its own matrix.
-
-    PyTorch's ``grouped_mm`` where it applies, as it is not yet measured that the kernel here is faster; where it does
-    not, the kernel; on a CPU a loop over the groups, which is faster than ``grouped_mm`` there.
-
-    Args:
-        x: ``[R, in]``, rows sorted by group.
-        weight: ``[groups, out, in]``.
-        counts: ``[groups]`` integer, rows per group; their sum is R.
-
-    Returns:
-        ``[R, out]`` in x's dtype.
-    """
-    _check(x, weight, counts)
-    if x.shape[0] == 0:
-        return x.new_empty(0, weight.shape[1])
-    if not runs_triton(x):
-        return grouped_matmul_reference(x, weight, counts)
-    row_ends = counts.cumsum(0, dtype=torch.int32)
-    if torch_has_it(x, weight):
-        return grouped_matmul_torch(x.contiguous(), weight, row_ends)
-    return grouped_matmul_triton(x, weight, row_ends)
+def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """PyTorch's product, if :func:`torch_has_it`: gathered rows, and gate and up, are written and read."""
+    rows = x.contiguous() if groups.source is None else x.index_select(0, groups.source)
+    out = F.grouped_mm(rows, weight.transpose(1, 2), offs=groups.row_ends)
+    return silu_mul(out) if groups.gated else out

@@ -3,24 +3,67 @@
     h[r] = silu(gate[g] · x[s]) · (up[g] · x[s])      gated: quantised straight from float32, rounded nowhere between
     y[r] = weight[g] · x[r]                           for the rows r of group g;  s = source[r]
 
-Products are those of `linear/block_scaled_matmul.py`, which has its sums from here. The kernel gathers rows, multiplies
-by gate and up, gates and quantises in one pass: between the two products of an expert a value is a byte.
+Products are those of `linear/block_scaled_matmul.py`, which has its sums and its definition from here. The kernel
+gathers rows, multiplies by gate and up, gates and quantises in one pass: between the two products of an expert a value
+is a byte.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
-from dsa_engine.kernels.grouped.tiles import Tiles, fitting, launch_grouped
+from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
+
+# Elements of a weight that the reference expands at a time: 16 MiB in float32.
+_REFERENCE_ELEMENTS = 1 << 22
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 ``[R, in]`` of codes and scales as :func:`~.formats.quantize.quantize_rows` makes them."""
+    full = torch.repeat_interleave(scales, BLOCK, dim=-1)[..., : codes.shape[-1]]
+    return codes.float().mul_(full)
+
+
+def block_scaled_matmul_reference(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+) -> torch.Tensor:
+    """The definition; float32 ``[R, out]``."""
+    rows = dequantize_rows(x, x_scale)
+    out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
+    step = max(1, _REFERENCE_ELEMENTS // (BLOCK * weight.shape[1])) * BLOCK
+    parts = zip(weight.split(step), weight_scale.split(step // BLOCK), out.split(step, dim=1), strict=True)
+    for codes, scales, into in parts:
+        into.copy_(rows @ dequantize_blocks_reference(codes, scales, (BLOCK, BLOCK)).t())
+    return out
+
+
+def grouped_matmul_fp8_reference(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    counts: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The definition; of gate and up, ``[R, 2 · out]``, gate before up."""
+    out = torch.empty(x.shape[0], weight.shape[1:-1].numel(), dtype=dtype, device=x.device)
+    for group, rows in rows_by_group(counts):
+        matrices = [one[group].view(-1, *one.shape[-2:]) for one in (weight, weight_scale)]
+        products = [block_scaled_matmul_reference(x[rows], x_scale[rows], *one) for one in zip(*matrices, strict=True)]
+        out[rows] = torch.cat(products, dim=1)
+    return out
 
 
 @triton.jit
@@ -100,8 +143,8 @@ def multiply_block_scaled_tile(
 def block_scaled_experts_kernel(
     x, source, row_ends, x_scale, x_scale_stride, weight, weight_scale, out_scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    CONVERTS: tl.constexpr,
+    DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """With ``out_scale`` the result is quantised into ``out``."""
     multiply_groups(
@@ -126,55 +169,51 @@ _PLAIN = {
 _GATED[120], _PLAIN[120] = _GATED[89], _PLAIN[89]  # products by single warps, and 99 KB of shared memory
 
 
-def _launch(
-    x: torch.Tensor, x_scale: torch.Tensor, source: torch.Tensor | None, row_ends: torch.Tensor, weight: torch.Tensor,
-    weight_scale: torch.Tensor, out: torch.Tensor, out_scale: torch.Tensor | None, expected: float, power_of_two: bool,
-) -> None:  # fmt: skip
-    """Launches the kernel; with ``out_scale`` the results are gated and quantised into ``out``."""
-    gated = out_scale is not None
-    tiles = fitting(config_for(_GATED if gated else _PLAIN, x), expected / len(row_ends))
-    launch_grouped(
-        block_scaled_experts_kernel, tiles, x, source, row_ends,
-        (x_scale, x_scale.stride(0), weight, weight_scale, out_scale), out.view(torch.uint8) if gated else out,
-        gated=gated, WHOLE=x.shape[1] % BLOCK == 0, SWAPPED=tiles.swapped, POWER_OF_TWO=power_of_two,
-        CONVERTS=converts_e4m3(x),
-    )  # fmt: skip
-
-
-def gate_and_up(
-    x: torch.Tensor, x_scale: torch.Tensor, source: torch.Tensor, row_ends: torch.Tensor, weight: torch.Tensor,
-    weight_scale: torch.Tensor, *, power_of_two: bool, expected: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The kernel's first product: gathered rows by gate and up, gated, quantised.
+def grouped_matmul_fp8(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    groups: Groups,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The kernel: rows are gathered, and results gated and quantised, on the way.
 
     Args:
         x, x_scale: codes ``[S, in]`` and scales ``[S, ceil(in / 128)]``, with any row strides.
-        source: int32 ``[R]``, the row of ``x`` that each row is made from.
-        row_ends: int32 ``[groups]``, the index after the last row of each group.
-        weight, weight_scale: ``[groups, 2, width, in]`` codes and ``[groups, 2, …]`` scales.
-        power_of_two: whether the result's scales are powers of two.
-        expected: number of served rows, as far as the host knows; chooses tiles only.
+        weight, weight_scale: codes ``[groups, out, in]`` and scales ``[groups, ceil(out / 128), ceil(in / 128)]``;
+            gated: ``[groups, 2, out, in]`` and ``[groups, 2, …]``, gate before up.
+        dtype: of the result, unless it is gated.
+        power_of_two: whether the scales of a gated result are powers of two.
 
     Returns:
-        Codes ``[R, width]`` and scales ``[R, ceil(width / 128)]``; rows beyond the last group hold anything.
+        ``[R, out]``; gated: codes ``[R, out]`` and scales ``[R, ceil(out / 128)]``. Rows beyond the last end hold
+        anything.
     """
-    rows, width = source.shape[0], weight.shape[2]
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(rows, cdiv(width, BLOCK), device=x.device)
-    if rows:
-        expected = rows if expected is None else expected
-        _launch(x, x_scale, source, row_ends, weight, weight_scale, out, scales, expected, power_of_two)
-    return out, scales
+    gated, out_scale = groups.gated, None
+    out = empty_product(x, weight.flatten(1, -2), groups, torch.float8_e4m3fn if gated else dtype)
+    if gated:
+        out_scale = torch.empty(out.shape[0], cdiv(out.shape[1], BLOCK), device=x.device)
+    launch_grouped(
+        block_scaled_experts_kernel, config_for(_GATED if gated else _PLAIN, x), x,
+        (x_scale, x_scale.stride(0), weight, weight_scale, out_scale), out.view(torch.uint8) if gated else out, groups,
+        POWER_OF_TWO=power_of_two and gated, CONVERTS=converts_e4m3(x),
+    )  # fmt: skip
+    return out if out_scale is None else (out, out_scale)
 
 
-def grouped_product(
-    x: torch.Tensor, x_scale: torch.Tensor, row_ends: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
-    dtype: torch.dtype, expected: float | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The kernel's second product: rows ``x [R, in]``, sorted by group, by ``weight [groups, out, in]``; ``[R, out]``
-    in ``dtype``. Rows beyond the last group hold anything."""
-    out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype, device=x.device)
-    if out.numel():
-        expected = x.shape[0] if expected is None else expected
-        _launch(x, x_scale, None, row_ends, weight, weight_scale, out, None, expected, False)
-    return out
+def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+    """Raises an error unless :func:`block_scaled_linear` takes ``weight [..., out, in]`` and its scales."""
+    if weight.dtype != torch.float8_e4m3fn or weight_scale.dtype != torch.float32:
+        raise TypeError(
+            f"block-scaled products need float8_e4m3fn weights and float32 scales, not {weight.dtype} and "
+            f"{weight_scale.dtype}"
+        )
+    needed = (*weight.shape[:-2], *(cdiv(size, BLOCK) for size in weight.shape[-2:]))
+    if tuple(weight_scale.shape) != needed:
+        raise ValueError(
+            f"scales of a weight {list(weight.shape)} must be {list(needed)}, not {list(weight_scale.shape)}"
+        )
+    if not weight.is_contiguous() or not weight_scale.is_contiguous():
+        raise ValueError("weight and scales must be contiguous")

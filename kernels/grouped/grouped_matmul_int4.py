@@ -13,13 +13,15 @@ may have different orders: then a tile's product is made with either order, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.int4 import check_groups, dequantize_int4, planes_for, unpack_codes, unpack_numbers
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
-from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
+from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.launch import config_for, dot_precision
 
 # Rows of a matrix that the reference expands at a time.
@@ -45,9 +47,9 @@ def grouped_matmul_int4_reference(
     x_scale: torch.Tensor | None,
     packed: torch.Tensor,
     scale: torch.Tensor,
-    counts: torch.Tensor,
+    columns: torch.Tensor | None,
+    counts: Sequence[int],
     dtype: torch.dtype,
-    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty(x.shape[0], packed.shape[1], dtype=dtype, device=x.device)
     for group, rows in rows_by_group(counts):
@@ -116,81 +118,74 @@ def multiply_int4_tile(
 @triton.jit
 def grouped_matmul_int4_kernel(
     x, source, row_ends, x_scale, packed, packed_stride, scale, columns, out, x_stride, width, inner, groups,
-    GATHER: tl.constexpr, GATED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr, ORDERS: tl.constexpr,
+    GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, CODES: tl.constexpr,
+    SIZE: tl.constexpr, PRECISION: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
     """CODES: x holds INT8 codes. ``packed`` is read by the unit of its planes: 8 bits with CODES, else 16. ORDERS: the
-    orders of columns of a group's matrix: 0 where x is read in order, 1, or 2 of gate and of up."""
+    orders of columns of a group's matrix: 0 where x is read in order, 1, or 2 of gate and of up. WHOLE, DEPTH and
+    SWAPPED are not used: a step is SIZE columns."""
     multiply_groups(
         x, source, row_ends, (x_scale, packed, packed_stride, scale, columns), out, None, x_stride, width, inner,
         groups, multiply_int4_tile, (CODES, SIZE, PRECISION, ORDERS), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
     )  # fmt: skip
 
 
-# By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns;
-# ``depth`` is not used. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+# By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns,
+# whatever the depth says. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
 _CONFIGS = {
-    80: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 64, 0, 4, 3, 2), Tiles(128, 64, 0, 8, 3, 1)),
-    90: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 128, 0, 8, 3, 1), Tiles(128, 128, 0, 8, 3, 1)),
+    80: (Tiles(16, 64, 1, 4, 4, 2), Tiles(64, 64, 1, 4, 3, 2), Tiles(128, 64, 1, 8, 3, 1)),
+    90: (Tiles(16, 64, 1, 4, 4, 2), Tiles(64, 128, 1, 8, 3, 1), Tiles(128, 128, 1, 8, 3, 1)),
 }
 _CONFIGS[120] = _CONFIGS[80]  # products by single warps, and 99 KB of shared memory
 # For INT8 codes, which Triton multiplies on sm_100 as on sm_80.
 _CODES = _CONFIGS | {100: _CONFIGS[80]}
 # For float32, which has no tensor cores.
-_SMALL = {80: (Tiles(16, 64, 0, 4, 2, 2), Tiles(32, 64, 0, 8, 2, 1))}
+_SMALL = {80: (Tiles(16, 64, 1, 4, 2, 2), Tiles(32, 64, 1, 8, 2, 1))}
 
 
-def grouped_matmul_int4_triton(
+def grouped_matmul_int4(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     packed: torch.Tensor,
     scale: torch.Tensor,
-    row_ends: torch.Tensor,
+    columns: torch.Tensor | None,
+    groups: Groups,
     dtype: torch.dtype,
-    *,
-    source: torch.Tensor | None = None,
-    gated: bool = False,
-    expected: float | None = None,
-    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel: products of groups of rows, with rows gathered, and results scaled and gated under way.
+    """The kernel: rows are gathered, and results scaled and gated, on the way.
 
     Args:
-        x: ``[R, in]``, or ``[S, in]`` with ``source``: floating point, or int8 codes.
+        x: ``[S, in]``: floating point, or int8 codes.
         x_scale: float32, one for each row of x; None where x is floating point.
-        packed: int32 ``[groups, out, in / 8]``, in 2 planes for codes and else in 4; with ``gated``
-            ``[groups, 2 · out, in / 8]``, gate before up.
+        packed: int32 ``[groups, out, in / 8]``, in 2 planes for codes and else in 4; gated: ``[groups, 2 · out,
+            in / 8]``, gate before up.
         scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
-        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
+        columns: int32 ``[groups, in]``, or gated ``[groups, 2, in]`` of gate and of up: the column of x that each
+            column of a matrix multiplies; None: the same column.
         dtype: dtype of the result.
-        source: int32 ``[R]``, the row of x that each row is made from.
-        expected: number of served rows, as far as the host knows; R if not given. Chooses tiles only.
-        columns: int32 ``[groups, in]``, or with ``gated`` ``[groups, 2, in]`` of gate and of up: the column of x that
-            each column of a matrix multiplies; None: the same column.
 
     Returns:
         ``[R, out]``; rows beyond the last end are not written.
     """
-    check_int4(x, x_scale, packed, scale)
-    out = empty_product(x, source, packed, gated, dtype)
-    if out.numel():
-        x = x if x.stride(1) == 1 else x.contiguous()
-        table = _CODES if x_scale is not None else _SMALL if x.dtype == torch.float32 else _CONFIGS
-        choices = config_for(table, x)
-        tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(packed))
-        units = packed.contiguous().view(torch.int16 if x_scale is None else torch.uint8)
-        orders = 0 if columns is None else columns.numel() // (len(packed) * x.shape[1])
-        order = row_ends if columns is None else columns.contiguous()
-        operands = (x if x_scale is None else x_scale, units, units.shape[2], scale.contiguous(), order)
-        launch_grouped(
-            grouped_matmul_int4_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
-            CODES=x_scale is not None, SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype),
-            ORDERS=orders,
-        )  # fmt: skip
+    out = empty_product(x, packed, groups, dtype)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes = x_scale is not None
+    choices = config_for(_CODES if codes else _SMALL if x.dtype == torch.float32 else _CONFIGS, x)
+    units = packed.contiguous().view(torch.uint8 if codes else torch.int16)
+    orders = 0 if columns is None else columns.numel() // (len(packed) * x.shape[1])
+    order = groups.row_ends if columns is None else columns.contiguous()
+    operands = (x_scale if codes else x, units, units.shape[2], scale.contiguous(), order)
+    launch_grouped(
+        grouped_matmul_int4_kernel, choices, x, operands, out, groups, CODES=codes,
+        SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype), ORDERS=orders,
+    )  # fmt: skip
     return out
 
 
-def check_int4(x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor) -> None:
+def check_int4(
+    x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor, *_: torch.Tensor | None
+) -> None:
     """Raises ``TypeError`` or ``ValueError`` for operands of other types, or that do not fit."""
     if packed.dtype != torch.int32 or not scale.is_floating_point():
         raise TypeError(

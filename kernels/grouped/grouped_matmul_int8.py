@@ -9,12 +9,14 @@ and the sums go through it before they are rounded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
-from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
+from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for
 
@@ -40,7 +42,7 @@ def grouped_matmul_int8_reference(
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    counts: torch.Tensor,
+    counts: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
     out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype, device=x.device)
@@ -93,44 +95,31 @@ _CONFIGS[100] = (_CONFIGS[80][0], Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 
 _SMALL = {80: (Tiles(16, 64, 64, 4, 3, 4), Tiles(64, 64, 64, 8, 3, 2))}
 
 
-def grouped_matmul_int8_triton(
+def grouped_matmul_int8(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    row_ends: torch.Tensor,
+    groups: Groups,
     dtype: torch.dtype,
-    *,
-    source: torch.Tensor | None = None,
-    gated: bool = False,
-    expected: float | None = None,
 ) -> torch.Tensor:
-    """The kernel: products of groups of rows, with rows gathered, and results scaled and gated under way.
+    """The kernel: rows are gathered, and results scaled and gated, on the way.
 
     Args:
-        x: int8 ``[R, in]``, or ``[S, in]`` with ``source``.
+        x: int8 ``[S, in]``.
         x_scale: float32, one for each row of x.
-        weight: int8 ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
+        weight: int8 ``[groups, out, in]``; gated: ``[groups, 2 · out, in]``, gate before up.
         scale: float32, one for each row of each matrix.
-        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
         dtype: dtype of the result.
-        source: int32 ``[R]``, the row of x that each row is made from.
-        expected: number of served rows, as far as the host knows; R if not given. Chooses tiles only.
 
     Returns:
         ``[R, out]``; rows beyond the last end are not written.
     """
-    check_int8(x, x_scale, weight, scale)
-    out = empty_product(x, source, weight, gated, dtype)
-    if out.numel():
-        x = x if x.stride(1) == 1 else x.contiguous()
-        choices = config_for(_CONFIGS if x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, x)
-        tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(weight))
-        operands = (x_scale, weight.contiguous(), scale.contiguous())
-        launch_grouped(
-            grouped_matmul_int8_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
-            WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
-        )  # fmt: skip
+    out = empty_product(x, weight, groups, dtype)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    choices = config_for(_CONFIGS if x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, x)
+    operands = (x_scale, weight.contiguous(), scale.contiguous())
+    launch_grouped(grouped_matmul_int8_kernel, choices, x, operands, out, groups)
     return out
 
 

@@ -1,4 +1,4 @@
-"""The host's side of grouped products: the tiles of a program, and the launch."""
+"""The host's side of grouped products, the same for every weight format: groups, the tiles of a program, the launch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,31 @@ class Tiles(NamedTuple):
 
 
 def fitting(choices: Sequence[Tiles], rows: float) -> Tiles:
-    """The first of ``choices``, smallest first, with room for so many rows in a tile; else the last."""
+    """The first of ``choices``, smallest first, with room for these rows in a tile; else the last."""
     return next((tiles for tiles in choices if rows <= tiles.rows), choices[-1])
 
 
-def rows_by_group(counts: torch.Tensor) -> Iterator[tuple[int, slice]]:
+class Groups(NamedTuple):
+    """Consecutive groups of rows, each of which is multiplied by its own matrix.
+
+    Attributes:
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
+        source: int32 ``[R]``, the row of x ``[S, in]`` that each row is made from; None: x holds the rows, ``[R, in]``.
+        gated: the halves of a matrix, ``[groups, 2 · out, …]``, are gate and up of a SwiGLU layer, and the sums go
+            through it before they are rounded.
+        expected: number of served rows, if the host knows it; None: R. Chooses tiles only.
+    """
+
+    row_ends: torch.Tensor
+    source: torch.Tensor | None = None
+    gated: bool = False
+    expected: float | None = None
+
+
+def rows_by_group(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """Each group that has rows, and the slice of its rows, where groups lie one after the other; for references."""
     first = 0
-    for group, count in enumerate(counts.tolist()):
+    for group, count in enumerate(counts):
         if count:
             yield group, slice(first, first + count)
         first += count
@@ -42,46 +59,47 @@ def max_tiles(rows: int, groups: int, size: int) -> int:
     return (rows + min(rows, groups) * (size - 1)) // size
 
 
-def empty_product(
-    x: torch.Tensor, source: torch.Tensor | None, weight: torch.Tensor, gated: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    """An empty result ``[R, out]`` for the products of ``x``, or of the rows of it that ``source`` names.
+def empty_product(x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    """An empty result ``[R, out]`` for products with ``weight [groups, rows, …]``.
 
     Raises:
-        ValueError: ``weight [groups, rows, …]`` has no two halves where these are gate and up.
+        ValueError: the weight has no two halves where these are gate and up.
     """
-    if gated and weight.shape[1] % 2:
+    if groups.gated and weight.shape[1] % 2:
         raise ValueError(f"gate and up must be two halves of the weight, which is {tuple(weight.shape)}")
-    rows = (x if source is None else source).shape[0]
-    return torch.empty(rows, weight.shape[1] // (1 + gated), dtype=dtype, device=x.device)
+    rows = (x if groups.source is None else groups.source).shape[0]
+    return torch.empty(rows, weight.shape[1] // (1 + groups.gated), dtype=dtype, device=x.device)
 
 
 def launch_grouped(
-    kernel: Any,
-    tiles: Tiles,
-    x: torch.Tensor,
-    source: torch.Tensor | None,
-    row_ends: torch.Tensor,
-    operands: Sequence[Any],
-    out: torch.Tensor,
-    *,
-    gated: bool,
+    kernel: Any, choices: Sequence[Tiles], x: torch.Tensor, operands: Sequence[Any], out: torch.Tensor, groups: Groups,
     **constants: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Launches a kernel of grouped products, with a program for each tile, but no more than run at a time.
 
     Args:
         kernel: takes ``x, source, row_ends, *operands, out, x_stride, width, inner, groups``, and as constants GATHER,
-            GATED, ROWS, COLUMNS, BAND, GROUPS_PAD and ``constants``; ``width`` is that of ``out``.
-        x: ``[R, in]``, or ``[S, in]`` with ``source``; elements of a row side by side.
-        source: int32 ``[R]``, the row of x that each row is made from.
-        row_ends: int32 ``[groups]``, the index after the last row of each group.
-        out: ``[R, out]``.
+            GATED, WHOLE, ROWS, COLUMNS, DEPTH, SWAPPED, BAND, GROUPS_PAD and ``constants``; ``width`` is that of
+            ``out``.
+        choices: the first with room for a group's rows is taken, else the last.
+        x: elements of a row side by side.
+        out: ``[R, out]``; rows beyond the last end are not written.
+
+    Raises:
+        ValueError: row_ends or source are not int32.
     """
-    (rows, width), groups = out.shape, row_ends.shape[0]
-    count = max_tiles(rows, groups, tiles.rows) * cdiv(width * (1 + gated), tiles.columns)
-    kernel[(min(count, tiles.resident * multiprocessors(x)),)](
+    row_ends, source, gated, expected = groups
+    if row_ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):
+        given = None if source is None else source.dtype
+        raise ValueError(f"row_ends and source must be int32, not {row_ends.dtype} and {given}")
+    if not out.numel():
+        return
+    (rows, width), count = out.shape, len(row_ends)
+    tiles = fitting(choices, (rows if expected is None else expected) / count)
+    programs = max_tiles(rows, count, tiles.rows) * cdiv(width * (1 + gated), tiles.columns)
+    kernel[(min(programs, tiles.resident * multiprocessors(x)),)](
         x, row_ends if source is None else source, row_ends.contiguous(), *operands, out, x.stride(0), width,
-        x.shape[1], groups, GATHER=source is not None, GATED=gated, ROWS=tiles.rows, COLUMNS=tiles.columns, BAND=16,
-        GROUPS_PAD=next_power_of_2(groups), num_warps=tiles.warps, num_stages=tiles.stages, **constants,
+        x.shape[1], count, GATHER=source is not None, GATED=gated, WHOLE=x.shape[1] % tiles.depth == 0,
+        ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, SWAPPED=tiles.swapped, BAND=16,
+        GROUPS_PAD=next_power_of_2(count), num_warps=tiles.warps, num_stages=tiles.stages, **constants,
     )  # fmt: skip

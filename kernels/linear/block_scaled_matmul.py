@@ -19,9 +19,13 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3
-from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.formats.quantize import quantize_rows
-from dsa_engine.kernels.grouped.grouped_matmul_fp8 import BLOCK, block_products
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
+    BLOCK,
+    block_products,
+    block_scaled_matmul_reference,
+    check_weight,
+)
 from dsa_engine.kernels.grouped.skeleton import banded
 from dsa_engine.kernels.grouped.tiles import Tiles, fitting
 from dsa_engine.kernels.linear.block_scaled_libraries import library_product, takes
@@ -39,28 +43,6 @@ FEW_ROWS = 64
 # quantised once, by a kernel of their own: by each program they would be read in 16 bits, half as many bytes as the
 # weight or more.
 QUANTISED_ROWS = 16
-
-# Elements of a weight that the reference expands at a time: 16 MiB in float32.
-_REFERENCE_ELEMENTS = 1 << 22
-
-
-def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 ``[R, in]`` of codes and scales as :func:`~.formats.quantize.quantize_rows` makes them."""
-    full = torch.repeat_interleave(scales, BLOCK, dim=-1)[..., : codes.shape[-1]]
-    return codes.float().mul_(full)
-
-
-def block_scaled_matmul_reference(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
-) -> torch.Tensor:
-    """The definition; float32 ``[R, out]``."""
-    rows = dequantize_rows(x, x_scale)
-    out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
-    step = max(1, _REFERENCE_ELEMENTS // (BLOCK * weight.shape[1])) * BLOCK
-    parts = zip(weight.split(step), weight_scale.split(step // BLOCK), out.split(step, dim=1), strict=True)
-    for codes, scales, into in parts:
-        into.copy_(rows @ dequantize_blocks_reference(codes, scales, (BLOCK, BLOCK)).t())
-    return out
 
 
 @triton.jit
@@ -238,19 +220,3 @@ def block_scaled_linear(
         else:
             out = block_scaled_matmul_reference(codes, scales, weight, weight_scale).to(x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-    """Raises an error unless :func:`block_scaled_linear` takes ``weight [..., out, in]`` and its scales."""
-    if weight.dtype != torch.float8_e4m3fn or weight_scale.dtype != torch.float32:
-        raise TypeError(
-            f"block-scaled products need float8_e4m3fn weights and float32 scales, not {weight.dtype} and "
-            f"{weight_scale.dtype}"
-        )
-    needed = (*weight.shape[:-2], *(cdiv(size, BLOCK) for size in weight.shape[-2:]))
-    if tuple(weight_scale.shape) != needed:
-        raise ValueError(
-            f"scales of a weight {list(weight.shape)} must be {list(needed)}, not {list(weight_scale.shape)}"
-        )
-    if not weight.is_contiguous() or not weight_scale.is_contiguous():
-        raise ValueError("weight and scales must be contiguous")

@@ -1,60 +1,50 @@
-"""The experts of one rank, over token-expert pairs that are sorted by expert.
+"""The experts of one rank, the same for every weight format: pairs of tokens and experts are sorted by expert, the
+format's products run over the rows of each expert, and the weighted results of a token are summed.
 
-out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = expert[t, j];  −1: served elsewhere
+    h[r] = silu(gate[e] · x[t]) · (up[e] · x[t])
+    out[t] = Σ_j weight[t, j] · down[e] · h[r(t, j)]       e = expert[t, j];  −1: served elsewhere
+
+x and h are quantised as the format says. In FP8 h is quantised straight from float32, and rounded nowhere between.
 """
 
 from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.grouped.grouped_matmul import (
-    grouped_matmul_reference,
-    grouped_matmul_torch,
-    grouped_matmul_triton,
-    torch_has_it,
-)
-from dsa_engine.kernels.moe.expert_order import Order, local_experts
-from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
-from dsa_engine.kernels.rows.silu_mul import silu_mul, silu_mul_reference
+from dsa_engine.kernels.grouped.product_formats import PLAIN, ProductFormat, Weight
+from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.moe.combine import combine
+from dsa_engine.kernels.moe.expert_order import expert_order, local_experts
+from dsa_engine.kernels.rows.silu_mul import silu_mul_reference
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Largest average number of rows of an expert for which products are bound by reading the weights.
-FEW_ROWS = 64
+# Largest number of bytes of rows between the products for which every pair gets a row, served or not: the host need not
+# know how many are served. That is 14,500 pairs of DeepSeek-V3.2: any decode. More pairs are counted, which waits for
+# the device unless the dispatch has counted them.
+UNCOUNTED_BYTES = 1 << 29
 
-# The same for the CPU's kernel, which reads weights once and multiplies rows less well than PyTorch's products.
+# Largest average number of rows of an expert for the CPU's kernel, which reads weights once and multiplies rows less
+# well than PyTorch's products.
 _FEW_ROWS_ON_A_CPU = 8
 
 
 def expert_mlp_reference(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    def mlp(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return grouped_matmul_reference(
-            silu_mul_reference(grouped_matmul_reference(rows, gate_up, counts)), down, counts
-        )
-
-    return sum_experts_reference(x, experts, weights, gate_up.shape[0], mlp)
-
-
-def row_bytes(gate_up: torch.Tensor, down: torch.Tensor) -> int:
-    """Largest number of bytes of a row between the products: its token, gate and up, and the result."""
-    return (gate_up.shape[1] + 2 * down.shape[1]) * down.element_size()
-
-
-def experts_fused(
-    x: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor, expected: float
-) -> torch.Tensor:
-    """The experts' results ``[R, hidden]`` in two launches: rows are gathered and gated within the products."""
-    hidden = grouped_matmul_triton(x, gate_up, order.row_ends, source=order.tokens, gated=True, expected=expected)
-    return grouped_matmul_triton(hidden, down, order.row_ends, expected=expected)
-
-
-def experts_by_torch(x: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """The same with PyTorch's grouped products, between which gathered rows, gate and up are written and read."""
-    hidden = silu_mul(grouped_matmul_torch(x.index_select(0, order.tokens), gate_up, order.row_ends))
-    return grouped_matmul_torch(hidden, down, order.row_ends)
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight,
+    product: ProductFormat, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    chosen = experts.flatten()
+    local = chosen.shape[0] if chosen.numel() == 0 else int((chosen >= 0).sum())
+    # A stable sort, with the choices that other ranks serve first: the tail is sorted by expert and then by token.
+    order = chosen.argsort(stable=True)[chosen.shape[0] - local :]
+    tokens = order // experts.shape[1]
+    counts = torch.bincount(chosen[order], minlength=_count(down)).tolist()
+    gated = product.multiply_reference(x.index_select(0, tokens), gate_up, counts, product.gate_dtype or dtype)
+    y = product.multiply_reference(silu_mul_reference(gated), down, counts, dtype)
+    out = torch.zeros(len(x), y.shape[1], dtype=torch.float32, device=x.device)
+    out.index_add_(0, tokens, y.float().mul_(weights.flatten()[order, None]))
+    return out.to(dtype)
 
 
 def _run_native(
@@ -71,7 +61,7 @@ def _run_native(
         scratch.data_ptr(), tokens, choices, count, hidden, intermediate, threads,
     )  # fmt: skip
     if outside:
-        raise IndexError(f"experts must be below {count}, how many there are here, not {int(experts.max())}")
+        raise IndexError(f"experts must be below {count}, the number of experts here, not {int(experts.max())}")
     return out
 
 
@@ -80,9 +70,11 @@ def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    product: ProductFormat = PLAIN,
     *,
+    dtype: torch.dtype | None = None,
     first: int | None = None,
     served_fraction: float = 1.0,
     served: int | None = None,
@@ -90,16 +82,18 @@ def expert_mlp(
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs for every token.
 
-    On CUDA, experts with few rows each (64, on average) take the fused kernel: rows are gathered and gated within the
-    products. With more rows PyTorch's ``grouped_mm`` is taken where it applies. Sums add in the order of a token's
-    choices, so that a result is the same bits each time. On a CPU few rows (8, on average) take its own kernel.
+    Sums add in the order of a token's choices, so that a result is the same bits each time. On a CPU few rows (8, on
+    average) of plain experts take the CPU's kernel.
 
     Args:
-        x: ``[T, hidden]``.
+        x: ``[T, hidden]``; in FP8 also words of :func:`.token_words.quantize_tokens`, with the same result.
         experts: ``[T, k]`` int32 numbers within this rank's experts, −1 for choices that other ranks serve.
         weights: ``[T, k]`` float32.
-        gate_up: ``[experts, 2·intermediate, hidden]``.
-        down: ``[experts, hidden, intermediate]``.
+        gate_up: parts of a weight ``[experts, 2 · intermediate, hidden]``, in FP8 ``[experts, 2, intermediate,
+            hidden]``, gate before up, as the kernel of the format takes them (:mod:`.product_formats`).
+        down: parts of a weight ``[experts, hidden, intermediate]``.
+        product: the format of the weights.
+        dtype: of the result; default: x's.
         first: number of this rank's first expert, if experts are numbered over all ranks; −1 need not mark others then.
         served_fraction: expected fraction of the choices that are served here: chooses the kernel, never the result.
         served: number of choices that are served here, where the host knows it.
@@ -107,29 +101,60 @@ def expert_mlp(
             nothing waits for the device (decode, CUDA graphs).
 
     Returns:
-        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token without experts here.
+        ``[T, hidden]``, summed in float32; zeros for a token without experts here.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        TypeError, ValueError: dtypes or shapes that do not fit.
         IndexError: on a CPU, experts that are not here.
     """
-    check_experts(x, experts, weights, gate_up, down, down.shape[2])
+    _check(x, experts, weights, gate_up, down, product, dtype)
+    dtype, count = dtype or x.dtype, _count(down)
     if not runs_triton(x):
-        experts = local_experts(experts, gate_up.shape[0], first)
-        few = experts.numel() <= _FEW_ROWS_ON_A_CPU * gate_up.shape[0]
-        if few and gate_up.is_contiguous() and down.is_contiguous() and cpu.serves(x, weights, gate_up, down):
-            return _run_native(x.contiguous(), experts.int().contiguous(), weights.contiguous(), gate_up, down)
-        return expert_mlp_reference(x, experts, weights, gate_up, down)
+        experts = local_experts(experts, count, first)
+        if product is PLAIN and experts.numel() <= _FEW_ROWS_ON_A_CPU * count:
+            (plain_gate_up,), (plain_down,) = gate_up, down
+            assert plain_gate_up is not None and plain_down is not None
+            whole = plain_gate_up.is_contiguous() and plain_down.is_contiguous()
+            if whole and cpu.serves(x, weights, plain_gate_up, plain_down):
+                x, experts, weights = x.contiguous(), experts.int().contiguous(), weights.contiguous()
+                return _run_native(x, experts, weights, plain_gate_up, plain_down)
+        return expert_mlp_reference(x, experts, weights, gate_up, down, product, dtype)
 
-    def mlp(order: Order, expected: float) -> torch.Tensor:
-        few = expected <= FEW_ROWS * gate_up.shape[0]
-        # PyTorch's way also gathers and gates the rows that no expert here serves: many, where they were not counted.
-        mostly_served = len(order.tokens) <= 2 * expected
-        if torch_has_it(x, gate_up) and torch_has_it(x, down) and mostly_served and not few:
-            return experts_by_torch(x, order, gate_up, down)
-        return experts_fused(x, order, gate_up, down, expected)
+    tokens, row_ends, pair_rows = expert_order(experts, count, first)
+    row_bytes = product.copies * (_part(down).shape[2] * product.packed + _part(down).shape[1]) * dtype.itemsize
+    # Nothing is gained by counting where all are served.
+    if served is None and served_fraction < 1 and experts.numel() * row_bytes > uncounted_bytes:
+        served = int(row_ends[-1])
+    expected = served_fraction * experts.numel() if served is None else served
+    gather = Groups(row_ends, tokens if served is None else tokens[:served], gated=True, expected=expected)
+    gated = product.multiply(x, gate_up, gather, dtype)
+    y = product.multiply(gated, down, Groups(row_ends, expected=expected), dtype)
+    return combine(y, pair_rows, weights)
 
-    return sum_experts(
-        experts, weights, mlp, count=gate_up.shape[0], first=first, row_bytes=row_bytes(gate_up, down),
-        served_fraction=served_fraction, served=served, uncounted_bytes=uncounted_bytes,
-    )  # fmt: skip
+
+def _part(weight: Weight) -> torch.Tensor:
+    first = weight[0]
+    assert first is not None
+    return first
+
+
+def _count(down: Weight) -> int:
+    return _part(down).shape[0]
+
+
+def _check(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight,
+    product: ProductFormat, dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit"
+        )
+    up, (count, hidden, packed) = _part(gate_up), _part(down).shape
+    intermediate = packed * product.packed
+    halves = (2, intermediate) if up.dim() == 4 else (2 * intermediate,)
+    words = x.dtype == torch.int32
+    if words and dtype is None:
+        raise ValueError("quantised tokens do not say the dtype of the result; give dtype")
+    if up.shape != (count, *halves, hidden // product.packed) or (x.shape[1] != hidden and not words):
+        raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(up.shape)}, down {tuple(_part(down).shape)} do not fit")

@@ -10,7 +10,8 @@ import torch
 from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
-from dsa_engine.kernels.moe.block_scaled_experts import quantize_tokens
+from dsa_engine.kernels.formats.token_words import quantize_tokens
+from dsa_engine.kernels.grouped.product_formats import INT8, W4A16, block_fp8
 from dsa_engine.kernels.rows.segment import Segment, Segments
 
 T, HIDDEN, HEADS, EXPERTS, CHOICES, PAGE = 60, 128, 2, 8, 4, 16
@@ -124,21 +125,15 @@ def _two_replicas() -> torch.Tensor:
     return torch.tensor([[2, 1 + expert, 1 + expert + EXPERTS] for expert in range(EXPERTS)], dtype=torch.int32)
 
 
-def _grouped(make: Make) -> Call:
-    counts = torch.tensor([10, 0, 30, 20])
-    return (make.normal(T, HIDDEN), make.normal(4, 64, HIDDEN), counts), {}
-
-
 def _block_experts(make: Make) -> Call:
     gate_up, gate_up_scale = make.blocks(2 * EXPERTS, 128, HIDDEN)
     stacked = gate_up.view(EXPERTS, 2, 128, HIDDEN), gate_up_scale.view(EXPERTS, 2, 1, 1)
-    return (*make.experts(), *stacked, *make.blocks(EXPERTS, HIDDEN, 128)), {}
+    return (*make.experts(), stacked, make.blocks(EXPERTS, HIDDEN, 128), block_fp8(False, HIDDEN)), {}
 
 
 CASES: dict[str, Callable[[Make], Call]] = {
     "add_rms_norm": lambda m: ((m.normal(T, HIDDEN), m.normal(T, HIDDEN), m.normal(HIDDEN), 1e-6), {}),
     "apply_rope": lambda m: ((m.normal(T, HEADS, 16), *m.angles(8)), {"interleaved": True}),
-    "block_scaled_experts": _block_experts,
     "block_scaled_linear": lambda m: ((m.normal(T, HIDDEN), *(x.squeeze(0) for x in m.blocks(1, 256, HIDDEN))), {}),
     "combine": lambda m: ((m.normal(T * 4, HIDDEN), m.order(T * 4).view(T, 4), m.floats(T, 4)), {}),
     "combine_codes": lambda m: (
@@ -147,20 +142,20 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "choose_replicas": lambda m: ((m.whole(EXPERTS, T, CHOICES), _two_replicas(), 3), {}),
     "dense_mla": _dense,
     "dequantize_blocks": lambda m: ((*(x.squeeze(0) for x in m.blocks(1, 256, 256)), (128, 128)), {"dtype": BF16}),
-    "expert_mlp": lambda m: ((*m.experts(), m.normal(EXPERTS, 128, HIDDEN), m.normal(EXPERTS, HIDDEN, 64)), {}),
-    "expert_mlp_int4": lambda m: ((*m.experts(), m.int4(EXPERTS, 256, HIDDEN), m.int4(EXPERTS, HIDDEN, 128)), {}),
-    "expert_mlp_int8": lambda m: ((*m.experts(), m.int8(EXPERTS, 128, HIDDEN), m.int8(EXPERTS, HIDDEN, 64)), {}),
+    "expert_mlp": lambda m: ((*m.experts(), (m.normal(EXPERTS, 128, HIDDEN),), (m.normal(EXPERTS, HIDDEN, 64),)), {}),
+    "expert_mlp, FP8": _block_experts,
+    "expert_mlp, INT4": lambda m: (
+        (*m.experts(), (*m.int4(EXPERTS, 256, HIDDEN), None), (*m.int4(EXPERTS, HIDDEN, 128), None), W4A16), {},
+    ),
+    "expert_mlp, INT8": lambda m: ((*m.experts(), m.int8(EXPERTS, 128, HIDDEN), m.int8(EXPERTS, HIDDEN, 64), INT8), {}),
     "expert_order": lambda m: ((m.whole(EXPERTS, T, CHOICES), EXPERTS), {}),
     "gather_latent": lambda m: (
         (m.paged(LatentFormat(128, 16, FP8))[0], m.order(T), LatentFormat(128, 16, FP8), BF16), {},
     ),
-    "grouped_matmul": _grouped,
     "hadamard": lambda m: ((m.normal(T, 32), 32**-0.5), {}),
     "indexer_scores": _scores,
     "lightning_indexer": _indexer,
     "linear": lambda m: ((m.normal(T, HIDDEN), m.normal(64, HIDDEN)), {}),
-    "linear_int4": lambda m: ((m.normal(T, HIDDEN), *m.int4(64, HIDDEN)), {}),
-    "linear_int8": lambda m: ((m.normal(T, HIDDEN), *m.int8(64, HIDDEN)), {}),
     "merge_splits": lambda m: ((m.floats(3, T, HEADS, 64), m.floats(3, T, HEADS)), {}),
     "pack_tokens": lambda m: (m.experts(), {}),
     "per_head_matmul": lambda m: ((m.normal(T, HEADS, 16), m.normal(HEADS, 16, 32), m.normal(T, HEADS, 32)), {}),
@@ -169,6 +164,8 @@ CASES: dict[str, Callable[[Make], Call]] = {
     ),
     "quantize_rows": lambda m: ((m.normal(T, 256),), {}),
     "quantize_rows_int8": lambda m: ((m.normal(T, HIDDEN),), {}),
+    "quantized_linear, INT4": lambda m: ((m.normal(T, HIDDEN), (*m.int4(64, HIDDEN), None), W4A16), {}),
+    "quantized_linear, INT8": lambda m: ((m.normal(T, HIDDEN), m.int8(64, HIDDEN), INT8), {}),
     "rms_norm": lambda m: ((m.normal(T, HIDDEN), m.normal(HIDDEN), 1e-6), {}),
     "route": _route,
     "select_topk": lambda m: ((m.floats(T, 64), 16), {}),

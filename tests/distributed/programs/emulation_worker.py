@@ -70,8 +70,8 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 
     multiply = unquantized.expert_mlp
 
-    def counted(tokens: torch.Tensor, experts: torch.Tensor, *rest: torch.Tensor, **more: Any) -> torch.Tensor:
-        _, _, down = rest
+    def counted(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        _, _, (down,) = rest
         local = local_experts(experts, len(down), more["first"])
         served = local[local >= 0].flatten().long().bincount(minlength=len(down))
         result["expert_pairs"].append((len(tokens), served.tolist()))

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped import grouped_matmul as module
-from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul, grouped_matmul_triton, torch_has_it
-from dsa_engine.kernels.grouped.tiles import max_tiles
+from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_reference, grouped_matmul_triton, torch_has_it
+from dsa_engine.kernels.grouped.tiles import Groups, max_tiles
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 from fake_cuda import FakeDevice
 
@@ -36,12 +36,10 @@ def ends_of(counts: list[int], device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 9], [1, 1, 1, 1, 1]])
-def test_grouped_matmul(
-    counts: list[int], dtype: torch.dtype, bound: float, device: str, relative_error: Error
-) -> None:
+def test_reference(counts: list[int], dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(sum(counts), 8, generator=g).to(dtype), torch.randn(5, 16, 8, generator=g).to(dtype)
-    out = grouped_matmul(x.to(device), weight.to(device), torch.tensor(counts, device=device))
+    out = grouped_matmul_reference(x.to(device), weight.to(device), counts, dtype)
     assert out.dtype == dtype and out.shape == (sum(counts), 16)
     if sum(counts):
         assert relative_error(out, naive(x, weight, counts)) < bound
@@ -74,11 +72,13 @@ def test_kernel(
     source = torch.randint(0, tokens, (rows,), generator=g, dtype=torch.int32)
     # Four rows beyond the served ones: their source may be anything.
     longer = torch.cat((source, torch.full((4,), 1 << 30, dtype=torch.int32)))
-    arguments = weight.to(device), ends_of(counts, device)
-    out = grouped_matmul_triton(x.to(device), *arguments, source=longer.to(device), gated=gated, expected=expected)
+    there, row_ends = weight.to(device), ends_of(counts, device)
+    groups = Groups(row_ends, longer.to(device), gated, expected)
+    out = grouped_matmul_triton(x.to(device), there, groups)
     assert out.dtype == dtype and out.shape == (rows + 4, width)
     assert relative_error(out[:rows], naive(x[source], weight, counts, gated)) < bound
-    gathered = grouped_matmul_triton(x[source].to(device), *arguments, gated=gated, expected=expected)
+    groups = Groups(row_ends, None, gated, expected)
+    gathered = grouped_matmul_triton(x[source].to(device), there, groups)
     assert torch.equal(out[:rows], gathered)
 
 
@@ -92,10 +92,11 @@ def test_released_widths(hidden: int, rows: int, device: str, relative_error: Er
     x = torch.randn(rows + 1, hidden, generator=g).half().to(device)
     gate_up = (torch.randn(2, 2 * 40, hidden, generator=g) / hidden**0.5).half().to(device)
     down = (torch.randn(2, 33, 2048, generator=g) / 2048**0.5).half().to(device)
-    out = grouped_matmul_triton(x, gate_up, ends_of(counts, device), gated=True)
+    out = grouped_matmul_triton(x, gate_up, Groups(ends_of(counts, device), gated=True))
     assert relative_error(out, naive(x, gate_up, counts, gated=True)) < 2e-3
     y = torch.randn(rows + 1, 2048, generator=g).half().to(device)
-    assert relative_error(grouped_matmul_triton(y, down, ends_of(counts, device)), naive(y, down, counts)) < 2e-3
+    out = grouped_matmul_triton(y, down, Groups(ends_of(counts, device)))
+    assert relative_error(out, naive(y, down, counts)) < 2e-3
 
 
 @pytest.mark.parametrize("served", [0, 5])
@@ -104,7 +105,7 @@ def test_rows_beyond_the_last_end_are_left_alone(served: int, device: str, monke
     monkeypatch.setattr(module.torch, "empty", lambda *size, **kwargs: torch.full(size, 7.0, **kwargs))
     x, weight = torch.ones(40, 16, device=device), torch.ones(3, 8, 16, device=device)
     row_ends = torch.tensor([served, served, served], dtype=torch.int32, device=device)
-    out = grouped_matmul_triton(x, weight, row_ends)
+    out = grouped_matmul_triton(x, weight, Groups(row_ends))
     assert bool((out[:served] == 16).all()) and bool((out[served:] == 7).all())
 
 
@@ -114,7 +115,7 @@ def test_a_strided_view(device: str) -> None:
     row_ends = ends_of([2, 4], device)
     for x in (wide[:, 8:32], wide.t()[:24].t()[:, :24]):
         torch.testing.assert_close(
-            grouped_matmul_triton(x, weight, row_ends), naive(x, weight, [2, 4]).float(), rtol=1e-4, atol=1e-4
+            grouped_matmul_triton(x, weight, Groups(row_ends)), naive(x, weight, [2, 4]).float(), rtol=1e-4, atol=1e-4
         )
 
 
@@ -130,7 +131,7 @@ def test_offsets_beyond_2_to_the_31_elements(gated: bool) -> None:
     x[far] = torch.randn(inner)
     row_ends = torch.zeros(groups, dtype=torch.int32)
     row_ends[-1] = 1
-    out = grouped_matmul_triton(x, weight, row_ends, source=torch.tensor([far], dtype=torch.int32), gated=gated)
+    out = grouped_matmul_triton(x, weight, Groups(row_ends, torch.tensor([far], dtype=torch.int32), gated))
     torch.testing.assert_close(out.double(), naive(x[far:], weight[-1:], [1], gated), rtol=1e-2, atol=2e-3)
 
 
@@ -144,17 +145,15 @@ def test_bad_arguments() -> None:
     x, weight = torch.ones(4, 12), torch.ones(5, 6, 12)
     row_ends = torch.full((5,), 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="do not fit"):
-        grouped_matmul(x, weight[:, :, :5], torch.ones(5))
-    with pytest.raises(ValueError, match="do not fit"):
-        grouped_matmul(x, weight, torch.ones(4))
+        grouped_matmul_triton(x, weight[:, :, :5], Groups(row_ends))
     with pytest.raises(ValueError, match="x is torch.float32, the weight torch.float16"):
-        grouped_matmul(x, weight.half(), torch.ones(5))
+        grouped_matmul_triton(x, weight.half(), Groups(row_ends))
     with pytest.raises(ValueError, match="int32, not torch.int64"):
-        grouped_matmul_triton(x, weight, row_ends.long())
+        grouped_matmul_triton(x, weight, Groups(row_ends.long()))
     with pytest.raises(ValueError, match="source must be int32, not torch.int32 and torch.int64"):
-        grouped_matmul_triton(x, weight, row_ends, source=torch.zeros(4, dtype=torch.int64))
+        grouped_matmul_triton(x, weight, Groups(row_ends, torch.zeros(4, dtype=torch.int64)))
     with pytest.raises(ValueError, match=r"two halves of the weight, which is \(5, 5, 12\)"):
-        grouped_matmul_triton(x, weight[:, :5], row_ends, gated=True)
+        grouped_matmul_triton(x, weight[:, :5], Groups(row_ends, gated=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="there is a GPU, or the interpreter's turn")

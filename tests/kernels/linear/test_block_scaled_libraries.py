@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_scaled_matmul_reference
 from dsa_engine.kernels.linear import block_scaled_libraries as libraries
-from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.runtime import launch
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ import torch
 
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.grouped import grouped_matmul_fp8
 from dsa_engine.kernels.linear import block_scaled_matmul as module
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     QUANTISED_ROWS,
@@ -127,7 +128,7 @@ def test_the_reference_expands_a_part_of_the_weight_at_a_time(monkeypatch: pytes
     x, (weight, scale) = spread(4, 300, seed=5), quantize_blocks(spread(600, 300, seed=6), (128, 128))
     codes = quantize_rows(x, 128)
     whole = module.block_scaled_matmul_reference(*codes, weight, scale)
-    monkeypatch.setattr(module, "_REFERENCE_ELEMENTS", 1)
+    monkeypatch.setattr(grouped_matmul_fp8, "_REFERENCE_ELEMENTS", 1)
     torch.testing.assert_close(module.block_scaled_matmul_reference(*codes, weight, scale), whole, rtol=1e-6, atol=1e-5)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks, quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows
-from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts, quantize_tokens, quantized_words
+from dsa_engine.kernels.formats.token_words import quantize_tokens, quantized_words
+from dsa_engine.kernels.grouped.product_formats import block_fp8
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
@@ -36,6 +39,14 @@ def dequantized(x: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     """float64 numbers of the codes that a row is quantised to."""
     codes, scales = quantize_rows(x.cpu(), 128, power_of_two)
     return codes.double() * scales.double().repeat_interleave(128, dim=-1)[..., : x.shape[-1]]
+
+
+def run(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor,
+    down: torch.Tensor, down_scale: torch.Tensor, power_of_two: bool = False, **how: Any,
+) -> torch.Tensor:  # fmt: skip
+    product = block_fp8(power_of_two, down.shape[1])
+    return expert_mlp(x, experts, weights, (gate_up, gate_up_scale), (down, down_scale), product, **how)
 
 
 def naive(
@@ -67,7 +78,7 @@ def test_against_a_loop(
 ) -> None:
     """Few and many rows an expert, widths that the block does not divide, choices that no expert here serves."""
     arguments = problem(tokens, k, hidden, width, elsewhere=0.3)
-    out = block_scaled_experts(*(a.to(device) for a in arguments), power_of_two=power_of_two)
+    out = run(*(a.to(device) for a in arguments), power_of_two=power_of_two)
     assert out.shape == (tokens, hidden) and out.dtype == torch.float32
     # One in thousands of the values between the products lies so near between two codes that rounding decides.
     assert relative_error(out, naive(*arguments, power_of_two)) < 1e-3
@@ -85,16 +96,16 @@ def test_tokens_that_were_quantised_before_they_travelled(hidden: int, power_of_
     packed = pack_tokens(words, experts, weights)
     assert packed.shape[1] * 4 == RowBytes.of(quantized_bytes(hidden), 2).there
     tokens = tokens_of(packed, words.shape[1], torch.int32)
-    out = block_scaled_experts(tokens, experts, weights, *stored, power_of_two=power_of_two, dtype=torch.float32)
-    assert torch.equal(out, block_scaled_experts(x, experts, weights, *stored, power_of_two=power_of_two))
+    out = run(tokens, experts, weights, *stored, power_of_two=power_of_two, dtype=torch.float32)
+    assert torch.equal(out, run(x, experts, weights, *stored, power_of_two=power_of_two))
     with pytest.raises(ValueError, match="quantised tokens"):
-        block_scaled_experts(words[:, 1:], experts, weights, *stored, dtype=torch.float32)
+        run(words[:, 1:], experts, weights, *stored, dtype=torch.float32)
 
 
 def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
     x, *rest = problem(12, 2, 256, 128)
     x = x.to(dtype)
-    out = block_scaled_experts(x.to(device), *(a.to(device) for a in rest))
+    out = run(x.to(device), *(a.to(device) for a in rest))
     assert out.dtype == dtype
     assert relative_error(out, naive(x, *rest, power_of_two=False)) < max(bound, 1e-3)
 
@@ -103,9 +114,9 @@ def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: E
 @pytest.mark.parametrize("elsewhere", [0.7, 1.0])
 def test_every_way_gives_the_same(uncounted_bytes: int, elsewhere: float, device: str, relative_error: Error) -> None:
     arguments = [a.to(device) for a in problem(15, 4, 128, 96, elsewhere)]
-    once = block_scaled_experts(*arguments)
+    once = run(*arguments)
     for fraction in (1e-3, 1000.0):
-        out = block_scaled_experts(*arguments, served_fraction=fraction, uncounted_bytes=uncounted_bytes)
+        out = run(*arguments, served_fraction=fraction, uncounted_bytes=uncounted_bytes)
         assert relative_error(out, once) < 1e-3
     if elsewhere == 1.0:
         assert not once.any()
@@ -113,20 +124,20 @@ def test_every_way_gives_the_same(uncounted_bytes: int, elsewhere: float, device
 
 def test_a_token_does_not_see_the_others(device: str, relative_error: Error) -> None:
     x, experts, weights, *stored = (a.to(device) for a in problem(6, 2, 160, 96))
-    together = block_scaled_experts(x, experts, weights, *stored)
-    alone = [block_scaled_experts(x[t, None], experts[t, None], weights[t, None], *stored) for t in range(6)]
+    together = run(x, experts, weights, *stored)
+    alone = [run(x[t, None], experts[t, None], weights[t, None], *stored) for t in range(6)]
     assert relative_error(together, torch.cat(alone)) < 1e-3
 
 
 def test_no_tokens(device: str) -> None:
-    assert block_scaled_experts(*(a.to(device) for a in problem(0, 2, 128, 128))).shape == (0, 128)
+    assert run(*(a.to(device) for a in problem(0, 2, 128, 128))).shape == (0, 128)
 
 
 def test_bad_arguments() -> None:
     x, experts, weights, gate_up, gate_up_scale, down, down_scale = problem(4, 2, 128, 96)
     with pytest.raises(ValueError, match=r"weights \(4, 1\)"):
-        block_scaled_experts(x, experts, weights[:, :1], gate_up, gate_up_scale, down, down_scale)
+        run(x, experts, weights[:, :1], gate_up, gate_up_scale, down, down_scale)
     with pytest.raises(ValueError, match=r"x \(4, 127\), gate_up"):
-        block_scaled_experts(x[:, 1:], experts, weights, gate_up, gate_up_scale, down, down_scale)
+        run(x[:, 1:], experts, weights, gate_up, gate_up_scale, down, down_scale)
     with pytest.raises(ValueError, match=r"scales of a weight \[4, 128, 96\] must be \[4, 1, 1\], not \[4, 1\]"):
-        block_scaled_experts(x, experts, weights, gate_up, gate_up_scale, down, down_scale[..., 0])
+        run(x, experts, weights, gate_up, gate_up_scale, down, down_scale[..., 0])

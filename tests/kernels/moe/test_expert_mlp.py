@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ def problem(tokens: int, k: int, elsewhere: float, seed: int = 0) -> list[torch.
     return [x, experts.int(), weights, gate_up, down]
 
 
+def run(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    return expert_mlp(x, experts, weights, (gate_up,), (down,), **how)
+
+
 def naive(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
@@ -49,7 +56,7 @@ def naive(
 def test_against_a_loop(tokens: int, k: int, elsewhere: float, device: str) -> None:
     arguments = problem(tokens, k, elsewhere)
     moved = [a.to(device) for a in arguments]
-    out = expert_mlp(*moved)
+    out = run(*moved)
     assert out.shape == (tokens, HIDDEN) and out.dtype == torch.float32
     torch.testing.assert_close(out.double().cpu(), naive(*arguments), rtol=1e-4, atol=1e-4)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(moved, arguments, strict=True))
@@ -60,7 +67,7 @@ def test_against_a_loop(tokens: int, k: int, elsewhere: float, device: str) -> N
 def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
     x, experts, weights, gate_up, down = (a.to(device) for a in problem(40, 3, 0.2))
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-    out = expert_mlp(x, experts, weights, gate_up, down)
+    out = run(x, experts, weights, gate_up, down)
     assert out.dtype == dtype
     assert relative_error(out, naive(*(a.cpu() for a in (x, experts, weights, gate_up, down)))) < bound
 
@@ -70,8 +77,8 @@ def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: E
 @pytest.mark.parametrize("elsewhere", [0.7, 1.0])
 def test_every_way_gives_the_same(served_fraction: float, uncounted_bytes: int, elsewhere: float, device: str) -> None:
     arguments = [a.to(device) for a in problem(30, 4, elsewhere)]
-    out = expert_mlp(*arguments, served_fraction=served_fraction, uncounted_bytes=uncounted_bytes)
-    torch.testing.assert_close(out, expert_mlp(*arguments), rtol=1e-5, atol=1e-5)
+    out = run(*arguments, served_fraction=served_fraction, uncounted_bytes=uncounted_bytes)
+    torch.testing.assert_close(out, run(*arguments), rtol=1e-5, atol=1e-5)
 
 
 def test_products_of_pytorch(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
@@ -83,35 +90,35 @@ def test_products_of_pytorch(dtype: torch.dtype, bound: float, device: str, rela
     gate_up, down = (torch.randn(s, generator=g).to(dtype) / 6 for s in ((2, 32, 32), (2, 32, 16)))
     arguments = x, experts, weights, gate_up, down
     for uncounted_bytes in (0, 1 << 30):
-        out = expert_mlp(*(a.to(device) for a in arguments), uncounted_bytes=uncounted_bytes)
+        out = run(*(a.to(device) for a in arguments), uncounted_bytes=uncounted_bytes)
         assert relative_error(out, naive(*arguments)) < bound
 
 
 def test_the_same_bits_each_time(device: str) -> None:
     arguments = [a.to(device) for a in problem(50, 3, 0.2)]
-    assert torch.equal(expert_mlp(*arguments), expert_mlp(*arguments))
+    assert torch.equal(run(*arguments), run(*arguments))
 
 
 def test_bad_arguments() -> None:
     x, experts, weights, gate_up, down = problem(4, 2, 0.0)
     with pytest.raises(ValueError, match=r"weights \(4, 1\)"):
-        expert_mlp(x, experts, weights[:, :1], gate_up, down)
+        run(x, experts, weights[:, :1], gate_up, down)
     with pytest.raises(ValueError, match=r"x \(3, 12\)"):
-        expert_mlp(x[:3], experts, weights, gate_up, down)
+        run(x[:3], experts, weights, gate_up, down)
     with pytest.raises(ValueError, match=r"gate_up \(5, 14, 12\), down \(5, 12, 6\) do not fit"):
-        expert_mlp(x, experts, weights, gate_up, down[:, :, :6])
+        run(x, experts, weights, gate_up, down[:, :, :6])
     with pytest.raises(ValueError, match=r"gate_up \(5, 14, 11\), down \(5, 12, 7\) do not fit"):
-        expert_mlp(x, experts, weights, gate_up[:, :, :11], down)
+        run(x, experts, weights, gate_up[:, :, :11], down)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
 def test_what_does_not_lie_in_memory_is_not_read() -> None:
     x, experts, weights, gate_up, down = problem(4, 2, 0.0)
     halves = weights.bfloat16()
-    out = expert_mlp(x, experts, halves, gate_up, down)
-    torch.testing.assert_close(out, expert_mlp(x, experts, halves.float(), gate_up, down))
-    with pytest.raises(RuntimeError, match="dtype"):
-        expert_mlp(x, experts, weights, gate_up.bfloat16(), down.bfloat16())
+    out = run(x, experts, halves, gate_up, down)
+    torch.testing.assert_close(out, run(x, experts, halves.float(), gate_up, down))
+    with pytest.raises(ValueError, match="x is torch.float32, the weight torch.bfloat16"):
+        run(x, experts, weights, gate_up.bfloat16(), down.bfloat16())
     experts[1, 1] = 1 << 20
     with pytest.raises(IndexError):
-        expert_mlp(x, experts, weights, gate_up, down)
+        run(x, experts, weights, gate_up, down)

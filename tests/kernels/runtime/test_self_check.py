@@ -74,7 +74,7 @@ def parts_of(name: str, given: dict[str, Any], result: Any) -> dict[str, tuple[t
         parts["0"] = (at, kind.columns, torch.bfloat16)
         return {key: (out[..., first:last].view(dtype), rows) for key, (first, last, dtype) in parts.items()}
     tensors = [given["out"]] if result is None else operation._tensors(result)
-    names = ("codes", "scales") if name.startswith("quantize") else map(str, range(len(tensors)))
+    names = ("codes", "scales") if name.startswith("quantize_") else map(str, range(len(tensors)))
     return {key: (x, (torch.arange(len(x)),)) for key, x in zip(names, tensors, strict=True)}
 
 

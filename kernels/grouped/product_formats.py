@@ -1,0 +1,115 @@
+"""The weight formats of products: how rows are quantised for them, and their kernel and reference.
+
+A format takes a weight as its parts: one tensor, or codes and scales, and in INT4 the order of columns or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from dsa_engine.kernels.formats.int8 import quantize_rows_int8
+from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.formats.token_words import codes_and_scales, quantized_words
+from dsa_engine.kernels.grouped.grouped_matmul import check, grouped_matmul, grouped_matmul_reference
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
+    BLOCK,
+    check_weight,
+    grouped_matmul_fp8,
+    grouped_matmul_fp8_reference,
+)
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import (
+    check_int4,
+    grouped_matmul_int4,
+    grouped_matmul_int4_reference,
+)
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import (
+    check_int8,
+    grouped_matmul_int8,
+    grouped_matmul_int8_reference,
+)
+from dsa_engine.kernels.grouped.tiles import Groups
+
+Weight = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class ProductFormat:
+    """A weight format, as :func:`.expert_mlp.expert_mlp` and :func:`.quantized_linear.quantized_linear` take it.
+
+    Attributes:
+        quantize: ``(rows, …)`` -> the parts of x that products take, of rows or of what a gated product has given.
+        check: ``(*parts of x, *weight)``; raises ``TypeError`` or ``ValueError`` where they do not fit.
+        product: ``(*parts of x, *weight, groups, dtype)`` -> ``[R, out]``, by kernels.
+        reference: ``(*parts of x, *weight, rows of each group, dtype)`` -> ``[R, out]``; of gate and up side by side.
+        packed: numbers in an element of a weight.
+        gate_dtype: dtype in which the reference gates; None: the result's.
+        copies: rows that are held between two products, in numbers of input and output of one.
+    """
+
+    quantize: Callable[..., tuple[torch.Tensor | None, ...]]
+    check: Callable[..., None]
+    product: Callable[..., Any]
+    reference: Callable[..., torch.Tensor]
+    packed: int = 1
+    gate_dtype: torch.dtype | None = None
+    copies: int = 1
+
+    def multiply(self, x: Any, weight: Weight, groups: Groups, dtype: torch.dtype) -> Any:
+        """Products by kernels of rows, of quantised rows, or of what a gated product has given."""
+        parts = self.quantize(x)
+        self.check(*parts, *weight)
+        return self.product(*parts, *weight, groups, dtype)
+
+    def multiply_reference(
+        self, x: torch.Tensor, weight: Weight, counts: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        parts = self.quantize(x)
+        self.check(*parts, *weight)
+        return self.reference(*parts, *weight, counts, dtype)
+
+
+def _as_they_are(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x,)
+
+
+def _with_no_scales(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+    return x, None
+
+
+def _check_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+    check_weight(weight, weight_scale)
+    if x.shape[1] != weight.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
+
+
+PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, grouped_matmul_reference, copies=2)
+INT8 = ProductFormat(quantize_rows_int8, check_int8, grouped_matmul_int8, grouped_matmul_int8_reference)
+W4A16 = ProductFormat(_with_no_scales, check_int4, grouped_matmul_int4, grouped_matmul_int4_reference, packed=8)
+W4A8 = ProductFormat(quantize_rows_int8, check_int4, grouped_matmul_int4, grouped_matmul_int4_reference, packed=8)
+
+
+@cache
+def block_fp8(power_of_two: bool, hidden: int) -> ProductFormat:
+    """FP8 by blocks, for experts.
+
+    Args:
+        power_of_two: round the scales of activations up to powers of two.
+        hidden: numbers of a token, which may also come as words (:mod:`.token_words`).
+    """
+
+    def quantize(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(x, tuple):  # by the gated product
+            return x
+        if x.dtype != torch.int32:
+            return quantize_rows(x, BLOCK, power_of_two)
+        if x.shape[1] != quantized_words(hidden):
+            raise ValueError(f"quantised tokens of {hidden} numbers are not {tuple(x.shape)}")
+        return codes_and_scales(x, hidden)
+
+    product = partial(grouped_matmul_fp8, power_of_two=power_of_two)
+    return ProductFormat(quantize, _check_fp8, product, grouped_matmul_fp8_reference, gate_dtype=torch.float32)

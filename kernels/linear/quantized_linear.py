@@ -1,0 +1,61 @@
+"""A linear layer in INT8 or INT4: the product of `grouped/` with one group.
+
+y[r] = x[r] · weightᵀ          x quantised on the way where the format does so (``int8.py``, ``int4.py``)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import matmul_int8_reference
+from dsa_engine.kernels.grouped.product_formats import INT8, ProductFormat, Weight
+from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# PyTorch's product refuses fewer rows on CUDA, and for so few the kernel here reads weights as fast.
+_ROWS_OF_INT_MM = 64
+
+
+def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether PyTorch's ``_int_mm`` takes these codes on CUDA: many rows, of widths in steps of 8."""
+    return x.is_cuda and not INTERPRETED and x.shape[0] > _ROWS_OF_INT_MM and not any(n % 8 for n in weight.shape)
+
+
+@operation()
+def quantized_linear(
+    x: torch.Tensor, weight: Weight, product: ProductFormat, largest: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x · weightᵀ`` with a weight in ``INT8``, ``W4A8`` or ``W4A16``.
+
+    On CUDA many rows in INT8 take PyTorch's ``_int_mm``, which scales afterwards; all others take the kernel of the
+    grouped product, which reads the weight once. On a CPU ``_int_mm`` is oneDNN's.
+
+    Args:
+        x: ``[..., in]``, floating point.
+        weight: int8 ``[out, in]`` and float32 scales ``[out]``; or int32 ``[out, in / 8]``, arranged by
+            :func:`.formats.int4.arrange_int4_`, scales ``[out, in / group]``, and None or int32 ``[in]``, the column of
+            x that each column of the weight multiplies.
+        product: ``INT8``, ``W4A8`` or ``W4A16``.
+        largest: float32 ``[...]``, the largest magnitude of each whole row where x holds only some of its columns.
+
+    Returns:
+        ``[..., out]`` in x's dtype; each row depends on that row alone.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes that do not fit.
+    """
+    codes, x_scale = product.quantize(x.reshape(-1, x.shape[-1]), None if largest is None else largest.flatten())
+    assert codes is not None
+    one = [None if part is None else part[None] for part in weight]
+    product.check(codes, x_scale, *one)
+    rows, matrix = len(codes), weight[0]
+    assert matrix is not None
+    if not runs_triton(codes):
+        out = product.reference(codes, x_scale, *one, [rows], x.dtype)
+    elif product is INT8 and torch_has_it(codes, matrix):
+        out = matmul_int8_reference(codes, x_scale, *weight, x.dtype)  # type: ignore[arg-type, call-arg]
+    else:
+        row_ends = torch.full((1,), rows, dtype=torch.int32, device=x.device)
+        out = product.product(codes, x_scale, *one, Groups(row_ends), x.dtype)
+    return out.view(*x.shape[:-1], matrix.shape[0])

@@ -47,8 +47,7 @@ class EngineLoop:
     Attributes:
         error: the exception that ended the loop; None while it runs, and if it was closed.
         serves: whether all other ranks follow this one, so that any thread may call here.
-        steps, step_s: number of steps so far, and their time in seconds.
-        messages_s: seconds between these steps, in which messages were exchanged and taken.
+        steps: number of steps so far.
     """
 
     def __init__(self, engine: Engine):
@@ -56,7 +55,7 @@ class EngineLoop:
         self.error: BaseException | None = None
         self._several = not engine.mesh.host.alone or engine.mesh.has_counterpart
         self.serves = not self._several
-        self.steps, self.step_s, self.messages_s = 0, 0.0, 0.0
+        self.steps = 0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
         self._callers = Callers(self._sends)
@@ -131,10 +130,8 @@ class EngineLoop:
             if self.engine.mesh.device.type == "cuda":
                 torch.cuda.set_device(self.engine.mesh.device)  # each thread has its own current device
             while not (self._closing or self._callers.leaving):
-                begun, busy = time.perf_counter(), not self._idle
                 for message in self._receive():
                     self._take(message)
-                self.messages_s += time.perf_counter() - begun if busy else 0.0
                 self._turn()
                 if (events := self.engine.scheduler.prefix_cache.events) is not None:
                     events.publish()
@@ -193,7 +190,6 @@ class EngineLoop:
         """Runs a step of the requests, or a part of a job."""
         while self._backlog and isinstance(self._backlog[0], Add):
             self._begin(self._backlog.popleft())
-        begun = time.perf_counter()
         if self._job is None and (self._requests or self._unread):
             self._step()
         elif self._backlog:
@@ -201,7 +197,6 @@ class EngineLoop:
         else:
             return
         self.steps += 1
-        self.step_s += time.perf_counter() - begun
 
     def _begin(self, add: Add | Run) -> None:
         assert isinstance(add, Add)

@@ -1,21 +1,16 @@
-"""Requests that fail alone, Ctrl-C at any moment, and log-probabilities."""
+"""Requests that fail alone, and log-probabilities."""
 
 from __future__ import annotations
 
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-import dsa_engine
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.system.interrupts import uninterrupted
 from dsa_engine.text.tokenizer import Tokenizer
 
@@ -120,82 +115,6 @@ def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pyt
     assert pieces[-1].error == outputs[1].error and "".join(map(str, pieces)) == outputs[1].text
     if at == 9:  # a token that is never in this position for the others
         assert [outputs[i].text for i in (0, 2)] == [expected[i].text for i in (0, 2)]
-
-
-def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int:
-    """Sends SIGINT at the n-th line that this thread runs in the engine's files; returns how many lines ran."""
-    folder = str(Path(dsa_engine.__file__).parent)
-    names = ("engine", "requests/new_request", "agreement", "call", "loop", "reply")
-    files = {f"{folder}/llm.py", *(f"{folder}/engine/{name}.py" for name in names)}
-    assert all(Path(file).is_file() for file in files)
-    lines = 0
-
-    def trace(frame: FrameType, kind: str, _: Any) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename not in files:
-            return None
-        if kind == "line":
-            lines += 1
-            if lines == interrupt_at:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return lines
-
-
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("how", ["generate", "stream", "prompt_logits", "endless", "endless stream", "n"])
-def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, ahead: bool, every: int) -> None:
-    """Wherever Ctrl-C interrupts the main thread, no request stays, no page is lost, and a long request is aborted at
-    once."""
-    launches = 0
-
-    def fast(plan: Any, _: Any) -> StepResult:
-        nonlocal launches
-        launches += 1
-        if how.startswith("endless"):
-            time.sleep(0.002)
-        sequences = [request for _, request in plan.ranks[0].logits_rows]
-        tokens = torch.tensor([70 + 4 * min(5, s.num_output_tokens) for s in sequences])
-        return StepResult({s: range(i, i + 1) for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
-
-    # Python drops an interrupt within a destructor, and pytest would report that as a failure.
-    monkeypatch.setattr(sys, "unraisablehook", lambda one: None)
-    monkeypatch.setattr(llm.engine.runner, "launch", fast)
-    monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
-    monkeypatch.setattr(llm.engine.runner, "all_logits", lambda *_: None)
-    llm.tokenizer  # noqa: B018 - loaded before the interrupts
-    stopped = SamplingParams(max_tokens=4, stop=llm.tokenizer.decode([78]))  # the third token
-    params, endless = SamplingParams(max_tokens=4), SamplingParams(max_tokens=500)
-    runs: dict[str, Callable[[], object]] = {
-        "generate": lambda: llm.generate([TEXTS[0], "b"], [stopped, params]),
-        "stream": lambda: list(llm.stream(TEXTS[0], params)),
-        "prompt_logits": lambda: llm.prompt_logits([5] * 40),
-        "endless": lambda: llm.generate([TEXTS[0], "b"], [stopped, endless]),
-        "endless stream": lambda: list(llm.stream(TEXTS[0], endless)),
-        "n": lambda: llm.generate(TEXTS, SamplingParams(n=3, max_tokens=3)),
-    }
-    line, over = 1, False
-    while not over and (line < 150 or how != "endless stream"):  # never ends by itself
-        launches = 0
-        try:
-            our_lines(runs[how], line)
-            over = True  # there are fewer lines
-        except KeyboardInterrupt:
-            line += every
-        assert_clean(llm)  # after the block: the interrupt's traceback refers to objects to be freed
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if how.startswith("endless") and not over and line < 40:
-            assert launches < 250, "it was not aborted"
-    print(f"{how}: {line} lines")
-    assert line > 40
 
 
 def test_an_interrupt_waits_for_the_end_of_a_block() -> None:

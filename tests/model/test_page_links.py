@@ -111,7 +111,6 @@ def test_transfers_in_any_order(
             bytes_moved += sum(len(move.pages) for move in moves) * cache.page_bytes
         assert sender.bytes_sent == sum(group.bytes_sent for group in links.values()) == bytes_moved * (rank in senders)
         assert receiver.bytes_received == bytes_moved * (rank in receivers)
-        assert 0 <= sender.bytes_hidden <= sender.bytes_sent
         sender.close()
         receiver.close()
         return states
@@ -151,7 +150,7 @@ def test_a_late_receiver_delays_nothing() -> None:
             checked.set()
             posting.wait()
             assert [move.rank for move in drained(sender.poll, 3)] == [1, 1, 1]
-            assert sender.bytes_sent == 9 * cache.page_bytes and sender.exposed_s > 0
+            assert sender.bytes_sent == 9 * cache.page_bytes
             return
         if rank == 1:
             assert checked.wait(60)
@@ -172,32 +171,6 @@ def test_a_late_receiver_delays_nothing() -> None:
                     assert torch.equal(pool[1], theirs[5])
 
     on_linked_ranks([0], [1, 2], work)
-
-
-def test_a_part_under_computation_is_counted() -> None:
-    """What had been sent when the step ended: here, all but the MTP modules."""
-
-    def work(rank: int, links: dict[int, Group]) -> None:
-        cache = make(rank=rank)
-        if rank == 1:
-            receiver = PageReceiver(cache, links)
-            receiver.post([RankPages(7, 0, [1, 2])])
-            drained(receiver.poll, 1)
-            return
-        sender = PageSender(cache, links, MAIN)
-        sender.begin([RankPages(7, 1, [3, 4])])
-        sender.arrive(MAIN - 1)
-        jobs = [job for job, _ in sender._batches[0].layers]
-        assert len(jobs) == MAIN
-        wait_for(lambda: all(job.done for job in jobs))
-        with pytest.raises(RuntimeError, match="step before"):
-            sender.begin([])
-        sender.finish()
-        assert drained(sender.poll, 1) == [RankPages(7, 1, [3, 4])]
-        modules = sum(pool[0].nbytes for layer in cache.page_words()[MAIN:] for pool in layer)
-        assert sender.bytes_hidden == 2 * (cache.page_bytes - modules)
-
-    on_linked_ranks([0], [1], work)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

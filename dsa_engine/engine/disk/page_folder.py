@@ -52,9 +52,12 @@ class PageFolder:
     def __init__(self, folder: Path, max_bytes: int | None, key: str, about: dict[str, object]):
         self.folder, self.max_bytes = folder, max_bytes
         self._key, self._about = folder / key, about
-        self._unseen: float | None = None  # bytes written since the last look at the folder; None: look first
+        self._unseen = math.inf  # bytes written since the last look at the folder
         self._logged: dict[str, float] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (path for one in keys(folder) for path in unfinished(one, _ABANDONED_S)):
+            with suppress(OSError):
+                path.unlink()
 
     def has(self, digest: bytes) -> bool:
         """Whether there is a file for a page; it may turn out to be damaged."""
@@ -104,40 +107,28 @@ class PageFolder:
                 temporary.write_text(json.dumps(self._about, indent=2) + "\n", encoding="utf-8")
 
     def _make_room(self, size: int) -> bool:
-        """Deletes unfinished files and the least recently used pages if a page of ``size`` bytes may not fit; returns
-        whether it does.
-
-        Pages that other processes write meanwhile are seen at the next look only.
-        """
-        limit = math.inf if self.max_bytes is None else self.max_bytes
+        """Deletes the least recently used pages if what is written before the next look at the folder may not fit;
+        returns whether a page of ``size`` bytes does. Pages that other processes write meanwhile are seen then."""
+        limit = self.max_bytes
+        if limit is None:
+            return True
         if size > limit:
             return False
-        fits = True
-        if self._unseen is None or self._unseen + size > _UNSEEN * limit:
-            folders = keys(self.folder)
-            for path in (path for key in folders for path in unfinished(key, _ABANDONED_S)):
-                with suppress(OSError):
-                    path.unlink()
-            fits = self.max_bytes is None or self._trim(folders, size, self.max_bytes)
-            self._unseen = 0.0 if fits else None
-        if self._unseen is not None:
-            self._unseen += size
-        return fits
-
-    def _trim(self, folders: Sequence[Path], size: int, limit: int) -> bool:
-        """Deletes pages, if what is written before the next look may not fit; returns whether ``size`` bytes do."""
-        files = sorted((page for key in folders for page in pages(key)), key=lambda page: page[1].st_mtime)
-        total, unseen = sum(about.st_size for _, about in files), max(size, int(_UNSEEN * limit))
-        if total + unseen > limit:
-            for path, about in files:
-                if total + unseen <= _TRIMMED * limit:
+        if self._unseen + size > _UNSEEN * limit:
+            files = [page for key in keys(self.folder) for page in pages(key)]
+            total, unseen = sum(about.st_size for _, about in files), max(size, int(_UNSEEN * limit))
+            wanted = total if total + unseen <= limit else int(_TRIMMED * limit) - unseen
+            for path, about in sorted(files, key=lambda page: page[1].st_mtime):
+                if total <= wanted:
                     break
                 try:
                     path.unlink(missing_ok=True)
                     total -= about.st_size
                 except OSError as error:
                     self._log("trim", "%s is not deleted: %s", path, error.strerror or error)
-        return total + size <= limit
+            self._unseen = 0.0 if total + size <= limit else math.inf
+        self._unseen += size
+        return self._unseen < math.inf
 
     def _log(self, kind: str, text: str, *values: object) -> None:
         now = time.monotonic()

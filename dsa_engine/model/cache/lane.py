@@ -3,33 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
-
-
-class Moment:
-    """A point in the work of a stream, or a time on a CPU."""
-
-    def __init__(self, event: torch.cuda.Event | None = None):
-        self._event, self._time = event, 0.0 if event else time.perf_counter()
-
-    @classmethod
-    def now(cls, device: torch.device) -> Moment:
-        """The end of all work that the current stream has been given so far."""
-        return cls(_recorded() if device.type == "cuda" else None)
-
-    @property
-    def reached(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def seconds_after(self, other: Moment) -> float:
-        """Seconds from another moment to this one; both have been reached."""
-        if self._event is None or other._event is None:
-            return self._time - other._time
-        return other._event.elapsed_time(self._event) / 1000
 
 
 class Job:
@@ -37,7 +14,8 @@ class Job:
 
     def __init__(self, work: Callable[[], object]):
         self.work = work
-        self.moment: Moment | None = None  # its end, once that is known
+        self.event: torch.cuda.Event | None = None  # its end, on CUDA
+        self.ended = False
         self.error: BaseException | None = None
 
     @property
@@ -49,13 +27,13 @@ class Job:
         """
         if self.error is not None:
             raise self.error
-        return self.moment is not None and self.moment.reached
+        return self.ended if self.event is None else self.event.query()
 
 
 class Lane:
     """Runs work in the order in which it is given; the caller never waits.
 
-    On CUDA the work is launched at once, on a stream of its own, behind what the current stream has been given so far.
+    On CUDA the work is launched at once, on a stream of its own, after what the current stream has been given so far.
     On a CPU a thread runs it, so it may block; an error ends the lane.
     """
 
@@ -72,7 +50,8 @@ class Lane:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream), torch.inference_mode():
                 work()
-                job.moment = Moment(_recorded())
+                job.event = torch.cuda.Event()
+                job.event.record(self._stream)
             return job
         if self._thread is None:
             self._thread = threading.Thread(target=self._work_off, name=f"dsa_engine {self._name}", daemon=True)
@@ -98,11 +77,4 @@ class Lane:
                     job.work()
                 except BaseException as raised:
                     error = raised
-            job.error = error
-            job.moment = Moment()
-
-
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream())
-    return event
+            job.error, job.ended = error, True

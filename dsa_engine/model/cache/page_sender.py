@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.model.cache.lane import Job, Moment
+from dsa_engine.model.cache.lane import Job
 from dsa_engine.model.cache.page_link import PageLink, RankPages, by_rank, rounds
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
 from dsa_engine.parallel.group import Group
@@ -22,7 +22,6 @@ class _Batch:
     moves: list[RankPages]
     rounds: list[list[int]]
     layers: deque[tuple[Job, int]] = field(default_factory=deque)  # each with its bytes
-    step_end: Moment | None = None
 
 
 class PageSender:
@@ -40,21 +39,17 @@ class PageSender:
 
     Attributes:
         bytes_sent: bytes of all transfers that have ended.
-        bytes_hidden: those of them that were sent before the step that began them had been computed.
-        exposed_s: seconds from the ends of steps until their transfers had ended.
     """
 
     def __init__(self, cache: KVCache, links: Mapping[int, Group], layers: int):
         self._pools = cache.page_words()
-        self._device = cache.latent[0].device
         self._links = {rank: PageLink(self._pools, group) for rank, group in links.items()}
         self._layers = layers
         self._batches: list[_Batch] = []  # sent by the step that runs now
         self._next = 0  # the layer that is sent next
         self._sending: deque[_Batch] = deque()
         self._ended: list[RankPages] = []
-        self.bytes_sent = self.bytes_hidden = 0
-        self.exposed_s = 0.0
+        self.bytes_sent = 0
 
     @staticmethod
     def device_bytes(config: ModelConfig, format: CacheFormat, page_size: int, links: int) -> int:
@@ -85,10 +80,8 @@ class PageSender:
     def finish(self) -> None:
         """Starts to send what is missing, after all work that the current stream has been given: after a step, also one
         that failed."""
-        end = Moment.now(self._device) if self._batches else None
         self._send_until(len(self._pools))
         for batch in self._batches:
-            batch.step_end = end
             for pages in batch.rounds[1:]:
                 batch.link.load(pages)
                 for layer in range(len(self._pools)):
@@ -104,7 +97,7 @@ class PageSender:
         """
         for batch in self._sending:
             while batch.layers and batch.layers[0][0].done:
-                self._count(batch, *batch.layers.popleft())
+                self.bytes_sent += batch.layers.popleft()[1]
             if not batch.layers:
                 self._ended += batch.moves
         self._sending = deque(batch for batch in self._sending if batch.layers)
@@ -124,11 +117,3 @@ class PageSender:
 
     def _send(self, batch: _Batch, layer: int, pages: list[int]) -> None:
         batch.layers.append((batch.link.send(layer, len(pages)), len(pages) * batch.link.layer_bytes(layer)))
-
-    def _count(self, batch: _Batch, job: Job, nbytes: int) -> None:
-        assert job.moment is not None and batch.step_end is not None
-        late = job.moment.seconds_after(batch.step_end)
-        self.bytes_sent += nbytes
-        self.bytes_hidden += nbytes if late <= 0 else 0
-        if not batch.layers:  # the last one
-            self.exposed_s += max(0.0, late)

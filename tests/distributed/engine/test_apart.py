@@ -147,7 +147,6 @@ def test_bytes_are_those_of_the_pages(apart: Callable[..., Any]) -> None:
     first, again = 1 + 1 + 2 + 9, 1 + 1 + 1 + 1
     assert results[0]["sent"] == (first + again) * results[0]["page_bytes"] == results[1]["received"]
     assert results[0]["hits"] == results[1]["hits"] == 8 * (first - again)
-    assert 0 <= results[0]["hidden"] <= results[0]["sent"]
     assert [one["generated"] for one in results] == [32, 24], "the prefill side counts all tokens of the run"
 
 

@@ -40,7 +40,6 @@ def counts(llm: LLM) -> dict[str, Any]:
         "to_disk": engine.tiers.disk.stores.pages_written if engine.tiers.disk else 0,
         "page_bytes": engine.cache.page_bytes,
         "sent": side.sender.bytes_sent if side.sender else 0,
-        "hidden": side.sender.bytes_hidden if side.sender else 0,
         "received": side.receiver.bytes_received if side.receiver else 0,
         "hits": engine.scheduler.prefix_cache.hits,
         "prefilled": engine.num_prefilled_tokens,

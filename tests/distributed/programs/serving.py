@@ -77,8 +77,6 @@ def load(llm: LLM, kinds: list[Any], requests: int, tasks: int) -> dict[str, Any
     cancelled = sum(isinstance(one, asyncio.CancelledError) for one in ended)
     outcomes += [one for one in ended if not isinstance(one, asyncio.CancelledError)]
     llm.wait_idle()
-    loop = llm.loop
-    print(f"messages {1e6 * loop.messages_s / loop.steps:.0f} µs, a step {1e3 * loop.step_s / loop.steps:.1f} ms")
     return {
         "found": outcomes,
         "cancelled": cancelled,

@@ -19,7 +19,7 @@ for link in ("kernels", "parallel"):
             "clone with symbolic links enabled (git config core.symlinks true)"
         )
 
-# Its launcher, and its sequence layer for scripts/studies/compare_context_parallel.py. It comes as source only, to be
+# Its launcher, and its sequence layer for scripts/studies/context_parallel. It comes as source only, to be
 # built by the setuptools that there is: pip install --no-build-isolation.
 DEEPSPEED = "deepspeed>=0.19"
 

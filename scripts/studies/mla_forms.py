@@ -1,20 +1,13 @@
 """Forms of Multi-head Latent Attention (DeepSeek-V2, section 2.1): the same attention over the same weights, with
 different caches and products. One new token per sequence, as in decode.
 
-============  =====================================================  ==========================================
-form          cache row of a token                                   a step
-============  =====================================================  ==========================================
-CD            keys and values of every head, decompressed            plain multi-head attention
-CC            the latent row and the rotated key part, compressed    keys and values are decompressed, then as CD
-A_CC          the same                                               W_UK absorbed into the query, W_UV after the
-                                                                     sum: attention over latent rows, whose two
-                                                                     parts are first copied into one
-A_CC_ME       the same                                               the same without the copy: two products whose
-                                                                     scores are added ("move elision")
-AM_CC_ME      the same                                               the same, with W_UQ · W_UK and W_UV · W_O
-                                                                     multiplied beforehand
-engine        both parts in one row of a paged pool                  absorbed, over rows that need no copy
-============  =====================================================  ==========================================
+CD        caches keys and values of every head, decompressed: plain multi-head attention
+CC        caches the latent row and the rotated key part, and decompresses both in every step
+A_CC      the same cache; W_UK absorbed into the query, W_UV after the sum: attention over latent rows, whose two parts
+          are first copied into one
+A_CC_ME   the same without the copy: two products whose scores are added ("move elision")
+AM_CC_ME  the same with W_UQ · W_UK and W_UV · W_O multiplied beforehand
+engine    both parts in one row of a paged pool; absorbed
 
 The five names are those of the published study of these forms with DeepSeek-V2's sizes (MADSys group, Tsinghua
 University, 2024).
@@ -22,7 +15,6 @@ University, 2024).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,8 +29,7 @@ from dsa_engine.kernels.runtime.integers import cdiv
 PAGE_SIZE = 64
 
 
-@dataclass(frozen=True)
-class MLASize:
+class MLASize(NamedTuple):
     """The sizes of one attention layer; ``nope`` and ``rope`` are the two parts of a head's query."""
 
     hidden: int
@@ -49,17 +40,8 @@ class MLASize:
     rope: int
     value: int
 
-    @property
-    def scale(self) -> float:
-        """Scale of the softmax."""
-        return (self.nope + self.rope) ** -0.5
 
-
-SIZES = {
-    "v2": MLASize(5120, 128, 1536, 512, 128, 64, 128),
-    "v3": MLASize(7168, 128, 1536, 512, 128, 64, 128),
-    "v3.2": MLASize(7168, 128, 1536, 512, 128, 64, 128),
-}
+SIZES = {"v2": MLASize(5120, 128, 1536, 512, 128, 64, 128), "v3.2": MLASize(7168, 128, 1536, 512, 128, 64, 128)}
 
 
 @dataclass(frozen=True)
@@ -81,7 +63,7 @@ class MLAWeights:
 
     @classmethod
     def random(cls, size: MLASize, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> MLAWeights:
-        """Normally distributed weights, scaled so that results stay near 1."""
+        """Normally distributed weights, scaled so that results stay near 1; on "meta" only their shapes."""
         shapes = {
             "uq": (size.heads, size.nope, size.q_rank),
             "qr": (size.heads, size.rope, size.q_rank),
@@ -89,57 +71,34 @@ class MLAWeights:
             "uv": (size.heads, size.value, size.kv_rank),
             "o": (size.heads, size.value, size.hidden),
         }
-        device = torch.device(device)
-        if device.type == "meta":
-            return cls(size, **{name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()})
-        generator = torch.Generator(device).manual_seed(seed)
-        fan_in = {"o": size.heads * size.value}
-        return cls(
-            size,
-            **{
-                name: torch.randn(shape, generator=generator, dtype=dtype, device=device)
-                .mul_(fan_in.get(name, shape[-1]) ** -0.5)
-                for name, shape in shapes.items()
-            },
-        )  # fmt: skip
+        torch.manual_seed(seed)
+        made = {}
+        for name, shape in shapes.items():
+            inputs = size.heads * size.value if name == "o" else shape[-1]
+            made[name] = torch.randn(shape, dtype=dtype, device=device) * inputs**-0.5
+        return cls(size, **made)
 
 
-class PagedRows(NamedTuple):
-    """Latent rows in pages, and the segments of the queries."""
-
-    pool: torch.Tensor
-    block_tables: torch.Tensor
-    segments: Segments
+Cache = tuple[Any, ...]  # tensors; of the engine also the segments of the queries
 
 
-Cache = tuple[Any, ...]  # tensors, or PagedRows
-
-
-class MLAForm(ABC):
-    """One way to compute the attention.
-
-    Args:
-        weights: weights of the layer.
-
-    Attributes:
-        name: name of the form.
-        weights: the tensors that a step reads.
-    """
+class MLAForm:
+    """One way to compute the attention; ``weights`` are the tensors that a step reads."""
 
     name: str
 
-    def __init__(self, weights: MLAWeights):
-        self.size = weights.size
-        self.qr = weights.qr
-        self.weights: tuple[torch.Tensor, ...] = (weights.uq, weights.qr, weights.uk, weights.uv, weights.o)
+    def __init__(self, w: MLAWeights):
+        self.size, self.scale = w.size, (w.size.nope + w.size.rope) ** -0.5
+        self.uq, self.qr, self.uk, self.uv, self.out = w.uq, w.qr, w.uk, w.uv, w.o.flatten(0, 1)
+        self.weights: tuple[torch.Tensor, ...] = (w.uq, w.qr, w.uk, w.uv, w.o)
 
-    @abstractmethod
     def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> Cache:
         """This form's cache for ``latent [B, S, kv_rank]`` and ``rotated [B, S, rope]``."""
+        return latent.clone(), rotated.clone()
 
-    @abstractmethod
     def decode(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The layer's output ``[B, hidden]`` for ``q_latent [B, q_rank]`` over all cached tokens."""
+        raise NotImplementedError
 
     def rotated_query(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """``[B, heads, rope]``, turned by ``cos, sin [B, rope / 2]``."""
@@ -158,13 +117,10 @@ def _through(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-class _Unabsorbed(MLAForm):
+class CacheCompressed(MLAForm):
     """Attention over the keys ``[B, heads, S, nope + rope]`` and values ``[B, heads, S, value]`` of every head."""
 
-    def __init__(self, weights: MLAWeights):
-        super().__init__(weights)
-        self.uq, self.uk, self.uv = weights.uq, weights.uk, weights.uv
-        self.out = weights.o.flatten(0, 1)
+    name = "CC"
 
     def decompress(self, latent: torch.Tensor, rotated: torch.Tensor) -> Cache:
         batch, count, _ = latent.shape
@@ -178,17 +134,20 @@ class _Unabsorbed(MLAForm):
     def attend(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache) -> torch.Tensor:
         keys, values = cache
         q = torch.cat((_per_head(q_latent, self.uq), self.rotated_query(q_latent, cos, sin)), dim=-1)
-        scores = (keys @ q[..., None])[..., 0] * self.size.scale
+        scores = (keys @ q[..., None])[..., 0] * self.scale
         out = (scores.softmax(dim=-1)[:, :, None] @ values)[:, :, 0]
         return out.flatten(1) @ self.out
 
+    def decode(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return self.attend(q_latent, cos, sin, self.decompress(*cache))
 
-class CacheDecompressed(_Unabsorbed):
+
+class CacheDecompressed(CacheCompressed):
     name = "CD"
 
-    def __init__(self, weights: MLAWeights):
-        super().__init__(weights)
-        self.weights = (weights.uq, weights.qr, weights.o)  # the other two are needed once per token, not in every step
+    def __init__(self, w: MLAWeights):
+        super().__init__(w)
+        self.weights = (w.uq, w.qr, w.o)  # the other two are needed once per token, not in every step
 
     def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> Cache:
         return self.decompress(latent, rotated)
@@ -197,26 +156,8 @@ class CacheDecompressed(_Unabsorbed):
         return self.attend(q_latent, cos, sin, cache)
 
 
-class CacheCompressed(_Unabsorbed):
-    name = "CC"
-
-    def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> Cache:
-        return latent.clone(), rotated.clone()
-
-    def decode(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache) -> torch.Tensor:
-        return self.attend(q_latent, cos, sin, self.decompress(*cache))
-
-
 class Absorbed(MLAForm):
     name = "A_CC"
-
-    def __init__(self, weights: MLAWeights):
-        super().__init__(weights)
-        self.uq, self.uk, self.uv = weights.uq, weights.uk, weights.uv
-        self.out = weights.o.flatten(0, 1)
-
-    def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> Cache:
-        return latent.clone(), rotated.clone()
 
     def absorbed_query(self, q_latent: torch.Tensor) -> torch.Tensor:
         """``[B, heads, kv_rank]``, to be multiplied with latent rows."""
@@ -230,7 +171,7 @@ class Absorbed(MLAForm):
         latent, rotated = cache
         q = torch.cat((self.absorbed_query(q_latent), self.rotated_query(q_latent, cos, sin)), dim=-1)
         rows = torch.cat((latent, rotated), dim=-1)
-        scores = q @ rows.transpose(1, 2) * self.size.scale
+        scores = q @ rows.transpose(1, 2) * self.scale
         return self.project(scores.softmax(dim=-1) @ latent)
 
 
@@ -241,7 +182,7 @@ class AbsorbedMoveElision(Absorbed):
         latent, rotated = cache
         scores = self.absorbed_query(q_latent) @ latent.transpose(1, 2)
         scores += self.rotated_query(q_latent, cos, sin) @ rotated.transpose(1, 2)
-        return self.project((scores * self.size.scale).softmax(dim=-1) @ latent)
+        return self.project((scores * self.scale).softmax(dim=-1) @ latent)
 
 
 class AbsorbedMaterialized(AbsorbedMoveElision):
@@ -265,7 +206,7 @@ class EngineForm(Absorbed):
 
     name = "engine"
 
-    def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> PagedRows:
+    def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> Cache:
         batch, count, _ = latent.shape
         pages = cdiv(count, PAGE_SIZE)
         pool = latent.new_zeros(batch * pages, PAGE_SIZE, self.size.kv_rank + self.size.rope)
@@ -273,12 +214,12 @@ class EngineForm(Absorbed):
         rows[..., : self.size.kv_rank], rows[..., self.size.kv_rank :] = latent, rotated
         tables = torch.arange(batch * pages, dtype=torch.int32, device=latent.device).view(batch, pages)
         last = Segments.of((Segment(i, 1, i, count - 1) for i in range(batch)), latent.device)
-        return PagedRows(pool, tables, last)
+        return pool, tables, last
 
     def decode(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache) -> torch.Tensor:
         q = torch.cat((self.absorbed_query(q_latent), self.rotated_query(q_latent, cos, sin)), dim=-1)
         row_format = LatentFormat(self.size.kv_rank, self.size.rope, q.dtype)
-        out, _ = dense_mla(q, *cache, row_format=row_format, scale=self.size.scale)
+        out, _ = dense_mla(q, *cache, row_format=row_format, scale=self.scale)
         return self.project(out)
 
 

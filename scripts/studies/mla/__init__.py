@@ -1,1 +1,0 @@
-"""Forms of Multi-head Latent Attention compared: they give the same numbers and differ in cached bytes and work."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -48,13 +46,3 @@ def is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def in_another_process(*options: str) -> int:
-    """Runs this script once more, with ``options`` after those of this process.
-
-    Returns:
-        its exit status, or 1 instead of 0, as this process has failed.
-    """
-    sys.stdout.flush()
-    return subprocess.call([sys.executable, *sys.argv, *options]) or 1

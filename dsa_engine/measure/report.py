@@ -140,21 +140,6 @@ def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[A
         write_json(path, {**about, "complete": complete, "results": list(results)})
 
 
-def read_so_far(path: str) -> tuple[list[Any], dict[str, str]]:
-    """The results of a file of :func:`write_so_far`, and the failures; both empty if there is no file.
-
-    Raises:
-        ValueError: the file is something else.
-    """
-    if not Path(path).exists():
-        return [], {}
-    try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
-        return list(loaded["results"]), dict(loaded["failed"])
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} has no results that could be added to; give another name, or remove it") from None
-
-
 def _commit() -> str | None:
     """The commit of the running checkout, with "-dirty" if files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]

@@ -93,7 +93,7 @@ class Tokens(NamedTuple):
 
 
 class Layer:
-    """Weights of one layer, and what every form does with them; ``seed`` gives all ranks the same weights and tokens."""
+    """Weights of one layer, and what every form does with them; with the same ``seed`` all ranks have the same."""
 
     def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, seed: int = 0):
         self.size, self.dtype, self.device, self.seed = size, dtype, device, seed

@@ -131,6 +131,7 @@ def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     """PyTorch's product, if :func:`torch_has_it`: gathered rows, and gate and up, are written and read."""
-    rows = x.contiguous() if groups.source is None else x.index_select(0, groups.source)
-    out = F.grouped_mm(rows, weight.transpose(1, 2), offs=groups.row_ends)
+    x = x.contiguous() if groups.source is None else x.index_select(0, groups.source)
+    out = F.grouped_mm(x, weight.transpose(1, 2), offs=groups.row_ends)
+    del x  # the gathered rows are not held while the results are gated
     return silu_mul(out) if groups.gated else out

@@ -17,7 +17,7 @@ import torch
 from dsa_engine.arguments import add_engine_arguments, add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
 from dsa_engine.commands.bench.options import add_emulation_arguments
-from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.kernels.runtime.operation import error_line
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import heading, measured_llm, to_json
 from dsa_engine.measure.report import format_table, run_report, write_so_far

@@ -148,9 +148,9 @@ def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo_cache"
         folder.mkdir(exist_ok=True)
         with suppress(OSError):  # the user's cache folder cannot be written, or another process has made the link
-            native = user_cache() / "native"  # compiled once, not for every cache folder
+            native = user_cache() / f"native-{os.geteuid()}"  # compiled once, not for every cache folder
             native.mkdir(parents=True, exist_ok=True)
-            (folder / "native").symlink_to(native)
+            (folder / native.name).symlink_to(native)
         patch.setenv("DSA_ENGINE_CACHE", str(folder))
         yield folder
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.formats.token_words import quantized_words
+from dsa_engine.kernels.formats.quantize import quantized_words
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch

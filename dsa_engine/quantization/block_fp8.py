@@ -15,8 +15,7 @@ import torch
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
-from dsa_engine.kernels.formats.quantize import FP8
-from dsa_engine.kernels.formats.token_words import quantize_tokens, quantized_words
+from dsa_engine.kernels.formats.quantize import FP8, quantize_tokens, quantized_words
 from dsa_engine.kernels.grouped.product_formats import block_fp8
 from dsa_engine.kernels.linear.block_scaled_libraries import are_powers_of_two, library_product, packs_scales
 from dsa_engine.kernels.linear.block_scaled_matmul import (

@@ -28,6 +28,8 @@ E4M3_MAX = torch.finfo(FP8).max  # 448
 # Values a program, 32 a thread: 4 loads of 16 bytes in flight hide the latency of memory; nothing else to choose.
 _TILE, _WARPS = 4096, 4
 
+BLOCK = 128  # of tokens as words
+
 
 def scales_of(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     """Scales of blocks of a weight whose largest magnitudes are ``largest``, float32: these come to the end of e4m3's
@@ -130,3 +132,23 @@ def quantize_rows(
             POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(values), num_warps=_WARPS,
         )  # fmt: skip
     return codes, scales
+
+
+def quantized_words(hidden: int) -> int | None:
+    """Width of :func:`quantize_tokens`; None: tokens of ``hidden`` numbers cannot be words."""
+    return hidden // 4 + cdiv(hidden, BLOCK) if hidden % 4 == 0 else None
+
+
+def quantize_tokens(tokens: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """Quantises tokens ``[T, hidden]`` as the experts do, with the scales of a token beside its codes: int32
+    ``[T, quantized_words(hidden)]``, so that they travel as one row."""
+    count, hidden = tokens.shape
+    words = torch.empty(count, hidden // 4 + cdiv(hidden, BLOCK), dtype=torch.int32, device=tokens.device)
+    codes, scales = codes_and_scales(words, hidden)
+    quantize_rows(tokens, BLOCK, power_of_two, codes=codes, scales=scales)
+    return words
+
+
+def codes_and_scales(words: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes ``[T, hidden]`` and scales ``[T, ceil(hidden / 128)]`` of :func:`quantize_tokens`: views."""
+    return words[:, : hidden // 4].view(torch.float8_e4m3fn), words[:, hidden // 4 :].view(torch.float32)

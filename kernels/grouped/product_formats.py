@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.formats.quantize import quantize_rows
-from dsa_engine.kernels.formats.token_words import codes_and_scales, quantized_words
+from dsa_engine.kernels.formats.quantize import codes_and_scales, quantize_rows, quantized_words
 from dsa_engine.kernels.grouped.grouped_matmul import check, grouped_matmul, grouped_matmul_reference
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
     BLOCK,
@@ -99,7 +98,7 @@ def block_fp8(power_of_two: bool, hidden: int) -> ProductFormat:
 
     Args:
         power_of_two: round the scales of activations up to powers of two.
-        hidden: numbers of a token, which may also come as words (:mod:`.token_words`).
+        hidden: numbers of a token, which may also come as words (:func:`.quantize.quantize_tokens`).
     """
 
     def quantize(x: Any) -> tuple[torch.Tensor, torch.Tensor]:

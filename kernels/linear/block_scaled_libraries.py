@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
-from dsa_engine.kernels.runtime.error_line import first_line
 from dsa_engine.kernels.runtime.launch import capability
+from dsa_engine.kernels.runtime.operation import first_line
 
 logger = logging.getLogger(__name__)
 

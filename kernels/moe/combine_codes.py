@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, decode_e4m3
-from dsa_engine.kernels.formats.token_words import BLOCK, codes_and_scales, quantized_words
+from dsa_engine.kernels.formats.quantize import BLOCK, codes_and_scales, quantized_words
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -54,7 +54,7 @@ def combine_codes(words: torch.Tensor, pair_rows: torch.Tensor, hidden: int, dty
     """Sum of every token's rows: the same bits each time.
 
     Args:
-        words: int32 ``[R, quantized_words(hidden)]``, as :func:`.token_words.quantize_tokens` makes them.
+        words: int32 ``[R, quantized_words(hidden)]``, as :func:`.quantize.quantize_tokens` makes them.
         pair_rows: int32 ``[T, k]``, rows of ``words``; −1 is left out.
         hidden: numbers of a row.
         dtype: of the result.

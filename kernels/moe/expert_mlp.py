@@ -86,7 +86,7 @@ def expert_mlp(
     average) of plain experts take the CPU's kernel.
 
     Args:
-        x: ``[T, hidden]``; in FP8 also words of :func:`.token_words.quantize_tokens`, with the same result.
+        x: ``[T, hidden]``; in FP8 also words of :func:`.quantize.quantize_tokens`, with the same result.
         experts: ``[T, k]`` int32 numbers within this rank's experts, −1 for choices that other ranks serve.
         weights: ``[T, k]`` float32.
         gate_up: parts of a weight ``[experts, 2 · intermediate, hidden]``, in FP8 ``[experts, 2, intermediate,

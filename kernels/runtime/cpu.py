@@ -4,7 +4,7 @@ They do in float32 what the references do, which stay their definition, and run 
 (:func:`serves`). A tile of work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it
 waits for another.
 
-The library lies in the user's cache folder (:func:`user_cache`, `native_library.py`). Without one, or with
+The library lies in the user's cache folder (:func:`user_cache`, `native_library.py`). Without a compiler, or with
 ``DSA_ENGINE_NATIVE=0``, the references run.
 """
 
@@ -14,9 +14,6 @@ import ctypes
 import functools
 import logging
 import os
-import shlex
-import subprocess
-from contextlib import suppress
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -92,12 +89,12 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("DSA_ENGINE_NATIVE") == "0":
         return None
     try:
-        loaded = native_library.load(_SOURCES, *_folders())
+        loaded = native_library.load(_SOURCES, user_cache() / f"native-{os.geteuid()}")
         for name, (arguments, result) in _FUNCTIONS.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, result
         return loaded
-    except (OSError, RuntimeError, ValueError, AttributeError, subprocess.SubprocessError) as problem:
+    except (OSError, RuntimeError, ValueError, AttributeError) as problem:
         logger.warning(
             "the CPU kernels are NOT used, the PyTorch references run instead, slower: %s; DSA_ENGINE_NATIVE=0 does "
             "without them and without this line",
@@ -106,27 +103,16 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _folders() -> list[Path]:
-    """The folders in which the library may lie. In a cache folder that users share, "native" is that of the first user,
-    or of root for all; a user that can use neither takes another one there, or one of the own cache folder."""
-    folders = [user_cache() / "native", user_cache() / f"native-{os.geteuid()}"]
-    with suppress(OSError):
-        folders.append(_own_cache() / "native")
-    return list(dict.fromkeys(folders))
-
-
 def user_cache() -> Path:
     """Folder for files that can be made again: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
 
     Raises:
         OSError: the user has no home folder, and none was named.
     """
-    return Path(os.environ["DSA_ENGINE_CACHE"]) if os.environ.get("DSA_ENGINE_CACHE") else _own_cache()
-
-
-def _own_cache() -> Path:
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "dsa_engine"
+    if named := os.environ.get("DSA_ENGINE_CACHE"):
+        return Path(named)
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "dsa_engine"
     try:
         return Path.home() / ".cache" / "dsa_engine"
     except RuntimeError as error:
@@ -137,11 +123,3 @@ def _own_cache() -> Path:
 def digest() -> str:
     """Names the machine code of the kernels."""
     return native_library.digest(_SOURCES)
-
-
-def compiler() -> str | None:
-    """The command of the C++ compiler that makes the kernels; None: there is none."""
-    try:
-        return shlex.join(native_library._compiler())
-    except native_library.NoCompiler:
-        return None

@@ -18,7 +18,6 @@ import torch
 
 from dsa_engine.kernels.runtime import launch
 from dsa_engine.kernels.runtime.difference import Kind, differences
-from dsa_engine.kernels.runtime.error_line import error_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -221,3 +220,13 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     return [x for x in result if isinstance(x, torch.Tensor)] if isinstance(result, tuple) else []
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty without one."""
+    return (str(error).splitlines() or [""])[0]
+
+
+def error_line(error: BaseException, max_length: int = 200) -> str:
+    """Type of an error and the first ``max_length`` characters of its first line."""
+    return f"{type(error).__name__}: {first_line(error)[:max_length]}"

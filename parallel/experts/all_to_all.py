@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.formats.token_words import quantize_tokens
+from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.moe.combine import combine as weighted_sum
 from dsa_engine.kernels.moe.combine_codes import combine_codes
 from dsa_engine.kernels.moe.expert_order import Order, expert_order

@@ -42,7 +42,7 @@ class RowBytes(NamedTuple):
 
 def quantized_bytes(hidden: int) -> int:
     """Bytes of a token on its way to FP8 experts, and of a sum that comes back so: codes, and a scale for each 128
-    (`token_words.py`)."""
+    (`quantize.py`)."""
     return hidden + 4 * -(-hidden // 128)
 
 

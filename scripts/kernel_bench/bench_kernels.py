@@ -15,7 +15,7 @@ import torch
 from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.config.model import DTYPES
 from dsa_engine.kernels.runtime import launch
-from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.kernels.runtime.operation import error_line
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.device import is_lost
 from dsa_engine.measure.report import environment, format_table, write_json

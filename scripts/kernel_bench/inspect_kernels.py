@@ -13,7 +13,7 @@ import torch
 
 from compile_only import Resources, compile_only, resources
 from dsa_engine.arguments import argument_parser, run
-from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.kernels.runtime.operation import error_line
 from dsa_engine.measure.report import format_table
 from dsa_engine.system.progress import progress_bar
 from kernel_cases.cases import CASES, named

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsa_engine.kernels.runtime import launch
-from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.kernels.runtime.operation import error_line
 from dsa_engine.measure.ceilings import Ceilings, seconds
 from kernel_cases.inputs import KernelCase
 

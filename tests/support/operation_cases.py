@@ -10,7 +10,7 @@ import torch
 from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
-from dsa_engine.kernels.formats.token_words import quantize_tokens
+from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.grouped.product_formats import INT8, W4A16, block_fp8
 from dsa_engine.kernels.rows.segment import Segment, Segments
 

@@ -30,7 +30,7 @@ from dsa_engine.engine.startup.kernel_check import trial_tokens, try_steps
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.engine.startup.start import start
 from dsa_engine.kernels.runtime import cpu, operation
-from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.kernels.runtime.operation import error_line
 from dsa_engine.llm import LLM
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions

@@ -25,8 +25,8 @@ from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime import cpu, launch, operation
-from dsa_engine.kernels.runtime.error_line import first_line
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.kernels.runtime.operation import first_line
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions

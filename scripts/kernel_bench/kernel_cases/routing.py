@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.formats.token_words import quantized_words
+from dsa_engine.kernels.formats.quantize import quantized_words
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.combine_codes import combine_codes

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks, quantize_blocks
-from dsa_engine.kernels.formats.quantize import quantize_rows
-from dsa_engine.kernels.formats.token_words import quantize_tokens, quantized_words
+from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_tokens, quantized_words
 from dsa_engine.kernels.grouped.product_formats import block_fp8
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of

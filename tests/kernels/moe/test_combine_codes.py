@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.token_words import codes_and_scales, quantize_tokens
+from dsa_engine.kernels.formats.quantize import codes_and_scales, quantize_tokens
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.combine_codes import combine_codes
 

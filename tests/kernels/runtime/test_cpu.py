@@ -1,9 +1,12 @@
-"""The CPU's kernels are compiled once, by one of the processes that need them; without them the references run."""
+"""The CPU's kernels are compiled once, by one of the processes that need them, into a folder that only this user can
+write; without them the references run."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_engine.kernels.runtime import cpu, launch
+from dsa_engine.kernels.runtime import cpu, launch, native_library
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 NO_COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler")
@@ -27,14 +30,14 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(cpu, "_SOURCES", folder)
     monkeypatch.setattr(cpu, "_FUNCTIONS", {"one": ([], ctypes.c_int64)})
     monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     monkeypatch.delenv("DSA_ENGINE_NATIVE", raising=False)
     monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
     yield folder
 
 
 def built(tmp_path: Path) -> list[str]:
-    return sorted(path.suffix for path in (tmp_path / "cache" / "native").iterdir())
+    (folder,) = (tmp_path / "cache").iterdir()
+    return sorted(path.suffix for path in folder.iterdir())
 
 
 @NO_COMPILER
@@ -55,7 +58,9 @@ def test_other_sources_are_another_library(sources: Path, tmp_path: Path) -> Non
     assert built(tmp_path) == [".lock", ".lock", ".so", ".so"]
 
 
-@pytest.mark.parametrize("fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX"])
+@pytest.mark.parametrize(
+    "fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX", "others write", "damaged"]
+)
 def test_without_a_library_the_references_run(
     fault: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,18 +74,27 @@ def test_without_a_library_the_references_run(
     elif fault == "no compiler":
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.delenv("CXX", raising=False)
-        reason = "there is no C++ compiler; install g++, or set CXX"
+        reason = "there is no C.. compiler; install g.., or set CXX"
     elif fault == "odd $CXX":
         monkeypatch.setenv("CXX", "g++ 'half")
         reason = "No closing quotation"
+    elif fault == "others write":
+        assert cpu.library() is not None
+        (folder,) = (tmp_path / "cache").iterdir()
+        folder.chmod(0o777)
+        reason = f"other users may write to {folder}, .* DSA_ENGINE_CACHE"
+    elif fault == "damaged":
+        folder = tmp_path / "cache" / f"native-{os.geteuid()}"
+        folder.mkdir(parents=True)
+        (folder / f"kernels-{native_library.digest(sources)}.so").write_text("half of a library")
+        reason = f"{folder}.*file too short"
     else:
         (tmp_path / "cache").write_text("a file")
-        (tmp_path / "own").write_text("another")
-        reason = "name a folder that can be written in DSA_ENGINE_CACHE"
-    if fault not in ("no compiler", "no folder") and not shutil.which("g++"):
+        reason = "Not a directory"
+    if fault not in ("no compiler", "no folder", "damaged") and not shutil.which("g++"):
         pytest.skip("no C++ compiler")
     assert cpu.library() is None and not cpu.serves(torch.empty(0))
-    assert "the CPU kernels are NOT used" in caplog.text and reason in caplog.text
+    assert "the CPU kernels are NOT used" in caplog.text and re.search(reason, caplog.text)
     if (tmp_path / "cache").is_dir() and fault == "does not compile":
         assert built(tmp_path) == [".lock"], "nothing half-written"
 

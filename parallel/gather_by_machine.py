@@ -55,19 +55,6 @@ def gathers_by_machine(machines: Sequence[int], links: Links | None) -> bool:
     return sum(rails) < ring
 
 
-def bytes_between(machines: Sequence[int], part: int, by_machine: bool) -> int:
-    """Bytes that cross from one machine to another in a whole all-gather, summed over all machines.
-
-    Args:
-        machines: the machine of each rank of the group, as :func:`gathers_by_machine` takes them.
-        part: bytes of each rank.
-    """
-    if by_machine:
-        return len(machines) * (len(set(machines)) - 1) * part
-    borders = sum(one != after for one, after in zip(machines, (*machines[1:], machines[0]), strict=True))
-    return borders * (len(machines) - 1) * part
-
-
 @dataclass(frozen=True)
 class TwoLevels:
     """Carries all-gathers and reduce-scatters of a group; bytes and log entries are those of ``rail`` and ``machine``.

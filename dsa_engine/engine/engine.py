@@ -208,7 +208,7 @@ class Engine:
         for one in sampled:
             request, count = one.request, len(step.indices[one.request])
             if not request.placeholders:
-                continue  # rewound to 0 meanwhile: these tokens are computed again
+                continue  # preempted meanwhile: these tokens are computed again
             del request.placeholders[:count]
             if one.draft_result is not None:
                 request.num_unverified -= count - 1

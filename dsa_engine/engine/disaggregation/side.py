@@ -95,10 +95,6 @@ class Side:
         """The kind of scheduler."""
         return PrefillScheduler if self.prefills else DecodeScheduler
 
-    @property
-    def first_rank(self) -> int:
-        return self.mesh.global_ranks[0]
-
     def device_bytes(self, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
         """Device memory of the buffers; ``config`` with its MTP modules."""
         return PageSender.device_bytes(config, format, page_size, len(self.links))

@@ -24,7 +24,6 @@ class SideLoop(EngineLoop):
     def __init__(self, engine: Engine):
         assert engine.side is not None
         self.side = engine.side
-        self._unsent: list[Any] = []  # messages to the other side from before the line is there
         super().__init__(engine)
 
     def _main(self) -> None:

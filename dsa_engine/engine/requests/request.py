@@ -159,27 +159,12 @@ class Request:
         for position in sorted(by_position):
             self.prompt_logprobs[position:] = [by_position[position]]
 
-    def rewind(self, num_computed_tokens: int) -> None:
-        """Forgets the cache rows from this position on; their tokens are computed again.
-
-        After a rewind to 0 all tokens so far are prefilled again, the output included.
-
-        Raises:
-            ValueError: fewer tokens have been computed, or prefilled tokens would have to be decoded.
-        """
-        if not 0 <= num_computed_tokens <= self.num_computed_tokens:
-            raise ValueError(f"cannot rewind to {num_computed_tokens}: {self.num_computed_tokens} tokens are computed")
-        if self.prefilled and 0 < num_computed_tokens < self.num_prefill_tokens:
-            raise ValueError(
-                f"cannot rewind to {num_computed_tokens}: {self.num_prefill_tokens} tokens were prefilled; "
-                "rewind to as many or more, or to 0"
-            )
-        self.num_computed_tokens = num_computed_tokens
-        if num_computed_tokens == 0:
-            self.drafts, self.last_rows = [], None
-            if self.num_unverified:  # the number of tokens in flight is not known: they are computed again
-                self.placeholders, self.num_unverified = [], 0
-            self.num_prefill_tokens = len(self)
+    def restart(self) -> None:
+        """Forgets the cache rows: all tokens so far are prefilled again, the output included."""
+        self.drafts, self.last_rows = [], None
+        if self.num_unverified:  # the number of tokens in flight is not known: they are computed again
+            self.placeholders, self.num_unverified = [], 0
+        self.num_computed_tokens, self.num_prefill_tokens = 0, len(self)
 
 
 @dataclass(frozen=True)

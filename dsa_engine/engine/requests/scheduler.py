@@ -132,9 +132,8 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Plans the next step: chunks to prefill, or the new tokens of every request that decodes.
 
-        A request decodes one token, or more after a :meth:`rewind`. The step takes effect once it is launched
-        (:meth:`computed`). A step that is never launched has one lasting effect: requests that entered for it keep
-        their pages.
+        The step takes effect once it is launched (:meth:`computed`). A step that is never launched has one lasting
+        effect: requests that entered for it keep their pages.
         """
         decoding = any(_decodes(request) for request in self._running)
         if self._share.may_prefill(decoding):
@@ -162,23 +161,6 @@ class Scheduler:
             if rank != chunk.request.owner:
                 self.ledger.release(chunk.request, rank)
 
-    def rewind(self, request: Request, num_computed_tokens: int) -> None:
-        """Forgets the cache rows of a running request from this position on; their tokens are computed again.
-
-        The request keeps its pages, and the next step writes the same slots again. After a rewind to 0, all pages are
-        free and the request is back in the queue; its prompt and output are prefilled again.
-
-        Raises:
-            ValueError: see :meth:`.request.Request.rewind`.
-        """
-        if num_computed_tokens == 0:
-            self.prefix_cache.name(request)
-        request.rewind(num_computed_tokens)
-        if num_computed_tokens == 0:
-            self.prefix_cache.release(request)
-            self._running.remove(request)
-            insort(self._waiting, request, key=_arrival)
-
     def accept_drafts(self, request: Request, drafts: list[int]) -> None:
         """Gives a request that already has its new tokens the ``drafts`` for the tokens after them.
 
@@ -187,7 +169,7 @@ class Scheduler:
         """
         if not request.prefilled:
             return  # it was preempted meanwhile
-        request.rewind(len(request) - 1)
+        request.num_computed_tokens = len(request) - 1
         request.drafts = drafts[: max(0, request.max_tokens - request.num_output_tokens - 1)]
 
     def finish(self, request: Request) -> None:
@@ -256,7 +238,11 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Takes all pages from a running request; its prompt and output are prefilled again when there is room."""
-        self.rewind(request, 0)
+        self.prefix_cache.name(request)
+        request.restart()
+        self.prefix_cache.release(request)
+        self._running.remove(request)
+        insort(self._waiting, request, key=_arrival)
         request.preemptions += 1
         self.preemptions += 1
         if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …

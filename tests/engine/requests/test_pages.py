@@ -32,7 +32,7 @@ class Simulation:
     admitted: list[int] = field(default_factory=list)
     decoding_steps: int = 0  # steps while some request decodes
     prefill_steps: int = 0  # … that prefilled
-    rewound: int = 0  # number of rewinds
+    preempted: int = 0
     num_found: int = 0  # tokens that were not computed
     num_fetched: int = 0  # pages that one rank sent to another
     num_copied: int = 0  # pages copied to host memory or back
@@ -118,7 +118,7 @@ class Simulation:
         self.check_budgets(chunks, bool(prefills))
         assert oldest.preemptions == lost, "the oldest was preempted"
         if oldest.prefilled != bool(prefills) and oldest.pages:
-            # It may enter in a step whose fetches are taken by requests that ran before it was rewound.
+            # It may enter in a step whose fetches are taken by requests that ran before it was preempted.
             assert oldest in [c.request for c in chunks] or any(c.fetches for c in chunks), "the oldest does not run"
         for chunk in chunks:
             assert chunk.start == chunk.request.num_computed_tokens, "a token is left out, or computed twice"
@@ -231,22 +231,13 @@ class Simulation:
         if len(request.output) >= min(self.order[request.id].ends_after, request.params.max_tokens):
             self.end(scheduler, request, "length")
 
-    def rewind(self, rng: random.Random) -> None:
-        """Rewinds a running request: not at all, in part, or to its beginning."""
-        running = [s for s in self.live() if s.num_computed_tokens]
-        if not running:
-            return
-        request = rng.choice(running)
-        first = request.num_prefill_tokens if request.prefilled else 0
-        to = rng.choice([0, rng.randint(first, request.num_computed_tokens)])
-        pages = [len(mine[request.id].pages) for mine in self.copies]
-        self.on_all(lambda scheduler, mine: scheduler.rewind(mine[request.id], to))
-        if to:
-            assert pages == [len(mine[request.id].pages) for mine in self.copies], "its pages stay"
-        else:
+    def preempt(self, rng: random.Random) -> None:
+        """Takes the pages from a running request, if any."""
+        if running := [s for s in self.live() if s.num_computed_tokens]:
+            request = rng.choice(running)
+            self.on_all(lambda scheduler, mine: scheduler.preempt(mine[request.id]))
             assert not any(mine[request.id].pages for mine in self.copies), "it has to be admitted again"
-        assert request.num_computed_tokens == to
-        self.rewound += 1
+            self.preempted += 1
 
     def check_budgets(self, chunks: list[Chunk], prefill: bool) -> None:
         assert len(chunks) <= self.world.seqs
@@ -256,7 +247,7 @@ class Simulation:
             assert len(ranks) == (self.world.cp if prefill else 1)
             assert not prefill or length <= self.world.tokens * self.world.cp
         assert prefill or all(c.end == len(c.request) for c in chunks)
-        assert prefill or self.rewound or all(c.length == 1 for c in chunks)
+        assert prefill or all(c.length == 1 for c in chunks)
 
     def check_pages(self, rank: int, chunks: list[Chunk]) -> None:
         scheduler = self.ranks[rank]
@@ -274,8 +265,8 @@ def key(chunk: Chunk) -> tuple[int, int, int, range]:
 
 @pytest.mark.parametrize("tiers", [0, 1, 2, 3])  # none: no page is found; 2: host memory; 3: the disk
 @settings(max_examples=100)
-@given(rewinds=st.booleans(), seed=st.integers(0, 2**32))
-def test_every_request_ends_and_no_page_is_lost(tiers: int, rewinds: bool, seed: int) -> None:
+@given(preempts=st.booleans(), seed=st.integers(0, 2**32))
+def test_every_request_ends_and_no_page_is_lost(tiers: int, preempts: bool, seed: int) -> None:
     rng = random.Random(seed)
     world, wishes = crowd(rng, tiers)
     caching = tiers > 0
@@ -283,8 +274,8 @@ def test_every_request_ends_and_no_page_is_lost(tiers: int, rewinds: bool, seed:
     while run.to_come or run.ranks[0].has_work:
         run.arrivals()
         run.departures()
-        if rewinds and run.rewound < 40 and rng.random() < 0.5:
-            run.rewind(rng)
+        if preempts and run.preempted < 40 and rng.random() < 0.5:
+            run.preempt(rng)
         if tiers == 3 and rng.random() < 0.2:  # as if another process had filled the folder
             run.on_all(lambda scheduler, _: scheduler.prefix_cache.reset())
         if run.ranks[0].has_work:
@@ -293,7 +284,6 @@ def test_every_request_ends_and_no_page_is_lost(tiers: int, rewinds: bool, seed:
             run.now += 1
         assert run.now < 5000, "a request never ends"
     event(f"preempted: {min(run.ranks[0].preemptions, 3)}")
-    event(f"rewound: {min(run.rewound, 3)}")
     event(f"tokens found: {min(run.num_found, 20) // 5 * 5}")
     event(f"pages read: {min(sum(disk.pages_read for disk in run.disks), 3)}")
     event(f"pages fetched: {min(run.num_fetched, 3)}, copied: {min(run.num_copied, 3)}")

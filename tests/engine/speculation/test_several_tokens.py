@@ -1,4 +1,4 @@
-"""Several tokens of a request in one step, and requests that are rewound: same tokens as one by one."""
+"""Several tokens of a request in one step: same tokens as one by one."""
 
 from __future__ import annotations
 
@@ -183,63 +183,3 @@ def test_pieces_of_a_stream(interval: int, steps: list[int], pieces: list[int]) 
     given = [mailbox.get_nowait() for _ in range(mailbox.qsize())]
     assert [len(piece.token_ids) for piece in given] == pieces
     assert [piece.finish_reason for piece in given] == [None] * (len(pieces) - 1) + ["length"]
-
-
-@pytest.mark.parametrize("back_to", [0, 44, 46, 48, 49])
-def test_a_decoding_request_is_rewound(llm: LLM, back_to: int) -> None:
-    """Slots are written again; after a rewind to 0 prompt and output are prefilled again."""
-    engine, wanted = llm.engine, llm.generate(PROMPTS, GREEDY)
-    other, request = (engine.add(prompt, GREEDY) for prompt in PROMPTS)
-    while len(request.output) < 6:
-        engine.step()
-    assert request.num_computed_tokens == 49
-    engine.cache.fill_random(request.pages[back_to // 4 + 1 :], seed=0)  # later rows are not read
-    engine.scheduler.rewind(request, back_to)
-    while engine.scheduler.has_work:
-        engine.step()
-    assert [other.output, request.output] == [output.token_ids for output in wanted]
-    assert request.preemptions == engine.scheduler.preemptions == 0
-
-
-def test_a_request_is_rewound_after_it_was_scheduled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that was scheduled and not launched is scheduled again, from the new positions of its requests."""
-    engine, wanted = llm.engine, llm.generate(PROMPTS, GREEDY)
-    monkeypatch.setattr(engine, "async_scheduling", True)
-    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
-    while len(requests[1].output) < 5:
-        engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "runs_ahead", lambda *_: False)
-        assert [one.request for one in engine.step()] == requests, "the step in flight is read, and none launched"
-    engine.scheduler.rewind(requests[1], 45)
-    while engine.scheduler.has_work:
-        engine.step()
-    assert [request.output for request in requests] == [output.token_ids for output in wanted]
-
-
-@pytest.mark.parametrize("back_to", [0, 5, 16])
-def test_a_request_is_rewound_while_it_is_prefilled(llm: LLM, back_to: int) -> None:
-    engine, wanted = llm.engine, llm.generate(PROMPTS[1], GREEDY)[0].token_ids
-    request = engine.add(PROMPTS[1], GREEDY)
-    engine.step()
-    assert request.num_computed_tokens == 16
-    engine.scheduler.rewind(request, back_to)
-    while engine.scheduler.has_work:
-        engine.step()
-    assert request.output == wanted
-
-
-def test_what_cannot_be_rewound() -> None:
-    request = Request(0, [1, 2, 3], SamplingParams(), output=[4, 5], num_computed_tokens=4)
-    for tokens, complaint in (
-        (5, "cannot rewind to 5: 4 tokens are computed"),
-        (-1, "cannot rewind to -1: 4 tokens are computed"),
-        (2, "cannot rewind to 2: 3 tokens were prefilled; rewind to as many or more, or to 0"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            request.rewind(tokens)
-    assert request.num_computed_tokens == 4 and request.prefilled
-    request.rewind(3)
-    assert request.prefilled and request.num_prefill_tokens == 3
-    request.rewind(0)
-    assert not request.prefilled and request.num_prefill_tokens == 5

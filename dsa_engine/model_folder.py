@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import re
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.errors import CheckpointError
+from dsa_engine.kernels.runtime.cpu import user_cache
+from dsa_engine.system.output_files import write_text
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -40,9 +44,7 @@ def resolve_model(model: str | Path, dummy: bool = False) -> Path:
         if not dummy:
             advice = "give load_format='dummy' for random weights, or the folder of a checkpoint"
             raise CheckpointError(f"{name!r} is a configuration without weights: {advice}")
-        from dsa_engine.demo.released_folder import released_folder
-
-        return released_folder(name)
+        return _released_folder(name)
     if path.is_dir() or not _HUB_ID.fullmatch(name):
         return path  # if there is no such folder, reading config.json says so
     return _in_hub_cache(name)
@@ -57,6 +59,19 @@ def model_config(model: str, overrides: dict[str, Any]) -> ModelConfig:
     if model in RELEASED_CONFIGS and not Path(model).is_dir():
         return ModelConfig.from_dict(released_config(model), overrides)
     return ModelConfig.from_pretrained(resolve_model(model), overrides)
+
+
+def _released_folder(name: str) -> Path:
+    """The folder with ``config.json`` of a released model, in the cache folder; written on first use."""
+    text = json.dumps(released_config(name), indent=2)
+    try:
+        folder = user_cache() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "config.json").is_file():
+            write_text(folder / "config.json", text)  # whole: other processes may do the same
+    except OSError as error:
+        raise CheckpointError(f"{error}; set DSA_ENGINE_CACHE to a folder of yours") from error
+    return folder
 
 
 def _about_a_file(path: Path) -> str:

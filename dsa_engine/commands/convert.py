@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=[name for name in get_args(Quantization) if name != "dequantize"],
-        help="fp8: the released block format; int8 (W8A8), int4-experts (W4A16): as compressed-tensors writes them; an "
-        "interrupted run goes on when it is started again",
+        help="fp8: the released block format; int8 (W8A8), int4-experts (W4A16): as compressed-tensors writes them",
     )
     parser.add_argument("--int8-activations", action="store_true", help="int4-experts with INT8 activations: W4A8")
     parser.add_argument(

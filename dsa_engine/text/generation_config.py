@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.config.checks import is_integer, shown
+from dsa_engine.config.checks import shown
 from dsa_engine.errors import CheckpointError
 from dsa_engine.sampling_params import SamplingParams
 
@@ -37,10 +37,6 @@ def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(keys, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {shown(keys)}")
-    end_tokens = keys.get("eos_token_id")
-    ids: list[Any] = [] if end_tokens is None else end_tokens if isinstance(end_tokens, list) else [end_tokens]
-    if not all(is_integer(i) and i >= 0 for i in ids):
-        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {shown(end_tokens)}")
     sampling = {ours: keys[theirs] for theirs, ours in _NAMES.items() if keys.get(theirs) is not None}
     if generation_config == "vllm":
         return {}

@@ -67,24 +67,19 @@ def test_without_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{", "generation_config.json cannot be read: Expecting"),
-        (b"\xff\xfe", "generation_config.json cannot be read: .*decode"),
-        ("[1]", r"must hold a JSON object, not \[1\]"),
-        (
-            '{"temperature": -1}',
-            "temperature must be a finite number of at least 0, not -1; mend it, or ",
-        ),
-        ('{"temperature": NaN}', "temperature must be .*, not nan"),
-        ('{"top_p": "x"}', "top_p must be .*, not 'x'"),
-        ('{"top_k": 1.5}', "top_k must be .*, not 1.5"),
-        ('{"max_new_tokens": 0}', "max_tokens must be a positive integer, not 0"),
-        ('{"eos_token_id": "x"}', "eos_token_id must be a token id or a list of them, not 'x'"),
-        ('{"eos_token_id": [1, -1]}', "eos_token_id must be a token id or a list of them"),
+        (b"{", "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"[1]", r"not \[1\]"),
+        (b'{"temperature": -1}', "temperature .*-1"),
+        (b'{"temperature": NaN}', "temperature .*nan"),
+        (b'{"top_p": "x"}', "top_p .*'x'"),
+        (b'{"top_k": 1.5}', "top_k .*1.5"),
+        (b'{"max_new_tokens": 0}', "max_tokens .*0"),
     ],
 )
-def test_a_damaged_file_is_one_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "generation_config.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:
         default_sampling(tmp_path, "auto")
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)

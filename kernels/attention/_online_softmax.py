@@ -12,7 +12,7 @@ with rotation are two tiles, since 576 is no power of two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,10 +27,11 @@ from dsa_engine.kernels.attention._latent_rows import (
     load_tile,
     value_columns,
 )
+from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors
+from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, multiprocessors
 
 MAX_SPLITS = 64  # as many as merge_splits reads at a time
 LOG2_E = 1.4426950408889634
@@ -105,51 +106,44 @@ def choose_splits(programs: int, steps: int, processors: int, max_splits: int) -
     return min(range(1, max(1, min(max_splits, steps)) + 1), key=cost)
 
 
-@dataclass(frozen=True)
-class AttentionLaunch:
-    """The launch of a kernel of this kind for queries and a pool."""
+def launch_attention(
+    kernel: Any, q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat, inputs: Sequence[Any], longest: int,
+    scale: float, workspace: int, **constants: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Launches a kernel of attention over latent rows, a program for some heads of a token and a part of its rows, and
+    merges the parts.
 
-    q: torch.Tensor
-    value_dim: int
-    programs: int  # programs of each split
-    rows: int  # rows of a step
-    constants: dict[str, Any]  # constants of the kernel, its warps and stages
+    Args:
+        kernel: takes ``q, rows of the pool, *tensors, out [splits, T, heads, value_dim], lse [splits, T, heads],
+            tokens, number, scale · log2(e)``, of which ``inputs`` are the tensors and the number, and constants.
+        q: contiguous.
+        longest: largest number of rows of a query.
+        workspace: bytes for the float32 results of the parts.
 
-    def splits(self, longest: int, workspace: int) -> int:
-        """Number of parts for at most ``longest`` rows a query, whose float32 results fit in ``workspace`` bytes."""
-        tokens, heads, _ = self.q.shape
-        room = workspace // max(1, 4 * tokens * heads * (self.value_dim + 1))
-        steps = cdiv(longest, self.rows)
-        return choose_splits(self.programs, steps, multiprocessors(self.q), min(MAX_SPLITS, room))
-
-    def results(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for out ``[splits, T, heads, value_dim]``, parts in float32, and log-sum-exp ``[splits, T, heads]``."""
-        shape = (splits, *self.q.shape[:2])
-        dtype = self.q.dtype if splits == 1 else torch.float32
-        out = torch.empty(*shape, self.value_dim, dtype=dtype, device=self.q.device)
-        return out, torch.empty(shape, dtype=torch.float32, device=self.q.device)
-
-
-def attention_launch(q: torch.Tensor, row_format: LatentFormat) -> AttentionLaunch:
-    tokens, heads, _ = q.shape
-    value_dim, rotated, fp8 = row_format.rank, row_format.rope, row_format.fp8
+    Returns:
+        out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32.
+    """
+    (tokens, heads, _), fp8, value_dim = q.shape, row_format.fp8, row_format.rank
     tilings = config_for(TILINGS, q)
     tiles = tilings.full if q.dtype == torch.float32 else tilings.fp8 if fp8 else tilings.half
     block_heads = min(tiles.heads, max(tiles.least, next_power_of_2(heads)))
-    constants = {
-        "HEADS": heads,
-        "VALUE": value_dim,
-        "ROTATED": rotated,
-        "BLOCK_HEADS": block_heads,
-        "BLOCK_ROWS": tiles.rows,
-        "BLOCK_VALUE": max(LATENT_BLOCK if fp8 else 16, next_power_of_2(value_dim)),
-        "BLOCK_ROTATED": max(16, next_power_of_2(rotated)),
-        "FP8": fp8,
-        "E4M3": capability(q) >= 89,  # older chips have no conversion
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    }
-    return AttentionLaunch(q, value_dim, tokens * cdiv(heads, block_heads), tiles.rows, constants)
+    programs = tokens * cdiv(heads, block_heads)
+    room = workspace // max(1, 4 * tokens * heads * (value_dim + 1))
+    splits = choose_splits(programs, cdiv(longest, tiles.rows), multiprocessors(q), min(MAX_SPLITS, room))
+    dtype = q.dtype if splits == 1 else torch.float32
+    out = torch.empty(splits, tokens, heads, value_dim, dtype=dtype, device=q.device)
+    lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=q.device)
+    if programs:
+        rows, (*tensors, number) = row_format.rows(pool), inputs
+        kernel[(programs, splits)](
+            q, rows, *tensors, out, lse, tokens, number, scale * LOG2_E, STRIDE=rows.shape[1], HEADS=heads,
+            VALUE=value_dim, ROTATED=row_format.rope, BLOCK_HEADS=block_heads, BLOCK_ROWS=tiles.rows,
+            BLOCK_VALUE=max(LATENT_BLOCK if fp8 else 16, next_power_of_2(value_dim)),
+            BLOCK_ROTATED=max(16, next_power_of_2(row_format.rope)), FP8=fp8,
+            E4M3=capability(q) >= 89,  # older chips have no conversion
+            PRECISION=dot_precision(q.dtype), num_warps=tiles.warps, num_stages=tiles.stages, **constants,
+        )  # fmt: skip
+    return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
 
 @triton.jit

@@ -13,19 +13,17 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.attention._online_softmax import (
-    LOG2_E,
     attend_to_rows,
-    attention_launch,
     check_queries,
+    launch_attention,
     program_heads,
     program_span,
     store_nothing,
 )
-from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.rows.paged import read_rows
 from dsa_engine.kernels.rows.segment import Segments
-from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
+from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 
@@ -111,23 +109,6 @@ def dense_mla_kernel(
     )  # fmt: skip
 
 
-def _launch(
-    q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat, block_tables: torch.Tensor, segments: Segments,
-    scale: float, workspace: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    tokens, heads, _ = q.shape
-    launch = attention_launch(q, row_format)
-    splits = launch.splits(segments.longest, workspace)
-    out, lse = launch.results(splits)
-    if tokens and heads:
-        rows = row_format.rows(pool)
-        dense_mla_kernel[(launch.programs, splits)](
-            q, rows, block_tables, segments.sequences, segments.visible, out, lse, tokens, block_tables.stride(0),
-            scale * LOG2_E, pool.shape[1], rows.shape[1], PRECISION=dot_precision(q.dtype), **launch.constants,
-        )  # fmt: skip
-    return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
-
-
 @operation(waits=True)
 def dense_mla(
     q: torch.Tensor,
@@ -161,5 +142,9 @@ def dense_mla(
     segments.check(q.shape[0], block_tables, pool.shape[1])
     if runs_triton(q):
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
-        return _launch(q.contiguous(), pool, row_format, tables, segments, scale, workspace)
+        inputs = tables, segments.sequences, segments.visible, tables.stride(0)
+        return launch_attention(
+            dense_mla_kernel, q.contiguous(), pool, row_format, inputs, segments.longest, scale, workspace,
+            PAGE_SIZE=pool.shape[1],
+        )  # fmt: skip
     return dense_mla_reference(q, pool, block_tables, segments, row_format, scale, workspace)

@@ -13,19 +13,17 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.attention._online_softmax import (
-    LOG2_E,
     attend_to_rows,
-    attention_launch,
     check_queries,
+    launch_attention,
     program_heads,
     program_span,
     store_nothing,
 )
-from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
-from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
+from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # On a CPU the gathered rows of a block fit in the processor's cache; 1 MiB was the fastest of 0.5 to 16 MiB.
@@ -114,25 +112,6 @@ def sparse_attention_kernel(
     )  # fmt: skip
 
 
-def _launch(
-    q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat, slots: torch.Tensor, counts: torch.Tensor | None,
-    scale: float, workspace: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    tokens, heads, _ = q.shape
-    k = slots.shape[1]
-    launch = attention_launch(q, row_format)
-    splits = launch.splits(k, workspace)
-    out, lse = launch.results(splits)
-    if tokens and heads:
-        rows = row_format.rows(pool)
-        sparse_attention_kernel[(launch.programs, splits)](
-            q, rows, slots, slots if counts is None else counts, out, lse, tokens, k, scale * LOG2_E, rows.shape[1],
-            BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
-            PRECISION=dot_precision(q.dtype), **launch.constants,
-        )  # fmt: skip
-    return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
-
-
 def _run_native(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,7 +174,12 @@ def sparse_attention(
     if counts is not None and counts.shape != (q.shape[0],):
         raise ValueError(f"counts must be [{q.shape[0]}], not {tuple(counts.shape)}")
     if runs_triton(q):
-        return _launch(q.contiguous(), pool, row_format, slots.contiguous(), counts, scale, workspace)
+        slots, k = slots.contiguous(), slots.shape[1]
+        inputs = slots, slots if counts is None else counts, k
+        return launch_attention(
+            sparse_attention_kernel, q.contiguous(), pool, row_format, inputs, k, scale, workspace,
+            BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
+        )  # fmt: skip
     if pool.stride(2) == 1 and cpu.serves(q, pool):
         return _run_native(q.contiguous(), pool, slots.contiguous(), counts, row_format.rank, scale)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace

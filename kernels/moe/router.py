@@ -9,7 +9,7 @@ experts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,30 +32,34 @@ def _top(values: torch.Tensor, count: int) -> torch.Tensor:
     return ((ordered << 32) | reversed_index).topk(count, dim=-1).indices
 
 
+class Routing(NamedTuple):
+    """How experts are chosen: ``top_k`` of them within the ``top_groups`` best of ``groups`` groups; their weights are
+    normalised or not, and multiplied by ``factor``."""
+
+    top_k: int
+    groups: int
+    top_groups: int
+    normalise: bool
+    factor: float
+
+
 def route_reference(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    groups: int,
-    top_groups: int,
-    normalise: bool,
-    factor: float,
-    live: torch.Tensor | None = None,
+    logits: torch.Tensor, bias: torch.Tensor, how: Routing, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.sigmoid()
     choice = scores + bias
-    if groups > 1:
-        grouped = choice.unflatten(-1, (groups, -1))
+    if how.groups > 1:
+        grouped = choice.unflatten(-1, (how.groups, -1))
         ranks = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        best = _top(ranks, top_groups)
+        best = _top(ranks, how.top_groups)
         closed = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
         choice = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
-    experts = _top(choice, top_k)
+    experts = _top(choice, how.top_k)
     weights = scores.gather(1, experts)
-    if normalise:
+    if how.normalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     experts = experts.int()
-    return experts if live is None else experts.masked_fill(~live[:, None], -1), weights * factor
+    return experts if live is None else experts.masked_fill(~live[:, None], -1), weights * how.factor
 
 
 _WORST = tl.constexpr(-(2**63))
@@ -127,19 +131,10 @@ def route_kernel(
 
 
 def _run(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    groups: int,
-    top_groups: int,
-    normalise: bool,
-    factor: float,
-    live: torch.Tensor | None,
-    *,
-    native: bool,
+    logits: torch.Tensor, bias: torch.Tensor, how: Routing, live: torch.Tensor | None, *, native: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs ``native/router.cpp`` if ``native``, else the Triton kernel."""
-    rows, count = logits.shape
+    (rows, count), (top_k, groups, top_groups, normalise, factor) = logits.shape, how
     logits, bias = logits.contiguous(), bias.contiguous()
     live = None if live is None else live.contiguous()
     experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
@@ -207,7 +202,8 @@ def route(
         raise ValueError(f"top {top_k} experts within top {top_groups} of {groups} groups of {size} experts")
     if live is not None and (live.shape != logits.shape[:1] or live.dtype != torch.bool):
         raise ValueError(f"live must be bool [{logits.shape[0]}], not {live.dtype} {list(live.shape)}")
+    how = Routing(top_k, groups, top_groups, normalise, factor)
     native = cpu.serves(logits, bias)
     if not native and not runs_triton(logits):
-        return route_reference(logits, bias, top_k, groups, top_groups, normalise, factor, live)
-    return _run(logits, bias, top_k, groups, top_groups, normalise, factor, live, native=native)
+        return route_reference(logits, bias, how, live)
+    return _run(logits, bias, how, live, native=native)

@@ -31,28 +31,9 @@ from functools import partial
 
 import torch
 
-from dsa_engine.parallel.collective_log import Collective
 from dsa_engine.parallel.experts.traffic import are_equal_neighbours, largest_part, rails_of
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.links import Links
 from dsa_engine.parallel.side_stream import SideStream
-
-PART = 1 << 20  # bytes for which times are compared, of the order of a rank's cache rows of a chunk
-
-
-def gathers_by_machine(machines: Sequence[int], links: Links | None) -> bool:
-    """Whether a group gathers along rails; otherwise the backend's own all-gather serves it.
-
-    Args:
-        machines: the machine of each rank of the group. They must have equally many ranks, one machine after the other.
-        links: links for the comparison of times; None: the ranks of a machine share its adapter.
-    """
-    if not are_equal_neighbours(machines):
-        return False
-    if links is None:
-        return True
-    ring, *rails = (links.seconds(one, machines) for one in (_ring(machines, PART), *_along_rails(machines, PART)))
-    return sum(rails) < ring
 
 
 @dataclass(frozen=True)
@@ -115,20 +96,22 @@ def gather_group(
     device: torch.device,
     make: Callable[[Sequence[Sequence[int]]], Group],
 ) -> Group:
-    """``group``, or the same ranks that gather by machine where that is better. Every rank of the mesh calls this.
+    """``group``, or under Gloo the same ranks that gather along rails, if each of several machines has equally many of
+    them, one machine after the other. Every rank of the mesh calls this.
 
     Args:
         group: this rank's one of ``groups``, which are disjoint and hold all ranks of the mesh.
         machines: the machine of each rank of the mesh.
-        device: the device of the rows; Gloo's ranks, on CPUs, share the adapter of their machine.
+        device: the device of the rows.
         make: returns this rank's group if all ranks are divided as given; every rank calls it with the same argument.
     """
-    links = Links() if device.type == "cuda" else None
+    if device.type == "cuda":
+        return group
     inside: list[list[int]] = []
     rails: list[list[int]] = []
     for ranks in groups:
         where = [machines[rank] for rank in ranks]
-        if gathers_by_machine(where, links):
+        if are_equal_neighbours(where):
             inside += [[rank for rank in ranks if machines[rank] == machine] for machine in dict.fromkeys(where)]
             rails += [[ranks[index] for index in rail] for rail in rails_of(where)]
         else:
@@ -151,19 +134,3 @@ def with_small_parts(
         return group
     inside = [[rank for rank, machine in enumerate(machines) if machine == one] for one in dict.fromkeys(machines)]
     return replace(group, levels=TwoLevels(make(rails_of(machines)), make(inside), SideStream(device), limit))
-
-
-def _ring(machines: Sequence[int], part: int) -> Collective:
-    return _all_gather(range(len(machines)), part)
-
-
-def _along_rails(machines: Sequence[int], part: int) -> tuple[Collective, Collective]:
-    """The gathers of rank 0 along its rail and inside its machine."""
-    rail = rails_of(machines)[0]
-    inside = [rank for rank, machine in enumerate(machines) if machine == machines[0]]
-    return _all_gather(rail, part), _all_gather(inside, part * len(rail))
-
-
-def _all_gather(ranks: Sequence[int], part: int) -> Collective:
-    nbytes = tuple(0 if i == 0 else part for i in range(len(ranks)))
-    return Collective("all_gather", tuple(ranks), 0, nbytes, nbytes)

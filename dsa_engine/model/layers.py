@@ -29,15 +29,12 @@ class Weighted(nn.Module):
         name: str,
         *shape: int,
         rows: tuple[int, int] | None = None,
-        columns: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Parameter:
-        """A weight of ``shape`` in the checkpoint, of which this rank keeps ``rows`` and ``columns`` (default: all)."""
+        """A weight of ``shape`` in the checkpoint, of which this rank keeps ``rows`` (default: all)."""
         bounds = [(0, size) for size in shape]
         if rows is not None:
             bounds[0] = rows
-        if columns is not None:
-            bounds[1] = columns
         part = [last - first for first, last in bounds]
         values = torch.empty(part, dtype=dtype or self.runtime.dtype, device=self.runtime.device)
         self.sources.append(Source(name, values, shape, tuple(first for first, _ in bounds)))

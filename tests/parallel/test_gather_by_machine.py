@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
-from dsa_engine.parallel.gather_by_machine import TwoLevels, gather_group, gathers_by_machine
+from dsa_engine.parallel.experts.traffic import are_equal_neighbours
+from dsa_engine.parallel.gather_by_machine import TwoLevels, gather_group
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.links import Link, Links
 from dsa_engine.parallel.side_stream import SideStream
 from gloo_ranks import gloo_group
 
@@ -67,22 +67,18 @@ def test_the_same_rows_and_fewer_bytes_between_machines(asynchronous: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("machines", "shared", "modelled"),
+    ("machines", "rails"),
     [
-        ((0, 0), False, False),
-        ((0, 1), False, False),
-        ((0, 0, 1, 1), True, False),
-        (tuple(rank // 8 for rank in range(16)), True, False),
-        ((0, 0, 1), False, False),  # uneven
-        ((0, 1, 0, 1), False, False),  # a machine's ranks are not neighbours
+        ((0, 0), False),
+        ((0, 1), False),
+        ((0, 0, 1, 1), True),
+        (tuple(rank // 8 for rank in range(16)), True),
+        ((0, 0, 1), False),  # uneven
+        ((0, 1, 0, 1), False),  # a machine's ranks are not neighbours
     ],
 )
-def test_where_rails_are_better(machines: tuple[int, ...], shared: bool, modelled: bool) -> None:
-    """Ranks that share an adapter gain whenever fewer bytes cross. By the modelled links of H100s, NCCL's ring is
-    faster; with a tenth of the bandwidth between machines rails are."""
-    slow = Links(between=Link("slow", bandwidth_gb_s=1.0, latency_us=3.0, message_us=1.0))
-    assert gathers_by_machine(machines, None) == gathers_by_machine(machines, slow) == shared
-    assert gathers_by_machine(machines, Links()) == modelled
+def test_where_there_are_rails(machines: tuple[int, ...], rails: bool) -> None:
+    assert are_equal_neighbours(machines) == rails
 
 
 def test_each_context_parallel_group_has_rails_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

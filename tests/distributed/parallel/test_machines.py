@@ -174,9 +174,9 @@ def check_loss(done: subprocess.CompletedProcess[str], lost: int, how: str) -> N
     assert done.returncode == 1, done.stdout
     assert f"emulate_machines: machine-{lost} is lost ({how})" in said
     if lost > 0:
-        assert re.findall(r"no word from rank (.*?): it hangs", "\n".join(said)) == [str(lost)], done.stdout
+        assert re.findall(r"no word from rank (.*?): ended", "\n".join(said)) == [str(lost)], done.stdout
     else:  # after a kill torchrun sees the loss at once too, and may have ended the rank before it says anything
-        reason = "its peers and the store of the run are gone"
+        reason = r"\[rank \d+\] failed and ends the run"
         reason += "|Connection was likely closed|RendezvousConnectionError" if how == "kill" else ""
         assert any(re.search(reason, line) for line in said), done.stdout
 

@@ -49,12 +49,7 @@ COMMANDS = {
     "plan": Command(
         "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits",
         "planner.command:run_plan",
-        "planner.options:add_arguments",
-    ),
-    "experts": Command(
-        "loads of experts from a file as a heat map, and how even replicas make them",
-        "experts:run_experts",
-        "experts:add_arguments",
+        "planner.command:add_arguments",
     ),
     "make-checkpoint": Command(
         "random weights in the released layout, for any configuration",

@@ -3,7 +3,6 @@
 * :mod:`~dsa_engine.parallel.config`: the options
 * :mod:`~dsa_engine.parallel.mesh`: the groups that each rank belongs to, and the machine of each rank
 * :mod:`~dsa_engine.parallel.group`: a process group and its collectives
-* :mod:`~dsa_engine.parallel.collective_log`: a record of collectives, for measuring
 * :mod:`~dsa_engine.parallel.links`: modelled times of collectives
 * :mod:`~dsa_engine.parallel.context_parallel`: context parallelism, the split of a sequence
 * :mod:`~dsa_engine.parallel.tensor_parallel`: local tensor parallelism of embedding, output projection and LM head

@@ -31,7 +31,8 @@ from functools import partial
 
 import torch
 
-from dsa_engine.parallel.experts.traffic import are_equal_neighbours, largest_part, rails_of
+from dsa_engine.parallel.experts.rails import are_equal_neighbours, rails_of
+from dsa_engine.parallel.experts.traffic import largest_part
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream
 
@@ -60,7 +61,7 @@ class TwoLevels:
 
         if asynchronous:
             start = partial(rail.all_gather_async, rows)
-            return self.beside.relay(start, lambda wait: inside(wait()), rows, log=rail.log)
+            return self.beside.relay(start, lambda wait: inside(wait()), rows)
         gathered = inside(rail.all_gather(rows))
         return lambda: gathered
 
@@ -75,7 +76,7 @@ class TwoLevels:
             def start() -> Callable[[], torch.Tensor]:
                 return machine.reduce_scatter_async(ordered())
 
-            return self.beside.relay(start, lambda wait: rail.reduce_scatter(wait()), rows, log=rail.log)
+            return self.beside.relay(start, lambda wait: rail.reduce_scatter(wait()), rows)
         reduced = rail.reduce_scatter(machine.reduce_scatter(ordered()))
         return lambda: reduced
 
@@ -129,7 +130,7 @@ def with_small_parts(
 ) -> Group:
     """``group`` of all ranks of the mesh, or the same that gathers and reduces small parts in two levels, if that is
     faster by the modelled links. Every rank calls this, with arguments as of :func:`gather_group`."""
-    limit = largest_part(tuple(machines))
+    limit = largest_part(len(machines), len(set(machines))) if are_equal_neighbours(machines) else 0
     if limit == 0:
         return group
     inside = [[rank for rank, machine in enumerate(machines) if machine == one] for one in dict.fromkeys(machines)]

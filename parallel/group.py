@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-
-from dsa_engine.parallel.collective_log import Collective, CollectiveLog, Event, Kind
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.gather_by_machine import TwoLevels
@@ -28,6 +26,22 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Collective(NamedTuple):
+    """One collective as one rank of its group sees it.
+
+    ``sent`` and ``received`` are payload bytes to and from every rank of the group, 0 for the rank itself. For
+    "all_gather" and "reduce_scatter" they are the size of one rank's part. "send" and "recv" are the two sides of a
+    point-to-point message.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    rank: int  # this one
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    asynchronous: bool = False  # issued before other work and waited for after it
+
+
 @dataclass
 class Group:
     """``ranks`` in order; this process is ``ranks[index]``."""
@@ -36,9 +50,8 @@ class Group:
     index: int
     handle: dist.ProcessGroup | None  # None: alone
     bytes_sent: int = 0  # payload of this rank in collectives
-    log: CollectiveLog | None = None  # records each collective, while one is set
+    log: list[Collective] | None = None  # gets each collective
     levels: TwoLevels | None = None  # carries all-gathers and reduce-scatters of few bytes
-    communicator: int = 0  # groups of the same ranks with another number have an order of their own
 
     @property
     def size(self) -> int:
@@ -94,13 +107,11 @@ class Group:
             return rows
         rows = rows.contiguous()
         if send is None or receive is None:
-            event = self._count("all_to_all", rows.nbytes // self.size)
+            self._count("all_to_all", rows.nbytes // self.size)
         else:
             one = rows.element_size() * math.prod(rows.shape[1:])
-            event = self._count("all_to_all", [n * one for n in send], [n * one for n in receive])
-        arrived = self._exchange(rows, send, receive)
-        self._done(event)
-        return arrived
+            self._count("all_to_all", [n * one for n in send], [n * one for n in receive])
+        return self._exchange(rows, send, receive)
 
     def all_to_all_async(
         self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
@@ -115,10 +126,8 @@ class Group:
             into.copy_(rows)
             return lambda: None
         one = rows.element_size() * math.prod(rows.shape[1:])
-        event = self._count("all_to_all", [n * one for n in send], [n * one for n in receive], asynchronous=True)
-        wait = self._start_exchange(rows, into, send, receive)
-        self._done(event)
-        return self._logged(event, wait)
+        self._count("all_to_all", [n * one for n in send], [n * one for n in receive], asynchronous=True)
+        return self._start_exchange(rows, into, send, receive)
 
     def broadcast_async(self, rows: torch.Tensor) -> Callable[[], None]:
         """Starts filling ``rows``, contiguous and of the same shape on every rank, with those of the first rank of the
@@ -148,9 +157,8 @@ class Group:
         """
         self._check_peer(to)
         rows = rows.contiguous()
-        event = self._count("send", self._only(to, rows.nbytes), self._only(to, 0))
+        self._count("send", self._only(to, rows.nbytes), self._only(to, 0))
         self._send(rows, to)
-        self._done(event)
 
     def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Fills the contiguous tensor ``into`` with the tensor that the rank with the index ``source`` sends; returns
@@ -160,9 +168,8 @@ class Group:
             ValueError: there is no such other rank in the group.
         """
         self._check_peer(source)
-        event = self._count("recv", self._only(source, 0), self._only(source, into.nbytes))
+        self._count("recv", self._only(source, 0), self._only(source, into.nbytes))
         self._recv(into, source)
-        self._done(event)
         return into
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -190,8 +197,8 @@ class Group:
         if self.levels is not None and self.goes_by_rail(rows.nbytes):
             return self.levels.gather(rows, asynchronous, by_rail)
         assert not by_rail, "as few bytes as go along rails"
-        event = self._count("all_gather", rows.nbytes, asynchronous=asynchronous)
-        return self._started(event, self._start_gather(rows, asynchronous), asynchronous)
+        self._count("all_gather", rows.nbytes, asynchronous=asynchronous)
+        return self._start_gather(rows, asynchronous)
 
     def _reduce(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool = False) -> Callable[[], torch.Tensor]:
         if self.alone:
@@ -201,63 +208,30 @@ class Group:
             if self.goes_by_rail(rows.nbytes // self.size):
                 return self.levels.reduce(rows, asynchronous, by_rail)
             rows = self.levels.by_rank(rows) if by_rail else rows
-        event = self._count("reduce_scatter", rows.nbytes // self.size, asynchronous=asynchronous)
-        return self._started(event, self._start_reduce(rows, asynchronous), asynchronous)
-
-    def _started(
-        self, event: Event | None, wait: Callable[[], torch.Tensor], asynchronous: bool
-    ) -> Callable[[], torch.Tensor]:
-        """The wait for a collective that has been started, if there is anything to wait for."""
-        if not asynchronous:
-            result = wait()
-            self._done(event)
-            return lambda: result
-        self._done(event)
-        return self._logged(event, wait)
-
-    def _logged(self, event: Event | None, wait: Callable[[], Result]) -> Callable[[], Result]:
-        """The same wait, which the log shows."""
-        if event is None or self.log is None:
-            return wait
-        log, number = self.log, event.number
-
-        def logged_wait() -> Result:
-            waiting = log.wait(number)
-            result = wait()
-            waiting.after = log.mark()
-            return result
-
-        return logged_wait
+        self._count("reduce_scatter", rows.nbytes // self.size, asynchronous=asynchronous)
+        return self._start_reduce(rows, asynchronous)
 
     def _count(
         self,
-        kind: Kind,
+        kind: str,
         sent: int | Sequence[int],
         received: Sequence[int] | None = None,
         asynchronous: bool = False,
-    ) -> Event | None:
+    ) -> None:
         """Counts and records a collective's bytes, given for every rank or as one figure for each other rank."""
         if isinstance(sent, int):
             self.bytes_sent += sent * (self.size - 1)
         else:
             self.bytes_sent += sum(sent) - sent[self.index]
-        if self.log is None:
-            return None
-        outgoing = self._to_others(sent)
-        incoming = outgoing if received is None else self._to_others(received)
-        stage = self.log.stage()
-        return self.log.begin(
-            Collective(kind, self.ranks, self.index, outgoing, incoming, asynchronous, stage, self.communicator)
-        )
+        if self.log is not None:
+            outgoing = self._to_others(sent)
+            incoming = outgoing if received is None else self._to_others(received)
+            self.log.append(Collective(kind, self.ranks, self.ranks[self.index], outgoing, incoming, asynchronous))
 
     def _to_others(self, counts: int | Sequence[int]) -> tuple[int, ...]:
         each = [counts] * self.size if isinstance(counts, int) else list(counts)
         each[self.index] = 0
         return tuple(each)
-
-    def _done(self, event: Event | None) -> None:
-        if event is not None and self.log is not None:
-            event.after = self.log.mark()
 
     # The transport; a subclass may have another one.
 

@@ -32,7 +32,7 @@ from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.by_machine import MachineGroups
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.traffic import has_two_levels, rails_of
+from dsa_engine.parallel.experts.rails import has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.gather_by_machine import gather_group, with_small_parts
 from dsa_engine.parallel.group import Group
@@ -60,13 +60,10 @@ class Mesh:
         host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
         run_ranks: the ranks of the run that serve the same callers: all of this mesh, and of its counterpart if one
             part of the run prefills and another decodes.
-        communicates: whether collectives carry bytes between processes; False if the other ranks are emulated.
 
     Args:
         ranks: the ranks of the run that form the mesh, ascending; default: all.
     """
-
-    communicates = True
 
     def __init__(
         self,
@@ -86,14 +83,11 @@ class Mesh:
                 raise ValueError(
                     f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}"
                 )
-        if config.rebalance_every is not None and (world_size == 1 or not self.communicates):
+        if config.rebalance_every is not None and world_size == 1:
             raise ValueError(
-                f"rebalance_every {config.rebalance_every}: experts move between ranks, and "
-                + ("there is only one" if world_size == 1 else "an emulated rank has no others")
-                + "; start several, or leave it out"
+                f"rebalance_every {config.rebalance_every}: experts move between ranks, and there is only one; start "
+                "several, or leave it out"
             )
-        if config.record_expert_loads is not None and not self.communicates:
-            raise ValueError("record_expert_loads: experts are assigned on an emulated rank, not chosen; leave it out")
         self._ranks = ranks
         self.run_ranks = self.global_ranks
         self._handles: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}  # by ranks and communicator
@@ -162,7 +156,7 @@ class Mesh:
 
     @property
     def processes(self) -> Group:
-        """The ranks that are processes: all ranks, if the mesh communicates."""
+        """The ranks that are processes: all ranks, unless the others are emulated."""
         return self.world
 
     @property
@@ -205,9 +199,8 @@ class Mesh:
                     stacklevel=3,
                 )
                 break
-        if self.communicates:
-            cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
-            self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
+        cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
+        self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
         self.ep = with_small_parts(self.ep, self.machines, self.device, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
         if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
@@ -290,7 +283,7 @@ class Mesh:
             if len(ranks) > 1 and key not in self._handles:
                 self._handles[key] = self._new_group(ranks)
             if self.rank in ranks:
-                mine = Group(ranks, ranks.index(self.rank), self._handles.get(key), communicator=communicator)
+                mine = Group(ranks, ranks.index(self.rank), self._handles.get(key))
         assert mine is not None
         return mine
 

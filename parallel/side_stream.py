@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
-
-from dsa_engine.parallel.collective_log import CollectiveLog
 
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
@@ -24,32 +21,23 @@ class SideStream:
     def __init__(self, device: torch.device, *, enabled: bool = True):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and enabled else None
 
-    def run(
-        self, work: Callable[[], Result], *inputs: torch.Tensor, log: CollectiveLog | None = None
-    ) -> Callable[[], Result]:
+    def run(self, work: Callable[[], Result], *inputs: torch.Tensor) -> Callable[[], Result]:
         """Starts ``work`` after everything that the current stream has been given so far.
 
         Args:
             work: returns what the current stream needs of it: tensors, or objects that hold some.
             inputs: the tensors that ``work`` reads and that may be freed before it has ended.
-            log: records where the work begins and is waited for.
 
         Returns:
             a function that makes the current stream wait for the result and returns it; called once.
         """
-        task, stream = _Task(log), self._stream
+        stream = self._stream
         if stream is None:
-            with task.part():
-                result = work()
-
-            def ended() -> Result:
-                task.join()
-                return result
-
-            return ended
+            result = work()
+            return lambda: result
         stream.wait_stream(torch.cuda.current_stream())
         done = torch.cuda.Event()
-        with torch.cuda.stream(stream), task.part():
+        with torch.cuda.stream(stream):
             result = work()
             done.record(stream)
         # No record_stream, which would keep freed memory until a capture ends. The inputs are held until the current
@@ -60,17 +48,12 @@ class SideStream:
         def join() -> Result:
             torch.cuda.current_stream().wait_event(done)  # not for the stream, which may have later work
             held.clear()
-            task.join()
             return result
 
         return join
 
     def relay(
-        self,
-        start: Callable[[], Begun],
-        follow: Callable[[Begun], Result],
-        *inputs: torch.Tensor,
-        log: CollectiveLog | None = None,
+        self, start: Callable[[], Begun], follow: Callable[[Begun], Result], *inputs: torch.Tensor
     ) -> Callable[[], Result]:
         """Starts a transfer, and what follows it as soon as it has come.
 
@@ -79,32 +62,9 @@ class SideStream:
         Args:
             start: starts the transfer.
             follow: waits for the transfer; it is given what ``start`` returns.
-            inputs, log: as in :meth:`run`.
+            inputs: as in :meth:`run`.
         """
         if self._stream is not None:
-            return self.run(lambda: follow(start()), *inputs, log=log)
-        task = _Task(log)
-        with task.part():
-            begun = start()
-
-        def join() -> Result:
-            with task.part():
-                result = follow(begun)
-            task.join()
-            return result
-
-        return join
-
-
-class _Task:
-    """Work on a side stream, in a log if there is one."""
-
-    def __init__(self, log: CollectiveLog | None):
-        self._log, self._number = log, log.fork() if log else 0
-
-    def part(self) -> AbstractContextManager[None]:
-        return self._log.part(self._number) if self._log else nullcontext()
-
-    def join(self) -> None:
-        if self._log:
-            self._log.join(self._number)
+            return self.run(lambda: follow(start()), *inputs)
+        begun = start()
+        return lambda: follow(begun)

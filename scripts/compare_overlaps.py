@@ -78,16 +78,16 @@ def measure(args: argparse.Namespace, name: str, options: dict[str, bool], resul
     """Adds the results of all lengths; whether this rank reports."""
     changed = copy.copy(args)
     vars(changed).update(options)
-    llm, links = measured_llm(changed)
+    llm = measured_llm(changed)
     engine = llm.engine
     for input_len in args.input_len:  # check all before measuring any
         check_latency(engine, input_len, args.output_len, args.batch_size, fill_cache=True)
-    if engine.mesh.is_leader and not results and (above := heading(engine, links)):
+    if engine.mesh.is_leader and not results and (above := heading(engine)):
         print(above)
-    about = run_report(llm, reported(args), num_processes(engine)) | to_json(engine, links)
+    about = run_report(llm, reported(args), num_processes(engine)) | to_json(engine)
     for input_len in args.input_len:
         sizes = {"batch_size": args.batch_size, "repeat": args.repeat, "seed": args.seed}
-        measured = measure_latency(llm, input_len, args.output_len, links=links, fill_cache=True, **sizes)
+        measured = measure_latency(llm, input_len, args.output_len, fill_cache=True, **sizes)
         results.append({"turned_off": name, **measured.to_json()})
         if engine.mesh.is_leader:
             write_so_far(args.json, about, results, complete=False)
@@ -99,11 +99,8 @@ def measure(args: argparse.Namespace, name: str, options: dict[str, bool], resul
 
 
 def table(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[str, ...]]:
-    """A row for each feature: its median times so far (an emulated rank's computation), and their ratio to those with
-    everything on."""
-    times = {
-        (r["turned_off"], r["input_len"]): r.get("median_tpot_ms") or r["median_computed_tpot_ms"] for r in results
-    }
+    """A row for each feature: its median times so far, and their ratio to those with everything on."""
+    times = {(r["turned_off"], r["input_len"]): r["median_tpot_ms"] for r in results}
 
     def cell(name: str, length: int) -> str:
         ms, base = times.get((name, length)), times.get(("nothing", length))

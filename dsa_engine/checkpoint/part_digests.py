@@ -53,7 +53,7 @@ def digest(data: torch.Tensor) -> int:
     The sums of ``_WIDTH`` words each are digested, and the bytes after the last of them; so another order is noticed
     except within such a group, of 2 KB.
     """
-    raw = data.reshape(-1).view(torch.uint8)
+    raw = data.contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:  # a view of a file; words must begin at multiples of 8 bytes
         raw = raw.clone()
     summed = raw.numel() // (8 * _WIDTH) * (8 * _WIDTH)

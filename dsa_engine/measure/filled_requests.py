@@ -19,7 +19,7 @@ def add_filled(engine: Engine, length: int, params: SamplingParams) -> Request:
     (add,) = engine.new_requests([0] * length, params)
     add.id = next(engine.ids)
     request = Request(add.id, add.prompt_ids, add.params)
-    engine.scheduler.adopt(request)
+    engine.scheduler.admit_prefilled(request)
     request.output.append(0)  # the token that a prefill would have sampled
     engine.cache.fill_random(request.pages, engine.options.seed + request.id)
     return request

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,6 @@ import torch
 
 from dsa_engine.model.profile_stages import STAGES, set_observer
 from dsa_engine.system.output_files import whole_file
-
-# Work done in place of the other ranks of an emulated run: timed like a stage, not part of the rank's own work.
-EMULATION = "emulation"
 
 _active: StageTimer | None = None
 
@@ -74,31 +69,6 @@ class DeviceClock:
         return end - begin if self._stream is None else begin.elapsed_time(end) / 1e3
 
 
-class RetimedClock(DeviceClock):
-    """A clock of a pass that was timed on a CPU, on which each stage takes other seconds in all.
-
-    Within a stage time passes in proportion to that on the CPU, so the order of all marks stays.
-
-    Args:
-        marks: stages, each with the mark at which it begins.
-        factors: by stage; 0 for others.
-    """
-
-    def __init__(self, marks: Sequence[tuple[str, float]], factors: Mapping[str, float]):
-        super().__init__(torch.device("cpu"))
-        self._begins = [mark for _, mark in marks]
-        self._factors = [factors.get(name, 0.0) for name, _ in marks]
-        lengths = (after - mark for mark, after in pairwise(self._begins))
-        self._passed = [0.0, *accumulate(length * factor for length, factor in zip(lengths, self._factors))]
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        return self._at(end) - self._at(begin)
-
-    def _at(self, mark: float) -> float:
-        number = max(0, bisect_right(self._begins, mark) - 1)
-        return self._passed[number] + (mark - self._begins[number]) * self._factors[number]
-
-
 class StageTimer:
     """Sums the time spent in each stage while it is entered as a context; read ``seconds()`` afterwards.
 
@@ -116,11 +86,6 @@ class StageTimer:
         """The innermost stage that has been entered."""
         return self._stack[-1]
 
-    @property
-    def begin(self) -> Any:
-        """The mark at which the timer was entered."""
-        return self._marks[0][1]
-
     def __enter__(self) -> StageTimer:
         global _active
         set_observer(self)
@@ -137,7 +102,7 @@ class StageTimer:
         _active = None
 
     def enter(self, name: str) -> None:
-        if name not in STAGES and name != EMULATION:
+        if name not in STAGES:
             raise ValueError(f"{name!r} is no stage; stages are {', '.join(STAGES)}")
         self._stack.append(name)
         self._mark()
@@ -150,7 +115,7 @@ class StageTimer:
         self._marks.append((self._stack[-1], self.clock.mark()))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds in every stage; "other" is the time between stages, "emulation" is there if a rank was emulated."""
+        """Seconds in every stage; "other" is the time between stages."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         total = dict.fromkeys((*STAGES, "other"), 0.0)
@@ -158,12 +123,6 @@ class StageTimer:
             if name:
                 total[name] = total.get(name, 0.0) + self.clock.seconds(begin, end)
         return total
-
-    def retimed(self, seconds: Mapping[str, float]) -> RetimedClock:
-        """The clock on which the stages of this pass, timed on a CPU, take ``seconds`` in all, and others none."""
-        taken = self.seconds()
-        factors = {name: wanted / taken[name] for name, wanted in seconds.items() if taken.get(name)}
-        return RetimedClock(self._marks, factors)
 
 
 def mean_stages(several: list[dict[str, float]]) -> dict[str, float]:

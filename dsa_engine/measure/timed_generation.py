@@ -10,8 +10,8 @@ from functools import cached_property
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import agree_on_prompts
-from dsa_engine.measure.emulation.overlap_model import Pass, watched
 from dsa_engine.measure.filled_requests import add_filled
+from dsa_engine.measure.stage_timer import StageTimer
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -21,7 +21,7 @@ class TimedGeneration:
     Attributes:
         requests: the requests, in the order of their prompts.
         step_end_times: seconds, for the steps that gave tokens; for every step, if steps are watched.
-        passes: the passes of every step, if steps are watched.
+        timers: stages of every step, if steps are watched.
         first_token_steps: step of the first token of every request; empty if caches are filled.
         decode_steps: steps in which the whole batch decodes; may be empty.
         decoded_tokens: tokens that a request got in these steps, on average.
@@ -31,7 +31,7 @@ class TimedGeneration:
         self.engine = engine
         self.requests: list[Request] = []
         self.step_end_times: list[float] = []
-        self.passes: list[Pass] = []
+        self.timers: list[StageTimer] = []
         self.first_token_steps: list[int] = []
         self.decode_steps = range(0)
         self.decoded_tokens = 0.0
@@ -41,9 +41,9 @@ class TimedGeneration:
     def step(self) -> None:
         """Runs one step of the engine."""
         if self._watch:
-            with watched(self.engine) as one:
+            with StageTimer(self.engine.mesh.device) as timer:
                 self.engine.step()
-            self.passes.append(one)
+            self.timers.append(timer)
         elif not self.engine.step():
             return  # no token: a part of a prompt, or a step that the next call reads
         self.step_end_times.append(time.perf_counter() - self._arrival)
@@ -94,8 +94,8 @@ def generate_batch(
 ) -> TimedGeneration:
     """Generates ``output_len`` tokens with the whole batch; a request whose prompt is computed first may get more.
 
-    With ``fill_cache`` the prompts are not computed: caches are filled with random rows. ``watch`` records each
-    step (:func:`dsa_engine.measure.emulation.overlap_model.watched`).
+    With ``fill_cache`` the prompts are not computed: caches are filled with random rows. ``watch`` times the
+    stages of each step.
 
     No request remains in the engine afterwards, also after an error.
     """

@@ -25,7 +25,6 @@ from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
@@ -64,13 +63,6 @@ class Rounds(NamedTuple):
     source: torch.Tensor  # [rows] the token of each row
     choice_rows: torch.Tensor  # [T, k] int32: the row of each choice that is the first of its rank, −1 of others
     counts: torch.Tensor  # [rounds, size, 2] int32
-
-
-def exchanged_plans(group: Group, sent: torch.Tensor) -> list[RecvPlan]:
-    """The plan of every round, whose rows and choices ``sent [rounds, size, 2]`` go to each rank; the host waits."""
-    received = group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
-    both = download(torch.stack((sent, received), dim=1))()
-    return [RecvPlan.of(*one) for one in both]
 
 
 def rounds_needed(served: int, max_pairs: int, size: int, k: int) -> int:

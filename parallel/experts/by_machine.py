@@ -1,6 +1,6 @@
 """The dispatch by machines: a token crosses to a machine once, however many ranks serve it there.
 
-A token travels along its rail (`traffic.py`) to each machine that serves it, by an all-to-all (`all_to_all.py`), and is
+A token travels along its rail (`rails.py`) to each machine that serves it, by an all-to-all (`all_to_all.py`), and is
 passed on inside by another one. The sums of a machine's ranks are added in float32, in the order of the token's
 choices, and cross back as one row in the tokens' dtype; those of the machines are added in float32 at home.
 
@@ -24,7 +24,7 @@ import torch
 from dsa_engine.parallel.experts.all_to_all import RecvPlan, Rounds, SendPlan
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 from dsa_engine.parallel.experts.placement import ExpertPlacement
-from dsa_engine.parallel.experts.traffic import largest_groups, peers_of
+from dsa_engine.parallel.experts.rails import largest_groups, peers_of
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream
 
@@ -118,7 +118,7 @@ class ByMachineDispatch(Dispatch):
         inside: Callable[[int, Received], Dispatch],
         rounds: Sequence[int],
     ):
-        self._inside, self._back, self._log = inside, groups.back, groups.rail.log
+        self._inside, self._back = inside, groups.back
         self._rounds = [(outer, inner, count) for outer, count in enumerate(rounds) for inner in range(count)]
         self._dispatch: Dispatch | None = None
         if self.rounds > 1:
@@ -128,7 +128,7 @@ class ByMachineDispatch(Dispatch):
         def pass_on(rail: Dispatch) -> tuple[Dispatch, Dispatch]:
             return rail, inside(0, rail.receive(0))
 
-        self._passed_on = groups.there.relay(rail, pass_on, log=self._log)  # the rail holds what it reads
+        self._passed_on = groups.there.relay(rail, pass_on)  # the rail holds what it reads
 
     @property
     def rounds(self) -> int:
@@ -155,7 +155,7 @@ class ByMachineDispatch(Dispatch):
                 rail.send_back(0, dispatch.combine())
                 return dispatch  # held until the main stream has waited: its memory belongs to the other side stream
 
-            self._returned = self._back.run(send, sums, log=self._log)
+            self._returned = self._back.run(send, sums)
             self._dispatch = None
             return
         dispatch.send_back(inner, sums)

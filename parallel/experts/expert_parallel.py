@@ -16,7 +16,7 @@ chosen several of that rank's experts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,6 @@ from dsa_engine.parallel.experts.all_to_all import (
     AllToAllDispatch,
     RecvPlan,
     SendPlan,
-    exchanged_plans,
     in_rounds,
     rounds_needed,
 )
@@ -130,7 +129,7 @@ class ExpertParallel:
         """What :func:`.pack_tokens` does the same with as it packs; None: only :meth:`to_physical` does it."""
         return None if self.even else self.placement.choosing(self.group.index)
 
-    def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
+    def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         """Tells every rank what comes to it, and the number of choices that the most loaded rank serves. In a dispatch
         of one round, the host waits for nothing else.
 
@@ -143,16 +142,15 @@ class ExpertParallel:
         rows = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))()
         return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
 
-    def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
-        """The same for every round.
+    def _plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
+        """The plan of every round, whose rows and choices ``sent [rounds, size, 2]`` go to each rank; the host
+        waits."""
+        received = group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
+        both = download(torch.stack((sent, received), dim=1))()
+        return [RecvPlan.of(*one) for one in both]
 
-        Args:
-            sent: int32 ``[rounds, size, 2]``.
-        """
-        return exchanged_plans(self.group, sent)
-
-    def exchange_ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
-        """Tells every rank what comes to it along its rail and inside its machine, in every round along the rail.
+    def _ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
+        """Tells every rank what comes to it along its rail and inside its node, in every round along the rail.
 
         Args:
             sent: int32 ``[rounds, size, 4]`` (:func:`.by_machine.counts_in_rounds`).
@@ -161,11 +159,7 @@ class ExpertParallel:
         rows = download(way_numbers(by_pair, self.group.index, takers))()
         return [Way.of(row, groups) for row in rows]
 
-    def exchange_inside(self, sent: torch.Tensor, machine: Group) -> list[RecvPlan]:
-        """As :meth:`exchange_rounds`, among the ranks of a machine."""
-        return exchanged_plans(machine, sent)
-
-    def gather(
+    def _gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int, by_rail: bool
     ) -> Callable[[], Received]:
         """Starts to gather the tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert
@@ -190,7 +184,7 @@ class ExpertParallel:
 
         return received
 
-    def count_served(self, received: Received, together: int) -> list[int]:
+    def _served(self, received: Received, together: int) -> list[int]:
         """Number of gathered choices that this rank serves, of each ``together`` tokens; the host waits for it."""
         experts = received.local(self.placement.count(self.group.index))
         padded = F.pad(experts, (0, 0, 0, -len(experts) % together), value=-1) if len(experts) % together else experts
@@ -201,13 +195,13 @@ class ExpertParallel:
     ) -> Dispatch:
         group, k = self.group, experts.shape[1]
         plan = SendPlan.of(experts, self.placement.rank_of, group.size)
-        whole, largest = self.exchange_counts(plan.counts)
+        whole, largest = self._counts(plan.counts)
         rows, rounds = sum(whole.send), rounds_needed(largest, max_pairs, group.size, k)
         if rounds == 1:
             source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
         else:
             source, choice_rows, counts = in_rounds(plan, rows, rounds)
-            plans = self.exchange_rounds(counts)
+            plans = self._plans(group, counts)
         coded = self.coded_sum_bytes is not None
         return AllToAllDispatch(
             group, self.placement, tokens, experts, weights, source, choice_rows, plans, coded_sums=coded
@@ -224,13 +218,13 @@ class ExpertParallel:
         placement, tables, (size, k) = self.placement, self._tables, (self.group.size, experts.shape[1])
         assert tables is not None
         along, final = SendPlan.of(experts, tables.peers, size), SendPlan.of(experts, placement.rank_of, size)
-        ways = self.exchange_ways(torch.cat((final.counts, along.counts), dim=1)[None], groups, tables.takers)
+        ways = self._ways(torch.cat((final.counts, along.counts), dim=1)[None], groups, tables.takers)
         rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
         source, choice_rows = along.order.tokens[:rows], along.order.pair_rows
         if rounds > 1:
             cut = in_rounds(along, rows, rounds)
             source, choice_rows, _ = cut
-            ways = self.exchange_ways(counts_in_rounds(final, along, cut), groups, tables.takers)
+            ways = self._ways(counts_in_rounds(final, along, cut), groups, tables.takers)
         inner_rounds = [rounds_needed(way.busiest, max_pairs, tables.largest_machine, k) for way in ways]
 
         def pass_on(number: int, brought: Received) -> Dispatch:
@@ -243,17 +237,7 @@ class ExpertParallel:
                 groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, plans, 0, coded
             )
 
-        return self._on_two_levels(groups, rail, pass_on, inner_rounds)
-
-    def _on_two_levels(
-        self,
-        groups: MachineGroups,
-        rail: Callable[[], Dispatch],
-        inside: Callable[[int, Received], Dispatch],
-        rounds: Sequence[int],
-    ) -> Dispatch:
-        """See :class:`.by_machine.ByMachineDispatch`."""
-        return ByMachineDispatch(groups, rail, inside, rounds)
+        return ByMachineDispatch(groups, rail, pass_on, inner_rounds)
 
     def _inside(
         self, machine: Group, rank_of: torch.Tensor, brought: Received, whole: RecvPlan, rounds: int
@@ -268,7 +252,7 @@ class ExpertParallel:
             source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
         else:
             source, choice_rows, counts = in_rounds(plan, rows, rounds)
-            plans = self.exchange_inside(counts, machine)
+            plans = self._plans(machine, counts)
         rank, (tokens, experts, weights) = self.group.index, brought[:3]
         return AllToAllDispatch(machine, self.placement, tokens, experts, weights, source, choice_rows, plans, rank)
 
@@ -279,8 +263,8 @@ class ExpertParallel:
         assert self.choice is not None
         sent = tokens.shape[1] * tokens.dtype.itemsize
         row = RowBytes.of(sent, choices, sum_bytes, self.coded_sum_bytes)
-        routing = Routing(choices, self.groups, self.top_groups)
-        return self.choice.method(max_tokens, max_pairs, row, routing, self.placement.held)
+        routing = Routing(self.placement.experts, choices, self.groups, self.top_groups)
+        return self.choice.method(max_tokens, max_pairs, row, routing)
 
     def _all_gather(
         self,
@@ -298,8 +282,8 @@ class ExpertParallel:
             if rows * choices <= max_pairs:
                 return [Part(0, rows, None)]
             together = tokens_counted_together(max_pairs, choices)
-            return parts_of(self.count_served(received, together), together, rows, max_pairs)
+            return parts_of(self._served(received, together), together, rows, max_pairs)
 
         by_rail = group.goes_by_rail(max_tokens * RowBytes.of(tokens.shape[1] * tokens.dtype.itemsize, k).there)
-        gathered = self.gather(tokens, experts, weights, max_tokens, by_rail)
+        gathered = self._gather(tokens, experts, weights, max_tokens, by_rail)
         return AllGatherDispatch(group, gathered, parts, count, by_rail)

@@ -119,13 +119,13 @@ class ExpertDivision:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._made: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
+        self._made: dict[tuple[Held, int | None], ExpertParallel] = {}
 
     def of_layer(
         self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
     ) -> ExpertParallel:
-        """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
-        loads share one object, unless placements change.
+        """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement share
+        one object, unless placements change.
 
         Args:
             groups: number of groups of consecutive experts in the model's router.
@@ -136,11 +136,10 @@ class ExpertDivision:
             ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
         """
         held = self._placements.held(experts, layer, groups, shared)
-        loads = self._placements.loads(experts, layer)
         changes = self._mesh.config.rebalance_every is not None
-        key = held, loads, layer if changes else None
+        key = held, layer if changes else None
         if key not in self._made:
-            made = self._make(ExpertPlacement(held, self._mesh.device, changes), loads)
+            made = self._make(ExpertPlacement(held, self._mesh.device, changes))
             made.groups, made.top_groups = groups, top_groups
             self._made[key] = made
         return self._made[key]
@@ -166,7 +165,7 @@ class ExpertDivision:
     def _placements(self) -> LayerPlacements:
         return LayerPlacements.of(self._mesh.config, self._mesh.machines)
 
-    def _make(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
+    def _make(self, placement: ExpertPlacement) -> ExpertParallel:
         return ExpertParallel(self._mesh.ep, placement, self._mesh.machine_groups, self._choice)
 
     @cached_property

@@ -42,6 +42,8 @@ class ExpertPlacement:
         self.physical = self._first[-1]
         ranks = [rank for rank, experts in enumerate(self.held) for _ in experts]
         self.rank_of = torch.tensor(ranks, dtype=torch.int32, device=device)
+        # Of each rank, the first physical expert and their number; made here, as a CUDA graph may read them.
+        self._spans = torch.tensor([*zip(self._first, map(len, self.held))], device=device)
         self._replicas: torch.Tensor | None = None  # [experts, 1 + n]: see choose_replicas
         if changes or [*chain(*self.held)] != list(range(self.physical)):
             self._replicas = self._table().to(device)
@@ -112,9 +114,8 @@ class ExpertPlacement:
         """
         numbers = torch.arange(first, first + experts.numel(), device=experts.device).view(experts.shape)
         rank, turn = numbers % self.ranks, numbers // self.ranks
-        counts = torch.tensor([len(held) for held in self.held], device=experts.device)
-        of_rank = torch.tensor(self._first[:-1], device=experts.device)
-        return (of_rank[rank] + turn % counts[rank]).to(experts.dtype).where(experts >= 0, experts)
+        spans = self._spans[rank]
+        return (spans[..., 0] + turn % spans[..., 1]).to(experts.dtype).where(experts >= 0, experts)
 
     def local(self, physical: torch.Tensor, rank: int) -> torch.Tensor:
         """The same experts counted within those of ``rank``, −1 for experts of other ranks."""

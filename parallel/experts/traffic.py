@@ -1,28 +1,19 @@
-"""The bytes of each dispatch, counted without running it: its collectives as a log shows them (`collective_log.py`).
-
-They follow from the number of tokens that each rank has for every rank and every machine. These are known if the
-choices are, and expected if they are not (:func:`expected`).
-
-A *rail* is a group with one rank of every machine (or more, where machines differ in size). By machine, a token travels
-along its rail to each machine that serves it, and from there to the ranks that do.
-"""
+"""The exchange of a MoE layer, as modelled: bytes of a row, tokens by even routing, seconds of each dispatch."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from dsa_engine.parallel.collective_log import Collective, Kind
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.links import Links
 
 
 class RowBytes(NamedTuple):
     """Bytes of a token on its way to experts, with its choices and weights, and of a sum on its way back: in an
-    all-to-all or along a rail (``back``), and in a reduce-scatter or inside a machine (``plain``)."""
+    all-to-all or along a rail (``back``), and in a reduce-scatter or inside a node (``plain``)."""
 
     there: int
     back: int
@@ -47,109 +38,22 @@ def quantized_bytes(hidden: int) -> int:
 
 
 class Routing(NamedTuple):
-    """A token's choices: ``top_k`` different experts, evenly out of ``top_groups`` of ``groups`` equal groups."""
+    """A token's choices: ``top_k`` of ``experts``, evenly out of ``top_groups`` of ``groups`` equal groups."""
 
+    experts: int
     top_k: int
     groups: int = 1
     top_groups: int = 1
 
-
-class Tokens(NamedTuple):
-    """Tokens of every rank: all of them, those for each rank ``[from][to]`` and for each machine ``[from][machine]``.
-
-    A token counts once for a rank, or a machine, that serves several of its choices.
-    """
-
-    counts: Sequence[float]
-    ranks: Sequence[Sequence[float]]
-    machines: Sequence[Sequence[float]]
+    def reached(self, parts: int) -> float:
+        """The part of all tokens that choose an expert of one of ``parts`` equal parts of consecutive experts."""
+        return _reached(self, parts)
 
 
-def rails_of(machines: Sequence[int]) -> list[list[int]]:
-    """The ranks of each rail: there are as many rails as the smallest machine has ranks, and each machine has a rank in
-    every rail."""
-    return [[*rail] for rail in _rails(tuple(machines))]
-
-
-@lru_cache(maxsize=64)
-def _rails(machines: tuple[int, ...]) -> list[list[int]]:
-    count = min(Counter(machines).values())
-    taken: Counter[int] = Counter()
-    rails: list[list[int]] = [[] for _ in range(count)]
-    for rank, machine in enumerate(machines):
-        rails[taken[machine] % count].append(rank)
-        taken[machine] += 1
-    return rails
-
-
-def largest_groups(machines: Sequence[int]) -> tuple[int, int]:
-    """Number of ranks of the largest rail, and of the largest machine."""
-    return max(map(len, rails_of(machines))), max(Counter(machines).values())
-
-
-def peers_of(rank: int, machines: Sequence[int]) -> dict[int, int]:
-    """By machine, the rank that takes the tokens of ``rank`` there: one of its rail; ``rank`` itself at home."""
-    (rail,) = [rail for rail in _rails(tuple(machines)) if rank in rail]
-    home = [one for one in rail if machines[one] == machines[rank]].index(rank)
-    peers = {}
-    for machine in set(machines):
-        there = [one for one in rail if machines[one] == machine]
-        peers[machine] = there[home % len(there)]
-    return peers | {machines[rank]: rank}
-
-
-def has_two_levels(machines: Sequence[int]) -> bool:
-    """Whether there are several machines, one of them with several ranks. Else a dispatch by machine is an
-    all-to-all."""
-    return 1 < len(set(machines)) < len(machines)
-
-
-def are_equal_neighbours(machines: Sequence[int]) -> bool:
-    """Whether there are two levels, and machines have equally many ranks, one machine after the other."""
-    equal = len(set(Counter(machines).values())) == 1
-    return has_two_levels(machines) and equal and list(machines) == sorted(machines)
-
-
-@lru_cache(maxsize=64)
-def largest_part(machines: tuple[int, ...]) -> int:
-    """The largest part of a rank, in bytes, that all ranks gather faster along rails and then inside machines than in
-    one ring; 0: none. By the modelled :class:`.links.Links`; rails take fewer steps and carry a byte for longer."""
-    if not are_equal_neighbours(machines):
-        return 0
-    links, parts = Links(), (0, 1 << 20)
-    gains = []
-    for part in parts:
-        ring, two_levels = (
-            sum(links.seconds(one, machines) for one in _of_all("all_gather", machines, 0, part, limit))
-            for limit in (-1, part)
-        )
-        gains.append(ring - two_levels)
-    a_byte = (gains[0] - gains[1]) / parts[1]
-    return 0 if gains[0] <= 0 else sys.maxsize if a_byte <= 0 else int(gains[0] / a_byte)
-
-
-def expected(
-    held: Sequence[Sequence[int]], machines: Sequence[int], routing: Routing, counts: Sequence[float]
-) -> Tokens:
-    """The expected tokens, if each rank has ``counts`` of them and routing is even.
-
-    Args:
-        held: the logical experts of every rank; replicas share an expert's tokens.
-    """
-    experts = 1 + max(max(one) for one in held)
-    replicas = Counter(expert for one in held for expert in one)
-
-    def reached(ranks: Sequence[int]) -> float:
-        weights = [0.0] * experts
-        for rank in ranks:
-            for expert in held[rank]:
-                weights[expert] += 1 / replicas[expert]
-        return reached_part(weights, routing)
-
-    by_rank = [reached([rank]) for rank in range(len(held))]
-    numbers = range(1 + max(machines))
-    by_machine = [reached([r for r, machine in enumerate(machines) if machine == number]) for number in numbers]
-    return Tokens(counts, [[n * p for p in by_rank] for n in counts], [[n * p for p in by_machine] for n in counts])
+@lru_cache(maxsize=1024)
+def _reached(routing: Routing, parts: int) -> float:
+    each = routing.experts / parts
+    return reached_part([min(1.0, max(0.0, each - expert)) for expert in range(routing.experts)], routing)
 
 
 def reached_part(weights: Sequence[float], routing: Routing) -> float:
@@ -161,7 +65,7 @@ def reached_part(weights: Sequence[float], routing: Routing) -> float:
         weights: the part of each expert that is in the set. Experts that no group has, as a routed shared expert, are
             chosen by every token.
     """
-    k, groups, top_groups = routing
+    _, k, groups, top_groups = routing
     size = len(weights) // groups
     if any(weights[size * groups :]):
         return 1.0
@@ -184,72 +88,56 @@ def reached_part(weights: Sequence[float], routing: Routing) -> float:
     return 1.0 - missed / ways_of_all
 
 
-def collectives(
-    method: DispatchMethod, tokens: Tokens, machines: Sequence[int], row: RowBytes, rank: int
-) -> list[Collective]:
-    """The collectives of a dispatch in one round and of the way back, as ``rank`` sees them, in their order.
+class Exchange(NamedTuple):
+    """Seconds of a layer's way to the experts, with the exchange of counts, and back, if nothing else travels."""
 
-    Further rounds send the same rows in parts, after another exchange of counts.
-    """
-    size = len(machines)
-    world = range(size)
+    there: float = 0.0
+    back: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.there + self.back
+
+
+def exchange(
+    method: DispatchMethod, rows: float, ranks: int, nodes: int, row: RowBytes, routing: Routing, links: Links
+) -> Exchange:
+    """The exchange of ``rows`` tokens of each rank, in one round, with even routing and consecutive experts."""
+    if ranks == 1:
+        return Exchange()
     if method == "all_gather":
-        rows = max(tokens.counts)
-        gathered = gathered_parts("all_gather", machines, rank, rows * row.there)
-        return [*gathered, *gathered_parts("reduce_scatter", machines, rank, rows * row.plain)]
-    if method == "all_to_all" or not has_two_levels(machines):
-        counts = gathered_parts("all_gather", machines, rank, 8 * size)
-        sent, received = tokens.ranks[rank], [of[rank] for of in tokens.ranks]
-        return [*counts, *_there_and_back(world, rank, sent, received, row.there, row.back)]
-    home = machines[rank]
-    (rail,) = [rail for rail in rails_of(machines) if rank in rail]
-    inside = [one for one in world if machines[one] == home]
-    peers = {one: peers_of(one, machines) for one in world}
-    mine = {peer: tokens.machines[rank][machine] for machine, peer in peers[rank].items()}
-    there, home_again = _there_and_back(
-        rail,
-        rank,
-        [mine.get(one, 0) for one in rail],
-        [tokens.machines[one][home] if peers[one][home] == rank else 0 for one in rail],
-        row.there,
-        row.back,
+        there, back = (gathered(links, ranks, nodes, rows * nbytes) for nbytes in (row.there, row.plain))
+        return Exchange(there, back)
+    to_rank = rows * routing.reached(ranks)
+    if method == "all_to_all" or not 1 < nodes < ranks:
+        there, back = (links.all_to_all(ranks, nodes, to_rank * nbytes) for nbytes in (row.there, row.back))
+        return Exchange(gathered(links, ranks, nodes, 8 * ranks) + there, back)
+    to_node, passed_on = rows * routing.reached(nodes), nodes * to_rank
+    there, back = (
+        links.all_to_all(nodes, nodes, to_node * rail) + links.all_to_all(ranks // nodes, 1, passed_on * inside)
+        for rail, inside in ((row.there, row.there), (row.back, row.plain))
     )
-    passed = {
-        taker: [sum(tokens.ranks[one][to] for one in world if peers[one][home] == taker) for to in inside]
-        for taker in inside
-    }
-    taken = [passed[one][inside.index(rank)] for one in inside]
-    into, out = _there_and_back(inside, rank, passed[rank], taken, row.there, row.plain)
-    return [*gathered_parts("all_gather", machines, rank, 16 * size), there, into, out, home_again]
+    return Exchange(gathered(links, ranks, nodes, 16 * ranks) + there, back)
 
 
-def gathered_parts(kind: Kind, machines: Sequence[int], rank: int, part: float) -> list[Collective]:
-    """An all-gather or reduce-scatter of parts of all ranks, in one level or in two (:func:`largest_part`)."""
-    return _of_all(kind, machines, rank, part, largest_part(tuple(machines)))
+def gathered(links: Links, ranks: int, nodes: int, part: float) -> float:
+    """Seconds of an all-gather or a reduce-scatter over all ranks, in one ring, or in two levels where the engine takes
+    these."""
+    if 1 < nodes < ranks and part <= largest_part(ranks, nodes):
+        return _in_two_levels(links, ranks, nodes, part)
+    return links.ring(ranks, nodes, part)
 
 
-def _of_all(kind: Kind, machines: Sequence[int], rank: int, part: float, limit: int) -> list[Collective]:
-    if part > limit or limit == 0 < part:
-        return [_even(kind, range(len(machines)), rank, part)]
-    (rail,) = [rail for rail in rails_of(machines) if rank in rail]
-    inside = [one for one, machine in enumerate(machines) if machine == machines[rank]]
-    both = [_even(kind, rail, rank, part), _even(kind, inside, rank, part * len(rail))]
-    return both if kind == "all_gather" else both[::-1]
+@lru_cache(maxsize=64)
+def largest_part(ranks: int, nodes: int) -> int:
+    """The largest part of a rank, in bytes, that all ranks gather faster along rails and then inside nodes than in one
+    ring; 0: none. By the default :class:`.links.Links`; rails take fewer steps and carry a byte for longer."""
+    links, mebi = Links(), 1 << 20
+    gain, of_mebi = (links.ring(ranks, nodes, b) - _in_two_levels(links, ranks, nodes, b) for b in (0, mebi))
+    if gain <= 0:
+        return 0
+    return sys.maxsize if of_mebi >= gain else int(gain / (gain - of_mebi) * mebi)
 
 
-def _even(kind: Kind, ranks: Sequence[int], rank: int, part: float) -> Collective:
-    nbytes = tuple(0 if one == rank else round(part) for one in ranks)
-    return Collective(kind, tuple(ranks), ranks.index(rank), nbytes, nbytes)
-
-
-def _there_and_back(
-    ranks: Sequence[int], rank: int, sent: Sequence[float], received: Sequence[float], there: int, back: int
-) -> tuple[Collective, Collective]:
-    index = ranks.index(rank)
-
-    def nbytes(rows: Sequence[float], each: int) -> tuple[int, ...]:
-        return tuple(0 if i == index else round(n * each) for i, n in enumerate(rows))
-
-    tokens = Collective("all_to_all", tuple(ranks), index, nbytes(sent, there), nbytes(received, there))
-    sums = Collective("all_to_all", tuple(ranks), index, nbytes(received, back), nbytes(sent, back))
-    return tokens, sums
+def _in_two_levels(links: Links, ranks: int, nodes: int, part: float) -> float:
+    return links.ring(nodes, nodes, part) + links.ring(ranks // nodes, 1, part * nodes)

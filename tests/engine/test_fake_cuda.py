@@ -71,7 +71,7 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
         engine = fake_engine(device, model, world, quantization=quantization)
         added = prefill(device, engine, min(8192 * world, 131_072))
         sparse = 2  # layers with experts
-        assert device.waits == ["event in expert_parallel.py:exchange_counts"] * (sparse if world > 1 else 0)
+        assert device.waits == ["event in expert_parallel.py:_counts"] * (sparse if world > 1 else 0)
         multiplied = {dtype for launch in device.launches for dtype in launch.dtypes}
         assert multiplied == {torch.bfloat16}, "float32 has no tensor cores; gate and index weights sum in it"
         names = {launch.name for launch in device.launches}
@@ -103,7 +103,7 @@ def test_two_batches(fake_engine: Callable[..., Any]) -> None:
             options = {"quantization": "dequantize", "enable_dbo": enabled, "dbo_decode_token_threshold": 2}
             engine = fake_engine(device, "deepseek_v32", 8, **options)
             added = prefill(device, engine, 65_536)
-            assert device.waits == ["event in expert_parallel.py:exchange_counts"] * (4 if enabled else 2)
+            assert device.waits == ["event in expert_parallel.py:_counts"] * (4 if enabled else 2)
             exchanges = 2 * (1 + enabled)  # layers with experts, halves
             assert device.count("collective", "all_to_all") == 2 * exchanges, "tokens, sums"
             for _ in range(16):
@@ -187,7 +187,7 @@ def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) ->
             engine = fake_engine(device, "deepseek_v32", 8, parallel, **sizes)
             peaks.append(prefill(device, engine, 16_384) / 2**30)
             rounds.append(device.count("triton", "combine_kernel") // 2)  # 2 layers with experts
-            assert device.waits == ["event in expert_parallel.py:count_served"] * 2
+            assert device.waits == ["event in expert_parallel.py:_served"] * 2
     print(peaks, rounds)
     assert rounds == [1, 2, 8, 1]
     returned = 16_384 * 7168 * 2 / 2**30  # the sums of several rounds, which are longer than the tokens' codes
@@ -231,7 +231,7 @@ def test_two_batches_by_machine(fake_engine: Callable[..., Any], enabled: bool) 
         engine = fake_engine(device, "deepseek_v32", 8, parallel, quantization="dequantize", enable_dbo=enabled)
         prefill(device, engine, 65_536)
         halves = 1 + enabled
-        assert device.waits == ["event in expert_parallel.py:exchange_ways"] * 2 * halves
+        assert device.waits == ["event in expert_parallel.py:_ways"] * 2 * halves
         groups = engine.mesh.machine_groups
         assert groups is not None
         rail, machine = (

@@ -181,11 +181,6 @@ def test_a_run_before_a_capture_is_not_counted(
             "record_expert_loads: cannot write /nowhere/loads.json: there is no folder /nowhere",
         ),
         (
-            EmulatedConfig(emulate_world=2, record_expert_loads="loads.json"),
-            FEWER,
-            "record_expert_loads: experts are assigned on an emulated rank",
-        ),
-        (
             ParallelConfig(record_expert_loads="loads.json"),
             {"num_hidden_layers": 1, "num_nextn_predict_layers": 0},
             "record_expert_loads: this model has no routed experts; leave it out",

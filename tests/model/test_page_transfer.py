@@ -26,7 +26,7 @@ from dsa_engine.model.kv_cache import KVCache, cache_format, pool_page_bytes
 from dsa_engine.parallel.group import Group
 from fake_cuda import FakeDevice
 from fake_cuda.world import FakeGroup
-from gloo_ranks import on_ranks
+from gloo_ranks import on_ranks, watch_transfers
 
 PAGES, SLOTS, PAGE_SIZE = 6, 4, 2
 ALONE = Group((0,), 0, None)
@@ -187,7 +187,7 @@ def test_exchange(dtype: torch.dtype, size: int) -> None:
         assert [states[step] for states, *_ in results] == copy.deepcopy(expected)
     for rank, (_, sent, group, page_bytes) in enumerate(results):
         assert sent == group.bytes_sent == 2 * page_bytes * sum(map(len, SENDS[size][rank]))
-        collectives = group.log.collectives
+        collectives = group.log
         assert len(collectives) == 2 * LAYERS and {(c.kind, c.asynchronous) for c in collectives} == {
             ("all_to_all", True)
         }
@@ -202,19 +202,15 @@ def test_a_layers_exchange_is_under_the_layer_before() -> None:
     """Begun before that layer computes, and waited for after it."""
 
     def work(group: Group) -> list[str]:
-        assert group.log is not None
+        seen: list[str] = []
+        watch_transfers(group, lambda what, _, number: seen.append(f"{what} {number}"))
         cache = make(torch.float32)
         transfer = PageTransfer(cache, group, None, 4)
         pages = [[], [0]] if group.index == 0 else [[1], []]  # one page each way
         transfer.begin(PageMoves([], pages, pages, True))
-        seen = []
-
-        def events() -> list[str]:
-            return [f"{event.what} {event.number}" for event in group.log.events]  # type: ignore[union-attr]
-
         for layer in range(LAYERS):
             transfer.arrive(layer)
-            seen += [*events()[len([e for e in seen if "compute" not in e]) :], f"compute {layer}"]
+            seen.append(f"compute {layer}")
         return seen
 
     order = ["begin 0"]

@@ -27,9 +27,9 @@ def crossing(group: Group, machines: Sequence[int]) -> int:
     sends one part to the next rank."""
     assert group.log is not None
     sent = 0
-    for one in group.log.collectives:
-        after = one.ranks[(one.index + 1) % len(one.ranks)]
-        if machines[one.ranks[one.index]] != machines[after]:
+    for one in group.log:
+        after = one.ranks[(one.ranks.index(one.rank) + 1) % len(one.ranks)]
+        if machines[one.rank] != machines[after]:
             sent += (len(one.ranks) - 1) * max(one.sent)
     return sent
 
@@ -110,12 +110,12 @@ def test_sums_and_gathers_of_small_parts() -> None:
             group.levels = TwoLevels(rail, machine, SideStream(torch.device("cpu")), limit)
             begun = group.all_gather_async(given[rank]), group.reduce_scatter_async(given[rank])
             results += [group.reduce_scatter(given[rank]), *(wait() for wait in begun)]
-        assert group.log is not None and [one.kind for one in group.log.collectives] == [
+        assert group.log is not None and [one.kind for one in group.log] == [
             "all_gather",
             "reduce_scatter",
             "reduce_scatter",
         ], "without the limit"
-        assert rail.log is not None and [max(one.sent) for one in rail.log.collectives] == [
+        assert rail.log is not None and [max(one.sent) for one in rail.log] == [
             given[0].nbytes,
             given[0].nbytes // 4,
             given[0].nbytes // 4,
@@ -148,7 +148,7 @@ def test_rows_by_rail(sums_too: bool) -> None:
         gathered = group.all_gather_async(given[rank], by_rail=True)()
         summed = group.reduce_scatter_async(sums[rank, rails].flatten(0, 1), by_rail=True)()
         assert group.log is not None
-        return gathered, summed, [one.kind for one in group.log.collectives]
+        return gathered, summed, [one.kind for one in group.log]
 
     with ThreadPoolExecutor(len(MACHINES)) as ranks:
         for rank, (gathered, summed, in_one) in enumerate(ranks.map(run, range(len(MACHINES)))):

@@ -1,4 +1,4 @@
-"""Work on a side stream: what it is ordered after, what it holds, and what the log says of it."""
+"""Work on a side stream: what it is ordered after, and what it holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.side_stream import SideStream
 from fake_cuda import FakeDevice
 
@@ -24,25 +23,6 @@ def test_on_a_cpu_what_follows_a_transfer_runs_when_it_is_waited_for() -> None:
 
     now, later = side.run(note("a")), side.relay(note("b"), note("c"))
     assert order == ["a", "b"] and later() == "bc" and now() == "a" and order == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_fake_cuda)], ids=str)
-def test_the_log_shows_where_a_task_begins_and_is_waited_for(device: torch.device) -> None:
-    def run() -> list[tuple[str, int]]:
-        log = CollectiveLog()
-        side = SideStream(device)
-        first = side.run(lambda: None, log=log)
-        second = side.relay(lambda: None, lambda _: None, log=log)
-        first()
-        second()
-        return [(event.what, event.number) for event in log.events]
-
-    begun, ended = [("fork", 0), ("enter", 0), ("leave", 0), ("fork", 1), ("enter", 1), ("leave", 1)], [("join", 0)]
-    if device == CPU:
-        assert run() == [*begun, *ended, ("enter", 1), ("leave", 1), ("join", 1)]
-    else:
-        with FakeDevice():
-            assert run() == [*begun, *ended, ("join", 1)]
 
 
 @on_fake_cuda

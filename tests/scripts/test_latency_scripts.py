@@ -51,32 +51,22 @@ def test_caches_filled_instead_of_computed(run: Run, tmp_path: Path) -> None:
 
 
 def test_one_rank_of_many(run: Run, tmp_path: Path) -> None:
-    """Every output says what is emulated, modelled and scaled, and no measured name holds any of it."""
-    loads, links = tmp_path / "loads.json", tmp_path / "links.json"
-    loads.write_text(json.dumps([1 + i % 2 for i in range(24)]))
-    links.write_text(json.dumps({"between": {"name": "Ethernet", "bandwidth_gb_s": 12.5}}))
+    """Every output says what is emulated and what is scaled."""
     fewer = ["--hf-overrides", '{"num_hidden_layers": 3}', "--load-format", "dummy"]
-    world = ["--emulate-world", 12, "--emulate-rank", 7, "--expert-loads", loads, "--links", links, *fewer]
     for script, metric in (("bench_prefill.py", "ttft"), ("measure_ttft.py", "ttft"), ("measure_tpot.py", "tpot")):
         report = tmp_path / f"{script}.json"
         length = "--seq-len" if script == "bench_prefill.py" else "--input-len"
-        options = [length, 400, "--repeat", 1, "--warmup", 0, "--json", report, *world]
+        options = [length, 400, "--repeat", 1, "--warmup", 0, "--json", report]
+        options += ["--emulate-world", 12, "--emulate-rank", 7, *fewer]
         done = run(script, *options, *(["--output-len", 3, "--batch-size", 12] if metric == "tpot" else []))
         assert done.returncode == 0, done.stderr
-        assert "EMULATED: rank 7 of 12, in one process, given expert loads; tokens mean nothing" in done.stdout
-        assert "communication is modelled, not measured: NVLink 360 GB/s" in done.stdout
-        assert "Ethernet 12.5 GB/s" in done.stdout and "SCALED, not measured" in done.stdout
+        assert "EMULATED: rank 7 of 12, in one process" in done.stdout and "SCALED, not measured" in done.stdout
         result = json.loads(report.read_text())
-        about = result["emulated"]
-        assert (about["world_size"], about["rank"], len(about["expert_loads"])) == (12, 7, 24)
-        assert about["links"]["between"]["name"] == "Ethernet" and result["world_size"] == 1
+        assert result["emulated"] == {"world_size": 12, "rank": 7} and result["world_size"] == 1
         (r,) = result["results"]
-        assert f"median_{metric}_ms" not in r and r[f"median_computed_{metric}_ms"] > 0
-        times = r[f"{metric}_ms"]
-        assert 0 < times["computed"] < times["overlapped"] <= times["not_overlapped"] + 1e-9
         scaled = r["scaled_to_full_depth"]
         assert (scaled["num_hidden_layers"], scaled["measured_layers"]) == (4, 3)
-        assert scaled[f"{metric}_ms_computed"] > times["computed"]
+        assert scaled[f"{metric}_ms"] > r[f"median_{metric}_ms"] > 0
 
 
 def test_fewer_layers_are_scaled_on_a_line_of_their_own(run: Run, tmp_path: Path) -> None:

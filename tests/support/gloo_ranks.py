@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel import apart
-from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.group import Group
 
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ def gloo_group(store: dist.Store, ranks: Sequence[int], rank: int) -> Group:
     index, name = list(ranks).index(rank), "-".join(map(str, ranks))
     if len(ranks) == 1:
         return Group(tuple(ranks), 0, None)
-    return Group(tuple(ranks), index, _gloo(dist.PrefixStore(name, store), index, len(ranks)), log=CollectiveLog())
+    return Group(tuple(ranks), index, _gloo(dist.PrefixStore(name, store), index, len(ranks)), log=[])
 
 
 def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
@@ -38,6 +38,25 @@ def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(size) as ranks:
         return list(ranks.map(run, range(size)))
+
+
+def watch_transfers(group: Group, note: Callable[[str, str, int], object]) -> None:
+    """Calls ``note(what, kind, number)`` where an asynchronous collective begins, and before it is waited for."""
+    numbers = itertools.count()
+
+    def watched(kind: str) -> Callable[..., Callable[[], object]]:
+        start = getattr(group, f"{kind}_async")
+
+        def begin(*given: object) -> Callable[[], object]:
+            number = next(numbers)
+            note("begin", kind, number)
+            wait = start(*given)
+            return lambda: (note("wait", kind, number), wait())[1]
+
+        return begin
+
+    for kind in ("all_to_all", "all_gather", "reduce_scatter"):
+        setattr(group, f"{kind}_async", watched(kind))
 
 
 def exchange_unregistered(

@@ -62,20 +62,17 @@ class FullDepth:
         same = full.num_hidden_layers == engine.config.num_hidden_layers
         return None if same else cls(engine.config, full)
 
-    def scale(self, latency: Latency, stages: dict[str, float]) -> dict[str, float]:
+    def scale(self, latency: Latency, stages: dict[str, float]) -> float:
         """Milliseconds at full depth; see :meth:`dsa_engine.measure.reported_latency.Latency.scaled`."""
         return latency.scaled(stages, self.factors)
 
     def to_json(self, scaled: dict[str, float]) -> dict[str, Any]:
+        """The key of a report: milliseconds by name of the metric."""
         about = {"num_hidden_layers": self.layers, "measured_layers": self.measured}
-        return {"scaled_to_full_depth": {**about, **scaled}}
+        times = {f"{metric}_ms": ms for metric, ms in scaled.items()}
+        return {"scaled_to_full_depth": {**about, **times}}
 
     def line(self, what: str, metric: str, scaled: dict[str, float]) -> str:
-        """The scaled times of ``metric``, for people."""
-        times = ", ".join(
-            f"{key.removeprefix(metric + '_ms').replace('_', ' ').strip()} {ms:,.1f} ms".strip()
-            for key, ms in scaled.items()
-            if key.startswith(metric)
-        )
+        """The scaled time of ``metric``, for people."""
         depth = f"with all {self.layers} layers instead of {self.measured}"
-        return f"SCALED, not measured: {what} {depth}: {metric.upper()} {times}"
+        return f"SCALED, not measured: {what} {depth}: {metric.upper()} {scaled[metric]:,.1f} ms"

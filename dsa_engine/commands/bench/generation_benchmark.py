@@ -11,21 +11,17 @@ from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.device import peak_bytes, reset_peak
-from dsa_engine.measure.emulation.mesh import follow_steps
-from dsa_engine.measure.emulation.overlap_model import Communication
 from dsa_engine.measure.filled_requests import check_batch
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import milliseconds
 from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, max_output_tokens
 from dsa_engine.outputs import SpeculationMetrics
-from dsa_engine.parallel.links import Links
 
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Result for requests of one length, generated together. Times are seconds; for an emulated rank, of its
-    computation.
+    """Result for requests of one length, generated together. Times are seconds.
 
     Stages have one dictionary per rank. They are measured in one more generation, which is not timed.
     """
@@ -103,7 +99,6 @@ def measure_latency(
     warmup: int = 1,
     repeat: int = 3,
     seed: int = 0,
-    links: Links | None = None,
     fill_cache: bool = False,
     num_drafts: int | None = None,
     acceptance: AssumedAcceptance | None = None,
@@ -111,14 +106,12 @@ def measure_latency(
     """Generates ``output_len`` tokens for ``batch_size`` random prompts, ``warmup + repeat`` times, and once more.
 
     With ``fill_cache`` no prompt is computed: caches are filled with random rows, and only decode is measured.
-    The last generation is not timed as a whole: it gives the times of the stages and the collectives of an emulated
-    rank, and recording them takes time in small steps. ``links`` are those of an emulated run. A step makes
-    ``num_drafts`` drafts (default: ``num_speculative_tokens``); ``acceptance`` decides how many are accepted, or the
-    model if it is None.
+    The last generation is not timed as a whole: it gives the times of the stages, and recording them takes time in
+    small steps. A step makes ``num_drafts`` drafts (default: ``num_speculative_tokens``); ``acceptance`` decides how
+    many are accepted, or the model if it is None.
     """
     engine, mesh = llm.engine, llm.engine.mesh
     timed: list[TimedGeneration] = []
-    follow_steps(engine)
     if num_drafts is not None:
         engine.draft(num_drafts)
     if engine.runner.drafter is not None:
@@ -133,7 +126,7 @@ def measure_latency(
         generation = generate_batch(engine, prompts, output_len, watch=watch, fill_cache=fill_cache)
         if i >= warmup:
             timed.append(generation)
-    watched = _WatchedGeneration(timed.pop(), engine, links or Links())
+    watched = _WatchedGeneration(timed.pop(), engine)
     peaks = from_all_ranks(engine, [peak])
     ttft, prefill, prefill_stages = (None, None, []) if fill_cache else _prefill(watched, timed, input_len)
     tpot, itl, decode_stages = _decode(watched, timed)
@@ -161,63 +154,31 @@ def _speculation(timed: list[TimedGeneration]) -> SpeculationMetrics:
 class _WatchedGeneration:
     """A generation whose steps were watched. The timed ones take the same steps, so it tells what they consist of."""
 
-    def __init__(self, generation: TimedGeneration, engine: Engine, links: Links):
+    def __init__(self, generation: TimedGeneration, engine: Engine):
         self.engine = engine
         self.batch_size = len(generation.requests)
         self.first_token_steps = generation.first_token_steps
         self.decode_steps = generation.decode_steps
         self.decoded_tokens = generation.decoded_tokens
-        passes = generation.passes
-        self._stages = [one.stage_seconds() for one in passes]
-        self._stand_ins = [one.stand_ins for one in passes]
-        modelled = (one.communication(links) for one in passes)
-        self._communication = [one for one in modelled if one is not None] or None
+        self._stages = [timer.seconds() for timer in generation.timers]
 
     def stages(self, steps: slice, per: float = 1.0) -> list[dict[str, float]]:
         """Seconds in each stage for ``per`` tokens, a dictionary per rank."""
         seconds = {name: sum(step[name] for step in self._stages[steps]) / per for name in self._stages[0]}
         return stages_of_all_ranks(self.engine, seconds)
 
-    def stand_ins(self, steps: slice, per: float = 1.0) -> float:
-        """Seconds of work in place of the other ranks, for ``per`` tokens: not part of the rank's own work."""
-        return sum(self._stand_ins[steps]) / per
-
-    def communication(self, steps: slice, per: float = 1.0) -> Communication | None:
-        return None if self._communication is None else Communication.sum(self._communication[steps]).scaled(1 / per)
-
-    def latency(self, name: str, seconds: list[float], tokens: int, steps: slice, per: float = 1.0) -> Latency:
-        """``seconds`` of ``steps`` for ``per`` tokens, without the work in place of other ranks; and their
-        communication."""
-        off, world_size = self.stand_ins(steps, per), self.engine.mesh.world_size
-        return Latency(name, [s - off for s in seconds], tokens, world_size, self.communication(steps, per), off)
+    def latency(self, name: str, seconds: list[float], tokens: int) -> Latency:
+        return Latency(name, seconds, tokens, self.engine.mesh.world_size)
 
 
 def _prefill(
     watched: _WatchedGeneration, timed: list[TimedGeneration], input_len: int
 ) -> tuple[Latency, Latency, list[dict[str, float]]]:
     """TTFT, the time until every request has its first token, and the stages of that time."""
-    steps = watched.first_token_steps
-    until_first = [slice(0, step + 1) for step in steps]
-    seconds = [
-        s - watched.stand_ins(until)
-        for generation in timed
-        for s, until in zip(generation.ttft, until_first, strict=True)
-    ]
-    # The request in the middle of the batch represents all: it has waited for the steps up to its first token.
-    middle = sorted(steps)[watched.batch_size // 2]
-    steps_of_middle = slice(0, middle + 1)
-    ttft = Latency(
-        "ttft",
-        seconds,
-        input_len,
-        watched.engine.mesh.world_size,
-        watched.communication(steps_of_middle),
-        watched.stand_ins(steps_of_middle),
-    )
-    until_all = slice(0, max(steps) + 1)
+    ttft = watched.latency("ttft", [s for generation in timed for s in generation.ttft], input_len)
     slowest = [max(generation.ttft) for generation in timed]
-    prefill = watched.latency("prefill", slowest, input_len * watched.batch_size, until_all)
-    return ttft, prefill, watched.stages(until_all)
+    prefill = watched.latency("prefill", slowest, input_len * watched.batch_size)
+    return ttft, prefill, watched.stages(slice(0, max(watched.first_token_steps) + 1))
 
 
 def _decode(
@@ -230,6 +191,6 @@ def _decode(
     per_token = [sum(generation.itl) / generation.decoded_tokens for generation in timed]
     every_step = [s for generation in timed for s in generation.itl]
     size, tokens = watched.batch_size, watched.decoded_tokens
-    tpot = watched.latency("tpot", per_token, size, steps, per=tokens)
-    itl = watched.latency("itl", every_step, size, steps, per=len(watched.decode_steps))
+    tpot = watched.latency("tpot", per_token, size)
+    itl = watched.latency("itl", every_step, size)
     return tpot, itl, watched.stages(steps, per=tokens)

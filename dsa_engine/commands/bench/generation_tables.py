@@ -24,8 +24,8 @@ def print_latencies(metric: str, results: list[LatencyResult], above: str) -> No
     """
     if above:
         print(above + "\n")
-    rows = [_row(metric, result, bool(above)) for result in results]
-    print(format_table(("input", "batch", "drafts", "output", *_columns(metric, bool(above)), "peak memory"), rows))
+    rows = [_row(metric, result) for result in results]
+    print(format_table(("input", "batch", "drafts", "output", *_columns(metric), "peak memory"), rows))
     _print_speculation(results)
     for phase in ("prefill", "decode"):
         ranks = [(r, r.prefill_stages if phase == "prefill" else r.decode_stages) for r in results]
@@ -35,25 +35,17 @@ def print_latencies(metric: str, results: list[LatencyResult], above: str) -> No
     print()
 
 
-def _columns(metric: str, emulated: bool) -> list[str]:
-    name = metric.upper()
+def _columns(metric: str) -> list[str]:
     unit = "input tokens/s" if metric == "ttft" else "output tokens/s"
-    if emulated:
-        return [f"computed {name} ms", "modelled communication ms", "sum ms", "overlapped ms", f"{unit} per device"]
-    return [*(f"{which} {name} ms" for which in ("median", "p90", "p99")), unit, "per device"]
+    return [*(f"{which} {metric.upper()} ms" for which in ("median", "p90", "p99")), unit, "per device"]
 
 
-def _row(metric: str, result: LatencyResult, emulated: bool) -> tuple[Any, ...]:
+def _row(metric: str, result: LatencyResult) -> tuple[Any, ...]:
     size = (f"{result.input_len:,}", result.batch_size, result.num_speculative_tokens, result.output_len)
-    latency = result.ttft if metric == "ttft" else result.tpot
-    if latency is None:  # the cache had no room for the whole batch to decode at once
-        return (*size, *["-"] * 6)
+    if (result.ttft if metric == "ttft" else result.tpot) is None:
+        return (*size, *["-"] * 6)  # the cache had no room for the whole batch to decode at once
     json, peak = result.to_json(), format_bytes(max(result.peak_memory_bytes))
     rate = "input_throughput" if metric == "ttft" else "output_throughput"
-    if emulated:
-        communication = latency.not_overlapped - latency.median
-        times = [s * 1e3 for s in (latency.median, communication, latency.not_overlapped, latency.overlapped)]
-        return (*size, *times, json[f"{rate}_per_device_overlapped"], peak)
     times = [json[f"{which}_{metric}_ms"] for which in ("median", "p90", "p99")]
     return (*size, *times, json[rate], json[f"{rate}_per_device"], peak)
 

@@ -18,13 +18,11 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
-from dsa_engine.measure.emulation.arguments import check_part, heading, measured_llm, to_json
-from dsa_engine.measure.emulation.handover import handover_json, handover_line, modelled_handover, part_of
+from dsa_engine.measure.emulation.arguments import heading, measured_llm, to_json
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
-from dsa_engine.parallel.links import Links
 from dsa_engine.system.output_files import check_outputs
 
 
@@ -55,17 +53,16 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
         given = json_object(args.speculative_config, "--speculative-config")
         args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
     Early(args).check_lengths(max(args.input_len), args.output_len)
-    _check_part(args, metric)
-    llm, links = measured_llm(args)
+    llm = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # check all before measuring any
         for batch_size in args.batch_size:
             check_latency(engine, input_len, args.output_len, batch_size, _fills_cache(args))
     cases = list(product(args.input_len, args.batch_size, counts or [engine.runner.num_drafts]))
-    report = _Report(llm, links, args, metric)
+    report = _Report(llm, args, metric)
     try:
         for number, (input_len, batch_size, num_drafts) in enumerate(cases, 1):
-            report.add(_measure(llm, args, input_len, batch_size, links, num_drafts))
+            report.add(_measure(llm, args, input_len, batch_size, num_drafts))
             report.write(complete=number == len(cases))
         if args.profile:
             _profile(engine, args)
@@ -76,24 +73,19 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
 class _Report:
     """The results so far."""
 
-    def __init__(self, llm: LLM, links: Links, args: argparse.Namespace, metric: str):
-        self._llm, self._links, self._args, self._metric = llm, links, args, metric
+    def __init__(self, llm: LLM, args: argparse.Namespace, metric: str):
+        self._llm, self._args, self._metric = llm, args, metric
         self._engine = llm.engine
         self._depth = FullDepth.of(llm)
         self._fractions = PeakFractions(llm.engine)
         self._results: list[LatencyResult] = []
         self._scaled: list[dict[str, float]] = []  # milliseconds at full depth, per result
         self._listed: list[dict[str, Any]] = []
-        self._arriving: list[str] = []  # a line for each result of a rank that only decodes
 
     def add(self, result: LatencyResult) -> None:
         depth = self._depth
         scaled = _scaled(result, depth) if depth else {}
         listed = result.to_json() | self._fractions.of(result) | (depth.to_json(scaled) if depth else {})
-        if part_of(self._engine):
-            way = modelled_handover(self._engine, result.input_len, 0.0, self._links)
-            listed |= handover_json(way, "decode", way.nbytes)
-            self._arriving.append(handover_line(way, "decode", way.nbytes))
         self._results.append(result)
         self._scaled.append(scaled)
         self._listed.append(listed)
@@ -102,7 +94,7 @@ class _Report:
         engine = self._engine
         if engine.mesh.is_leader and self._args.json:
             graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-            facts = {**self._about, **graphs, **self._fractions.to_json(), **to_json(engine, self._links)}
+            facts = {**self._about, **graphs, **self._fractions.to_json(), **to_json(engine)}
             write_so_far(self._args.json, facts, self._listed, complete=complete)
 
     def show(self) -> None:
@@ -110,9 +102,7 @@ class _Report:
         if not self._engine.mesh.is_leader or not self._results:
             return
         sizes = [size_of(result) for result in self._results]
-        print_latencies(self._metric, self._results, heading(self._engine, self._links))
-        for line in dict.fromkeys(self._arriving):
-            print("\n" + line)
+        print_latencies(self._metric, self._results, heading(self._engine))
         print_peak_fractions(sizes, self._listed, self._fractions.ceilings)
         if self._depth:
             for size, times in zip(sizes, self._scaled, strict=True):
@@ -134,20 +124,7 @@ def _check(args: argparse.Namespace, metric: str) -> None:
     _acceptance(args, 0)
 
 
-def _check_part(args: argparse.Namespace, metric: str) -> None:
-    """A rank of a run in two parts only decodes here, on a cache that is filled."""
-    check_part(args, "decode", "dsa-engine bench prefill measures it")
-    if args.emulate_world is not None and args.prefill_ranks is not None and not _fills_cache(args):
-        if metric == "ttft":
-            raise ValueError("a rank that decodes gives no first token: use dsa-engine bench prefill or tpot")
-        raise ValueError(
-            "with --prefill-ranks an emulated rank does not prefill what it decodes: give --fill-cache random"
-        )
-
-
-def _measure(
-    llm: LLM, args: argparse.Namespace, input_len: int, batch_size: int, links: Links, num_drafts: int
-) -> LatencyResult:
+def _measure(llm: LLM, args: argparse.Namespace, input_len: int, batch_size: int, num_drafts: int) -> LatencyResult:
     return measure_latency(
         llm,
         input_len,
@@ -156,7 +133,6 @@ def _measure(
         warmup=args.warmup,
         repeat=args.repeat,
         seed=args.seed,
-        links=links,
         fill_cache=_fills_cache(args),
         num_drafts=num_drafts,
         acceptance=_acceptance(args, num_drafts),
@@ -188,7 +164,7 @@ def _fills_cache(args: argparse.Namespace) -> bool:
 
 def _scaled(result: LatencyResult, depth: FullDepth) -> dict[str, float]:
     """Milliseconds of TTFT and TPOT at full depth."""
-    scaled = depth.scale(result.ttft, mean_stages(result.prefill_stages)) if result.ttft else {}
+    scaled = {"ttft": depth.scale(result.ttft, mean_stages(result.prefill_stages))} if result.ttft else {}
     if result.tpot:
-        scaled |= depth.scale(result.tpot, mean_stages(result.decode_stages))
+        scaled["tpot"] = depth.scale(result.tpot, mean_stages(result.decode_stages))
     return scaled

@@ -74,10 +74,9 @@ def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
         "--emulate-world",
         type=int,
         metavar="N",
-        help="run the work of one rank of N: computation is measured, communication modelled; tokens mean nothing",
+        help="run the work of one rank of N, with copies in place of messages; tokens mean nothing",
     )
     group.add_argument("--emulate-rank", type=int, metavar="R", help="which rank, from 0 (default: 0)")
-    group.add_argument("--links", metavar="PATH", help="JSON with the links' figures; default: NVLink and InfiniBand")
 
 
 def draft_counts(text: str) -> list[int]:

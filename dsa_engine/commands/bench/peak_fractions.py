@@ -56,10 +56,9 @@ class PeakFractions:
         """Work of the prefills of ``batch_size`` prompts, which take ``seconds`` together."""
         self._raise()
         mesh, plans = self._engine.mesh, prefill_plans_of(self._engine, input_len)
-        ranks = mesh.cp_ranks(0) if mesh.communicates else mesh.processes.ranks
         prompts = cdiv(batch_size, mesh.world_size // mesh.cp_size)
         # A rank's experts serve the prompts of all groups.
-        each = [self._costs.prefill(plans, rank, drafts, batch_size / prompts) for rank in ranks]
+        each = [self._costs.prefill(plans, rank, drafts, batch_size / prompts) for rank in mesh.cp_ranks(0)]
         busiest = times(max(each, key=lambda stages: total(stages).flops), prompts)
         flops = total(busiest).flops
         rate = flops / seconds

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
-from dsa_engine.measure.costs.handover import Handover
 from dsa_engine.measure.costs.model_costs import prefill_plans_of
 from dsa_engine.measure.device import peak_bytes, reset_peak
-from dsa_engine.measure.emulation.handover import handover_json, modelled_handover, sending
-from dsa_engine.measure.emulation.mesh import follow_steps
-from dsa_engine.measure.emulation.overlap_model import Communication, watched
 from dsa_engine.measure.reported_latency import Latency
-from dsa_engine.measure.stage_timer import milliseconds
-from dsa_engine.parallel.links import Links
+from dsa_engine.measure.stage_timer import StageTimer, milliseconds
 
 
 @dataclass(frozen=True)
 class PrefillResult:
     """A measured prefill. Lists have one value per rank; in an emulated run, only that rank's.
 
-    Stages, bytes and communication come from one more run, which was watched and is not among the timed ones.
+    Stages and bytes come from one more run, which was watched and is not among the timed ones.
     """
 
     input_len: int
     world_size: int
-    seconds: list[float]  # one per repeat; for an emulated rank, its computation
+    seconds: list[float]  # one per repeat
     peak_memory_bytes: list[int]
     attention_pairs: list[int]  # query-key pairs under the causal mask
     imbalance: float  # largest attention work of a rank over the mean of all ranks
@@ -38,16 +33,10 @@ class PrefillResult:
     stage_seconds: list[dict[str, float]]
     watched_seconds: float  # the watched run on the slowest rank, watching included
     logits: torch.Tensor  # float32 [vocab], after the last token; without meaning for an emulated rank
-    communication: Communication | None = None  # modelled, for an emulated rank
-    stand_ins: float = 0.0  # seconds subtracted from each repeat: see Latency
-    handover: Handover | None = None  # modelled, for an emulated rank of the part that prefills
-    handover_bytes_sent: int = 0  # what this rank has sent of it
 
     @property
     def ttft(self) -> Latency:
-        return Latency(
-            "ttft", self.seconds, self.input_len, self.world_size, self.communication, stand_ins=self.stand_ins
-        )
+        return Latency("ttft", self.seconds, self.input_len, self.world_size)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -59,23 +48,18 @@ class PrefillResult:
             "imbalance": self.imbalance,
             "stage_ms": [milliseconds(rank) for rank in self.stage_seconds],
             "watched_ms": self.watched_seconds * 1e3,
-            **handover_json(self.handover, "prefill", self.handover_bytes_sent),
         }
 
 
-def measure_prefill(
-    engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3, links: Links | None = None
-) -> PrefillResult:
+def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3) -> PrefillResult:
     """Prefills ``prompt`` ``warmup + repeat`` times, and once more; the same result on every rank.
 
     One context-parallel group computes it (all ranks, by default). The last run is not among the timed ones: it
-    gives the times of the stages and the collectives of an emulated rank, and recording them takes time. A stage's time
-    is that of the main stream or thread, with its waits for work on side streams. ``links`` are those of an emulated
-    run.
+    gives the times of the stages, and recording them takes time. A stage's time is that of the main stream or thread,
+    with its waits for work on side streams.
     """
     mesh = engine.mesh
     agree_on_prompts(engine, [prompt])
-    follow_steps(engine)
     reset_peak(mesh.device)
     for _ in range(warmup):
         engine.prefill(prompt)
@@ -85,18 +69,16 @@ def measure_prefill(
         seconds.append(_timed(engine, prompt)[0])
     peak = float(peak_bytes(mesh.device))
     barrier(engine)
-    sent, pages = -sum(group.bytes_sent for group in mesh.groups), sending(engine)
-    handed_over = -pages.bytes_sent if pages else 0
-    with watched(engine) as watch:
+    sent = -sum(group.bytes_sent for group in mesh.groups)
+    with StageTimer(mesh.device) as timer:
         watched_seconds, logits = _timed(engine, prompt)
     sent += sum(group.bytes_sent for group in mesh.groups)
-    seconds = [s - watch.stand_ins for s in seconds]
-    stages = watch.stage_seconds()
+    stages = timer.seconds()
     plans = prefill_plans_of(engine, len(prompt))
     pairs = [sum(step) for step in zip(*(plan.attention_pairs() for plan in plans), strict=True)]
     ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
     first = 3 + len(stages)
-    result = PrefillResult(
+    return PrefillResult(
         input_len=len(prompt),
         world_size=mesh.world_size,
         seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # the slowest rank's
@@ -107,15 +89,7 @@ def measure_prefill(
         stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in ranks],
         watched_seconds=max(row[2] for row in ranks),
         logits=logits,
-        communication=watch.communication(links or Links()),
-        stand_ins=watch.stand_ins,
     )
-    if pages is None:
-        return result
-    way = modelled_handover(
-        engine, len(prompt), result.ttft.overlapped if repeat else watched_seconds, links or Links()
-    )
-    return replace(result, handover=way, handover_bytes_sent=handed_over + pages.bytes_sent)
 
 
 def _timed(engine: Engine, prompt: list[int]) -> tuple[float, torch.Tensor]:

@@ -17,12 +17,11 @@ from dsa_engine.commands.early import Early
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
-from dsa_engine.measure.emulation.arguments import check_part, heading, measured_llm, title, to_json
+from dsa_engine.measure.emulation.arguments import heading, is_emulated, measured_llm, title, to_json
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
-from dsa_engine.parallel.links import Links
 from dsa_engine.system.output_files import check_outputs, whole_file
 
 
@@ -39,10 +38,9 @@ def run_prefill(args: argparse.Namespace) -> None:
     text = read_text(args.prompt_file) if args.prompt_file else None
     early = Early(args)
     early.check([0] * max(args.seq_len) if text is None else early.tokenizer().encode(text))
-    check_part(args, "prefill", "dsa-engine bench tpot --fill-cache random measures it")
-    llm, links = measured_llm(args)
+    llm = measured_llm(args)
     engine = llm.engine
-    if not engine.mesh.communicates and args.dump_logits:
+    if is_emulated(engine) and args.dump_logits:
         raise ValueError(
             "--dump-logits with --emulate-world: the logits of an emulated rank mean nothing; leave it out"
         )
@@ -53,9 +51,9 @@ def run_prefill(args: argparse.Namespace) -> None:
     )
     for prompt in prompts:
         engine.check(prompt)  # check all before measuring any
-    report = _Report(llm, links, args)
+    report = _Report(llm, args)
     for i, prompt in enumerate(prompts, 1):
-        report.add(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat, links=links))
+        report.add(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat))
         if engine.mesh.is_leader:
             try:
                 report.write(last=i == len(prompts))
@@ -69,8 +67,8 @@ def run_prefill(args: argparse.Namespace) -> None:
 class _Report:
     """The results so far."""
 
-    def __init__(self, llm: LLM, links: Links, args: argparse.Namespace):
-        self._llm, self._args, self._links = llm, args, links
+    def __init__(self, llm: LLM, args: argparse.Namespace):
+        self._llm, self._args = llm, args
         self._engine: Engine = llm.engine
         self._depth = FullDepth.of(llm)
         self._fractions = PeakFractions(llm.engine)
@@ -94,7 +92,7 @@ class _Report:
         """Writes the files with all lengths so far, so that a later failure loses none of them."""
         args, engine = self._args, self._engine
         about = run_report(self._llm, reported(args), num_processes(engine))
-        facts = {**self._fractions.to_json(), **to_json(engine, self._links), **self._loaded}
+        facts = {**self._fractions.to_json(), **to_json(engine), **self._loaded}
         write_so_far(args.json, {**about, **facts}, self._listed, complete=last)
         if args.dump_logits:
             with whole_file(args.dump_logits) as path, path.open("wb") as file:
@@ -105,13 +103,13 @@ class _Report:
     def show(self) -> None:
         """Prints the tables of the last length."""
         result, engine = self._results[-1], self._engine
-        if len(self._results) == 1 and not engine.mesh.communicates:
-            print(heading(engine, self._links))
-        print_prefill(result, engine.mesh.rank)
+        if len(self._results) == 1 and is_emulated(engine):
+            print(heading(engine))
+        print_prefill(result, engine.mesh.rank if is_emulated(engine) else 0)
         print_peak_fractions([f"{result.input_len:,} tokens"], self._listed[-1:], self._fractions.ceilings)
         if self._depth:
             print("\n" + self._depth.line(f"{result.input_len:,} tokens", "ttft", self._scaled(result)))
 
     def _scaled(self, result: PrefillResult) -> dict[str, float]:
         assert self._depth is not None
-        return self._depth.scale(result.ttft, mean_stages(result.stage_seconds))
+        return {"ttft": self._depth.scale(result.ttft, mean_stages(result.stage_seconds))}

@@ -1,10 +1,9 @@
-"""``dsa-engine plan``: predicted times and rates of deployments, and the search for the best one.
+"""``dsa-engine plan``: the best use of some devices for a model and its requests, modelled roughly.
 
-* `prediction/`: TTFT, TPOT and rates of a deployment
-* `plan.py`: the demand, and a plan
+* `devices.py`: figures of devices, each with its source
+* `roofline.py`: seconds of a stage, from its counted work
+* `deployment.py`: one way to use some ranks, and its memory on each
+* `predict.py`: seconds of a prefill and of a decode step
 * `search.py`: the best plan for a demand
-* `published.py`: deployments that others have published, predicted
-* `check.py`: predictions beside measured runs, stage by stage
-* `tables.py`, `sweep.py`: what ``dsa-engine plan`` prints and draws
-* `command.py`: its options
+* `command.py`: its options and its table
 """

@@ -1,181 +1,161 @@
-"""``dsa-engine plan``: the best cut of a model over devices, and its predicted times and rates."""
+"""``dsa-engine plan``: the best use of some devices for a model and its requests, as a table."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsa_engine.arguments import json_object
-from dsa_engine.commands.planner.check import Check
-from dsa_engine.commands.planner.choices import AXES
-from dsa_engine.commands.planner.handover import CheckedHandovers
-from dsa_engine.commands.planner.plan import CannotCut, Demand, NothingFits, demand_json
-from dsa_engine.commands.planner.prediction.devices import DEVICES, Device, device_named
-from dsa_engine.commands.planner.prediction.efficiency import Efficiencies, read_measured
-from dsa_engine.commands.planner.published import POINTS, published_table
-from dsa_engine.commands.planner.search import Planner
-from dsa_engine.commands.planner.sweep import plot_sweep, sweep, sweep_json, sweep_table
-from dsa_engine.commands.planner.tables import print_not_fitting, print_plan, print_what_is_not_known
-from dsa_engine.config.model import ModelConfig
+from dsa_engine.commands.planner.demand import ACCEPTANCE, CACHES, DRAFTS, WEIGHTS, Demand
+from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.config.released import RELEASED_CONFIGS
-from dsa_engine.measure.plots import check_plot
-from dsa_engine.measure.report import write_json
-from dsa_engine.model_folder import model_config
+from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.system.output_files import check_outputs
-from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes
 
-TOGETHER = "Together: all ranks prefill and decode, as the engine runs today"
-SPLIT = "Split: prefill and decode on separate devices (--prefill-ranks, one instance of each in a run)"
+if TYPE_CHECKING:
+    from dsa_engine.commands.planner.search import Plan, Planner
+
+# Settings that an option fixes, by their names in a Deployment.
+FIXED = ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache")
+NOT_KNOWN = (
+    "Modelled: nothing was measured, and the ends of a range are kernels as others have published them and ours as\n"
+    "estimated, a third slower. Not counted: queueing, and uneven loads of experts."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(RELEASED_CONFIGS)
+    parser.add_argument("--model", default="deepseek_v32", help=f"a folder with a config.json, or one of {names}")
+    parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
+    parser.add_argument("--device", default="H200", help=f"one of {', '.join(DEVICES)}")
+    parser.add_argument("--devices", type=int, default=8, help="number of devices")
+    parser.add_argument("--input-len", type=int, default=131072, help="tokens of a prompt")
+    parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer")
+    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="limit of the time to first token")
+    parser.add_argument("--tpot", type=float, metavar="SECONDS", help="limit of the time per output token")
+    parser.add_argument("--requests", type=int, help="number of concurrent requests; default: the best")
+    parser.add_argument("--acceptance", metavar="RATES", help="acceptance of drafts by position, such as 0.85,0.7")
+    for option, about in (
+        ("--cp-size", "ranks that prefill a prompt together"),
+        ("--tp-size", "ranks that divide embedding, o_proj and LM head"),
+        ("--chunk", "tokens of a rank in a prefill step (--max-num-batched-tokens of the engine)"),
+    ):
+        parser.add_argument(option, type=int, help=f"fix it: {about}")
+    parser.add_argument("--drafts", type=int, choices=DRAFTS, help="fix the drafts of the MTP module in a step")
+    parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
+    parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
+    parser.add_argument("--json", metavar="PATH", help="write the plans here too; '-': to standard output")
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """Prints the best plan of both kinds, or a sweep of them; or published operating points.
+    """Prints the best plan on shared devices beside the best one with devices apart for prefill and decode.
 
     Raises:
-        ValueError, OSError: an option, the configuration or a file is not possible.
+        ValueError, OSError: an option or the configuration is not possible, or nothing fits.
     """
-    check_outputs(args.json, args.plot)
-    check_plot(args.plot)
-    if args.plot and not args.what_if:
-        raise ValueError("--plot draws a sweep; say which with --what-if")
-    if args.check:
-        _check(args)
-        return
-    if args.published:
-        if args.json:
-            write_json(args.json, {"published": [point.to_json() for point in POINTS]})
-        print(published_table())
-        return
-    figures = (args.devices, args.input_len, args.output_len, args.ttft, args.tpot, args.requests)
-    demand = Demand(*figures, **_acceptance(args.acceptance))
-    config = _config(args)
-    device, reached = _device(args)
-    names: tuple[str, ...] = (
-        "cp_size", "tp_size", "chunk", "drafts", "weights", "cache", "moe_dispatch", "decode_dispatch"
-    )  # fmt: skip
-    names += ("dispatch_dtype", "combine_dtype", "prefetch_weights", "two_batches", "redundant_experts", "imbalance")
-    fixed = {name: getattr(args, name) for name in names}
-    planner = Planner(config, device, reached, {name: value for name, value in fixed.items() if value is not None})
-    about: dict[str, Any] = {"model": args.model, "device": device.to_json(), "efficiencies": reached.source}
-    about |= {"load": demand_json(demand)}
-    if args.what_if:
-        _sweep(args, planner, demand, about)
-        return
-    _plan(args, planner, demand, about)
+    from dsa_engine.commands.planner.search import NothingFits, Planner
+    from dsa_engine.model_folder import model_config
 
-
-def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
-    plans: dict[str, Any] = {}
-    shown: list[Callable[[], None]] = []  # printed after the files are written
-    for key, title in (("together", TOGETHER), ("split", SPLIT)):
-        split = key == "split"
-        if split and demand.devices < 2:
-            continue
+    check_outputs(args.json)
+    acceptance = ACCEPTANCE if args.acceptance is None else _rates(args.acceptance)
+    asked = (args.devices, args.input_len, args.output_len, args.ttft, args.tpot, args.requests)
+    demand, device = Demand(*asked, acceptance), device_named(args.device)
+    fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
+    for name, value in fixed.items():
+        if isinstance(value, int) and value < (name != "drafts"):
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+    planner = Planner(model_config(args.model, json_object(args.hf_overrides, "--hf-overrides")), device, fixed)
+    plans = {"together": planner.best(demand)}
+    why_not = ""
+    if args.devices > 1:
         try:
-            plan = planner.best(demand, split)
+            plans["split"] = planner.best(demand, split=True)
         except NothingFits as error:
-            remedy = None if split else planner.remedy(demand)
-            plans[key] = {"lacking_bytes_per_rank": error.lacking, "nearest": error.nearest.to_json()}
-            shown.append(partial(print_not_fitting, title, error, remedy))
-        except CannotCut as error:
-            if not split:
-                raise
-            remedy, plans[key] = None, {"impossible": str(error)}
-            shown.append(partial(print, f"\n{title}\n  NOT POSSIBLE: {error}."))
-        else:
-            missed = plan.misses(demand) > 0
-            remedy = planner.remedy(demand) if missed and not split else None
-            plans[key] = plan.to_json() | {"misses_by": plan.misses(demand)}
-            shown.append(partial(print_plan, title, plan, demand, remedy))
-        plans[key]["devices_that_would_do"] = remedy
-    try:
-        if args.json:
-            write_json(args.json, {**about, **plans})
-    finally:  # the plans are shown even if the file cannot be written
-        print(_title(args, planner, demand))
-        for show in shown:
-            show()
-        print_what_is_not_known(planner, demand)
+            why_not = f"\nsplit: {error}"
+    columns = [_column(planner, plan, demand) for plan in plans.values()]
+    rows = [(name, *(column.get(name, "") for column in columns)) for name in columns[0]]
+    print(f"{args.model} on {args.devices} × {device.name} ({device.source}), {args.input_len:,} tokens in, ", end="")
+    print(f"{args.output_len:,} out; modelled\n\n" + format_table(("", *plans), rows) + why_not + f"\n\n{NOT_KNOWN}")
+    if args.json:
+        about = {"modelled": True, "model": args.model, "device": device.name, "demand": vars(demand)}
+        write_json(args.json, about | {name: _to_json(planner, plan, demand) for name, plan in plans.items()})
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.measured:
-        _check_handovers(args)
-        return
-    check = Check("demo-random" if args.model in RELEASED_CONFIGS else args.model)
-    runs = check.run()
-    if not check.is_leader:
-        return
-    try:
-        if args.json:
-            results = {"check": check.title, "runs": [one.to_json() for one in runs]}
-            write_json(args.json, check.environment() | results)
-    finally:
-        print(f"{check.title[0].upper()}{check.title[1:]}; medians of turns")
-        for one in runs:
-            print("\n" + one.table())
+def _column(planner: Planner, plan: Plan, demand: Demand) -> dict[str, str]:
+    """The rows of a plan."""
+    prefill, decode = plan.prefill, plan.decode
+    low = _fast(planner, plan, demand)
+    count = f"{plan.decode_instances} × {decode.how.ranks}"
+    if plan.split:
+        count = f"{plan.prefill_instances} × {prefill.how.ranks} + {count}"
+    misses = f"no, by {_rough(100 * plan.misses(demand))}%" if plan.misses(demand) else "yes"
+    rows = {
+        "devices": count,
+        "meets what is asked": misses,
+        "TTFT, s": _range(low.ttft, plan.ttft),
+        "TPOT, ms": _range(1e3 * low.tpot, 1e3 * plan.tpot),
+        "concurrent requests": f"{plan.requests:,}",
+        "output tokens/s a device": _range(plan.tokens_per_s / plan.devices, low.tokens_per_s / plan.devices),
+        "bound by": plan.limit,
+        "weights": decode.how.weights,
+        "caches": decode.how.cache,
+        "weights on a rank": format_bytes(planner.weight_bytes(decode.how)),
+        "memory left on a rank": format_bytes(decode.room),
+        "drafts": str(decode.how.drafts),
+        "tp_size": str(decode.how.tp_size),
+        "cp_size in prefill": str(prefill.how.cp_size),
+        "max_num_batched_tokens": f"{prefill.how.chunk:,}",
+    }
+    for phase, one in (("prefill", prefill), ("decode", decode)):
+        longest = sorted(one.stages, key=lambda name: -one.stages[name])[:2]
+        total = sum(one.stages.values())
+        rows[f"dispatch in {phase}"] = one.dispatch + (", enable_dbo" if one.micro_batches > 1 else "")
+        rows[f"most of {phase}"] = ", ".join(f"{name} {one.stages[name] / total:.0%}" for name in longest)
+    if plan.split:
+        rows["KV transfer after the prefill, ms"] = _rough(1e3 * plan.transfer)
+    return rows
 
 
-def _check_handovers(args: argparse.Namespace) -> None:
-    checked = {path: CheckedHandovers.read(path) for path in args.measured.split(",")}
-    try:
-        if args.json:
-            write_json(args.json, {"handovers": {path: one.to_json() for path, one in checked.items()}})
-    finally:
-        print(
-            "\n\n".join(
-                f"{path}, times modelled from the rate of its link\n{one.table()}" for path, one in checked.items()
+def _fast(planner: Planner, plan: Plan, demand: Demand) -> Plan:
+    """The plan with kernels as others have published them."""
+    from dsa_engine.commands.planner.roofline import PUBLISHED
+
+    return planner.again(plan, demand, PUBLISHED)
+
+
+def _to_json(planner: Planner, plan: Plan, demand: Demand) -> dict[str, Any]:
+    low = _fast(planner, plan, demand)
+    return {
+        "ttft_s": [low.ttft, plan.ttft],
+        "tpot_ms": [1e3 * low.tpot, 1e3 * plan.tpot],
+        "output_tokens_per_s_per_device": [plan.tokens_per_s / plan.devices, low.tokens_per_s / plan.devices],
+        "concurrent_requests": plan.requests,
+        "misses_by": plan.misses(demand),
+        "limit": plan.limit,
+        "weight_bytes": planner.weight_bytes(plan.decode.how),
+        **{
+            phase: {"instances": count, **vars(one), "how": vars(one.how)}
+            for phase, one, count in (
+                ("prefill", plan.prefill, plan.prefill_instances),
+                ("decode", plan.decode, plan.decode_instances),
             )
-        )
+        },
+    }
 
 
-def _sweep(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
-    points = []
-    with progress_bar(len(AXES[args.what_if](demand)), "plans", f"--what-if {args.what_if}") as bar:
-        for point in sweep(planner, demand, args.what_if):
-            points.append(point)
-            bar.update(1)
+def _rates(text: str) -> tuple[float, ...]:
     try:
-        if args.json:
-            write_json(args.json, {**about, "what_if": args.what_if, "points": sweep_json(points)})
-        if args.plot:
-            plot_sweep(args.what_if, points, args.plot, _title(args, planner, demand))
-    finally:
-        print(sweep_table(args.what_if, points))
-        print_what_is_not_known(planner, demand)
-
-
-def _title(args: argparse.Namespace, planner: Planner, demand: Demand) -> str:
-    given = {"input-len": f"{demand.input_len:,} tokens in", "devices": f"{demand.devices} devices"}
-    fixed = [text for axis, text in given.items() if axis != args.what_if]
-    fixed.append(f"{demand.output_len:,} tokens out")
-    return f"Predicted, {args.model} on {planner.device.name}: {', '.join(fixed)}"
-
-
-def _config(args: argparse.Namespace) -> ModelConfig:
-    return model_config(args.model, json_object(args.hf_overrides, "--hf-overrides"))
-
-
-def _device(args: argparse.Namespace) -> tuple[Device, Efficiencies]:
-    device = device_named(args.device)
-    if not args.measured:
-        return device, Efficiencies.assumed()
-    ceilings, entries, name = read_measured(args.measured.split(","))
-    if not device.is_called(name):
-        fitting = [f"--device {known.name}" for known in DEVICES.values() if known.is_called(name)]
-        advice = fitting[0] if fitting else f"files that were measured on a device of {', '.join(DEVICES)}"
-        where = f"measured on {name}, not on --device {device.name}"
-        raise ValueError(f"--measured {args.measured}: {where}; give {advice}")
-    device = device.with_ceilings(ceilings)
-    return device, Efficiencies.fitted(entries, device, f"stages as measured on {name}, {len(entries)} run(s)")
-
-
-def _acceptance(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        return {"acceptance": tuple(float(rate) for rate in text.split(","))}
+        return tuple(float(rate) for rate in text.split(","))
     except ValueError as error:
         raise ValueError(f"--acceptance {text}: {error}") from error
+
+
+def _range(low: float, high: float) -> str:
+    return f"{_rough(low)} to {_rough(high)}"
+
+
+def _rough(value: float) -> str:
+    """Two significant digits."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"

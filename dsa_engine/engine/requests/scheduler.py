@@ -107,7 +107,7 @@ class Scheduler:
         self.prefix_cache.enter(request)
         insort(self._waiting, request, key=_arrival)
 
-    def adopt(self, request: Request) -> None:
+    def admit_prefilled(self, request: Request) -> None:
         """Admits a request without a prefill, as its pages are filled in another way; it decodes from the next step on.
         It must be able to run (``capacity.check``).
 

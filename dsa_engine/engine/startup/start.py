@@ -124,7 +124,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_prefill_share=options.max_prefill_share,
-        enable_prefix_caching=options.enable_prefix_caching and mesh.communicates,
+        enable_prefix_caching=options.enable_prefix_caching,
         host_pages=sizes.host,
         max_fetched_pages=sizes.exchanged,
     )

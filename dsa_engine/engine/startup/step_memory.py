@@ -28,7 +28,8 @@ from dsa_engine.model.moe import MoE
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.experts.all_to_all import rounds_needed
-from dsa_engine.parallel.experts.traffic import RowBytes, largest_groups
+from dsa_engine.parallel.experts.rails import largest_groups
+from dsa_engine.parallel.experts.traffic import RowBytes
 
 # Memory of a captured graph outside of PyTorch's allocator, and of its buffers. Assumed, not measured: a kernel in a
 # graph takes some KB, and a decode step of V3.2 has about 2,700 kernels.

@@ -52,8 +52,7 @@ class TierSizes(NamedTuple):
         if not options.enable_prefix_caching:
             return cls(0, 0, 0)
         page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
-        exchanges = mesh.communicates and not mesh.cp.alone
-        exchanged = max(1, _EXCHANGED * layers // page_bytes) if exchanges else 0
+        exchanged = 0 if mesh.cp.alone else max(1, _EXCHANGED * layers // page_bytes)
         memory = _host_memory(options, mesh, page_bytes)
         if options.cache_folder is None:
             return cls(memory // page_bytes, 0, exchanged)

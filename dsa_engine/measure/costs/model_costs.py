@@ -13,7 +13,6 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import (
     Attended,
@@ -27,7 +26,6 @@ from dsa_engine.measure.costs.work import (
     feed_forward_work,
     times,
 )
-from dsa_engine.measure.emulation.mesh import deals_evenly
 from dsa_engine.quantization import Unquantized
 from dsa_engine.sampling_params import SamplingParams
 
@@ -45,42 +43,26 @@ class ModelCosts:
     """Work of one rank's forward passes.
 
     Args:
-        config: the model.
         weights: bytes of the rank's weights.
         formats: formats of caches and activations.
-        balanced: experts are assigned in turn, as in an emulated run; else each token chooses independently.
-        redundant: replicas of experts on all ranks together.
-        imbalance: token-expert pairs of this rank over the mean of all ranks.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightBytes,
-        formats: Formats,
-        balanced: bool = False,
-        redundant: int = 0,
-        imbalance: float = 1.0,
-    ):
-        self.config, self.weights, self.formats, self.balanced = config, weights, formats, balanced
-        self.redundant, self.imbalance = redundant, imbalance
+    def __init__(self, config: ModelConfig, weights: WeightBytes, formats: Formats):
+        self.config, self.weights, self.formats = config, weights, formats
 
     @classmethod
     def of(cls, engine: Engine) -> ModelCosts:
         """The costs of an engine's rank."""
-        config, mesh, dtype = engine.config, engine.mesh, engine.dtype
-        weights = WeightBytes.of(engine.model)
-        formats = formats_of(config, engine.cache.format, dtype.itemsize, config.quantization)
+        config, weights = engine.config, WeightBytes.of(engine.model)
+        formats = formats_of(config, engine.cache.format, engine.dtype.itemsize, config.quantization)
         if isinstance(engine.model.runtime.weights, Unquantized):
             formats = formats._replace(narrow_linear=False, narrow_experts=False)
-        return cls(config, weights, formats, balanced=deals_evenly(mesh))
+        return cls(config, weights, formats)
 
     def served(self, tokens: float) -> Served:
         """Work of the rank's experts when all ranks together have ``tokens`` rows."""
         c = self.config
-        physical = c.n_routed_experts + self.redundant
-        evenly = Served.evenly(tokens, c.num_experts_per_tok, self.weights.held, physical, self.balanced)
-        return evenly._replace(pairs=evenly.pairs * self.imbalance)
+        return Served.evenly(tokens, c.num_experts_per_tok, self.weights.held, c.n_routed_experts)
 
     def forward(self, shape: Shape, served: Served) -> Stages:
         """All layers, the embedding of the rows, and the logits of the rows that need them."""
@@ -189,24 +171,6 @@ def prefill_plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) ->
         chunk: maximum number of tokens of a rank in a step.
     """
     return [StepPlan.of([one], cp_size, config, "head_tail") for one in _prefill_chunks(tokens, cp_size, chunk)]
-
-
-def halved_prefill_plans(
-    config: ModelConfig, tokens: int, cp_size: int, chunk: int
-) -> tuple[list[StepPlan], list[StepPlan]]:
-    """The same with every step cut into two batches at half of its rows: plans of the first halves, and of the
-    second."""
-    firsts, seconds = [], []
-    for one in _prefill_chunks(tokens, cp_size, chunk):
-        half = cdiv(one.length, 2)
-        parts = ((one.start, half), (one.start + half, one.length - half))
-        first, second = (
-            StepPlan.of([Chunk(one.request, start, length, one.ranks)], cp_size, config, "head_tail")
-            for start, length in parts
-        )
-        firsts.append(first)
-        seconds.append(second)
-    return firsts, seconds
 
 
 def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:

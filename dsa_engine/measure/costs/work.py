@@ -116,9 +116,8 @@ class Served(NamedTuple):
     experts: float  # experts with at least one pair
 
     @classmethod
-    def evenly(cls, tokens: float, top_k: int, held: int, experts: int, balanced: bool = False) -> Served:
-        """Every expert chosen equally often: the mean of independent choices, or, if ``balanced``, choices assigned in
-        turn as in an emulated run.
+    def evenly(cls, tokens: float, top_k: int, held: int, experts: int) -> Served:
+        """Every expert chosen equally often: the mean of independent choices.
 
         Args:
             tokens: number of tokens of all ranks together.
@@ -126,10 +125,7 @@ class Served(NamedTuple):
             held: number of experts of this rank.
             experts: number of all experts.
         """
-        pairs = tokens * top_k * held / experts
-        if balanced:
-            return cls(pairs, min(held, pairs))
-        return cls(pairs, held * (1 - (1 - top_k / experts) ** tokens))
+        return cls(tokens * top_k * held / experts, held * (1 - (1 - top_k / experts) ** tokens))
 
 
 class Formats(NamedTuple):

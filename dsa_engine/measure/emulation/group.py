@@ -8,12 +8,11 @@ the same code as in a real group (`parallel/group.py`). The generated tokens mea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from dsa_engine.measure.emulation.stand_ins import stand_in
 from dsa_engine.parallel.group import Group
 
 # dtypes whose copies can be made different by a factor.
@@ -22,15 +21,9 @@ _SCALED = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class EmulatedGroup(Group):
-    """A group of which only ``ranks[index]`` exists. Its collectives return this rank's rows for all ranks.
+    """A group of which only ``ranks[index]`` exists. Its collectives return copies of this rank's rows for all ranks,
+    which take the time of a copy in the memory of this device."""
 
-    Making them up is a separate stage: it is not a part of the rank's work.
-
-    Attributes:
-        scale_at: the byte of a gathered FP8 cache row at which the scale of the index key begins.
-    """
-
-    scale_at: int | None = None
     _factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -38,26 +31,26 @@ class EmulatedGroup(Group):
         return self.size == 1
 
     def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        gathered = self._stand_in("all_gather", rows, lambda: self._gathered(rows))
+        gathered = self._gathered(rows)
         return lambda: gathered
 
-    def _stand_in(self, kind: str, rows: torch.Tensor, make: Callable[[], torch.Tensor], *more: int) -> torch.Tensor:
-        return stand_in((kind, self.size, rows.shape, rows.dtype, *more), make, collective=True)
-
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks. Equal rows would have equal scores, and a selection among ties is other work: other ranks'
+        floats have a factor, and their bytes, which are FP8 cache rows, other signs."""
         if rows.dtype in _SCALED:
-            gathered = (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
-        else:
-            gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
-        if rows.dtype == torch.uint8 and self.scale_at is not None and self.scale_at < rows.shape[1]:
-            scales = gathered[:, self.scale_at : self.scale_at + 4].view(torch.float32)
-            scales.view(self.size, -1).mul_(self._factors_for(scales)[:, None])
+            return (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
+        gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
+        if rows.dtype == torch.uint8:
+            away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
+            column = torch.arange(rows[0].numel(), device=rows.device)
+            signs = ((away[:, None] >> column % 8) & 1).to(torch.uint8) << 7
+            gathered.view(self.size, len(rows), -1).bitwise_xor_(signs[:, None])
         if rows.dtype == torch.int64:
             gathered.clamp_(min=0)  # negative numbers are error codes or invalid token ids
         return gathered
 
     def _factors_for(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[size]``, 1 for this rank. Equal rows would have equal scores, and a selection among ties is other work."""
+        """``[size]``, 1 for this rank; kept, as a CUDA graph reads them."""
         key = (rows.dtype, rows.device)
         if key not in self._factors:
             away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
@@ -67,20 +60,14 @@ class EmulatedGroup(Group):
     def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         part = rows.chunk(self.size)[self.index]
         # Only other ranks add to a row of zeros (of an embedding); work on zeros would be cheaper.
-        reduced = self._stand_in(
-            "reduce_scatter", rows, lambda: torch.where(part.any(dim=-1, keepdim=True), part, _made_up(part))
-        )
+        reduced = torch.where(part.any(dim=-1, keepdim=True), part, _made_up(part))
         return lambda: reduced
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
         count = rows.shape[0] if receive is None else sum(receive)
-
-        def make() -> torch.Tensor:
-            if rows.shape[0] == 0:
-                return rows.new_zeros(count, *rows.shape[1:])
-            return rows[torch.arange(count, device=rows.device) % rows.shape[0]]
-
-        return self._stand_in("all_to_all", rows, make, count)
+        if rows.shape[0] == 0:
+            return rows.new_zeros(count, *rows.shape[1:])
+        return rows[torch.arange(count, device=rows.device) % rows.shape[0]]
 
     def _start_exchange(
         self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
@@ -93,6 +80,11 @@ class EmulatedGroup(Group):
 
     def _recv(self, into: torch.Tensor, source: int) -> None:
         pass  # ``into`` keeps its values
+
+    def _exchange_pairs(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        pass
 
 
 def _made_up(like: torch.Tensor) -> torch.Tensor:

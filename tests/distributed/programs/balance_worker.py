@@ -20,7 +20,6 @@ import torch
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 
 MACHINES = [0, 0, 1, 1]
@@ -70,7 +69,7 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
         llm = LLM("demo-random", parallel=parallel, **common)
     mesh, counted = llm.engine.mesh, []
     for group in (mesh.ep, *([mesh.machine_groups.rail] if mesh.machine_groups else [])):
-        group.log = CollectiveLog()
+        group.log = []
     for layer in llm.engine.model.layers:
         if layer.moe is not None:
             bias = layer.moe.bias  # it chooses experts and does not weigh them
@@ -80,7 +79,7 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
     outs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     log = (mesh.machine_groups.rail if mesh.machine_groups else mesh.ep).log
     assert log is not None
-    tokens_and_sums = [one for one in log.collectives if one.kind == "all_to_all" and one.asynchronous]
+    tokens_and_sums = [one for one in log if one.kind == "all_to_all" and one.asynchronous]
     return llm, {
         "tokens": [out.token_ids for out in outs],
         "chosen": torch.stack([one.chosen for one in counted]),

@@ -1,8 +1,9 @@
 """Counts the work of one rank: emulation_worker.py CASES.json FOLDER on several ranks; :func:`run_case` in one process.
 
 A case is a dictionary: ``name``, ``world_size``, ``parallel`` (of ``ParallelConfig``), ``options`` (of ``LLM``),
-``prompts``, ``output_len``, ``loads``, and ``machines`` of the ranks (default: all are on one). A true run assigns
-experts by the same rule as an emulated one, as no emulation can know the choices of another rank's router.
+``prompts`` of several batches, and ``machines`` of the ranks (default: all are on one). Each batch is prefilled; then
+every rank decodes a filled request. A true run spreads choices as an
+emulated one does, which cannot know the choices of another rank's router.
 """
 
 from __future__ import annotations
@@ -19,32 +20,24 @@ from unittest.mock import patch
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
-from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.moe.expert_order import local_experts
-from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.emulation.expert_parallel import AssignedExpertParallel
-from dsa_engine.measure.emulation.mesh import follow_steps
+from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.collective_log import CollectiveLog
+from dsa_engine.parallel.group import Collective
 
 
 def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str, Any]:
     """Counts for this rank, or for the emulated one."""
-    loads = tuple(case["loads"]) if case["loads"] else None
     parallel = ParallelConfig(**case["parallel"])
     if emulate_rank is not None:
-        emulation = {"emulate_world": case["world_size"], "emulate_rank": emulate_rank, "expert_loads": loads}
+        emulation = {"emulate_world": case["world_size"], "emulate_rank": emulate_rank}
         if "machines" in case:
             emulation["machine_size"] = case["machines"].count(0)
         parallel = EmulatedConfig(**case["parallel"], **emulation)
     with patch.object(Mesh, "_exchange_machines", lambda _: case["machines"]) if "machines" in case else nullcontext():
         llm = LLM("demo-random", parallel=parallel, **case["options"])
     engine, mesh = llm.engine, llm.engine.mesh
-    if emulate_rank is None:
-        assign_experts(engine, loads)
-    else:
-        follow_steps(engine)
     result: dict[str, Any] = {
         "rank": mesh.rank,
         "weight_bytes": sum(weight.nbytes for weight in engine.model.parameters()),
@@ -77,36 +70,23 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
         result["expert_pairs"].append((len(tokens), served.tolist()))
         return multiply(tokens, experts, *rest, **more)
 
-    log = CollectiveLog()
+    log: list[Collective] = []
     before = [group.bytes_sent for group in mesh.groups]
     for group in mesh.groups:
         group.log = log
     unquantized.expert_mlp = counted
     try:
         begin = time.perf_counter()
-        params = SamplingParams(temperature=0.0, max_tokens=case["output_len"], ignore_eos=True)
-        llm.generate(case["prompts"], params)
+        with mesh.experts.even_routing():
+            for prompts in case["prompts"]:
+                llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
+            generate_batch(engine, [[5] * 300] * case["world_size"], 3, fill_cache=True)
         result["seconds"] = time.perf_counter() - begin
     finally:
         unquantized.expert_mlp = multiply
     result["bytes_sent"] = [group.bytes_sent - n for group, n in zip(mesh.groups, before, strict=True)]
-    result["collectives"] = [(c.kind, c.ranks, c.index, c.sent, c.received, c.asynchronous) for c in log.collectives]
+    result["collectives"] = [tuple(one) for one in log]
     return result
-
-
-def assign_experts(engine: Engine, loads: tuple[float, ...] | None) -> None:
-    """Makes true ranks choose experts as emulated ones do."""
-    mesh, config = engine.mesh, engine.config
-    routed = mesh.experts.of_layer(config.n_routed_experts, 0, config.n_group, top_groups=config.topk_group)
-    placement = routed.placement
-    assigned = AssignedExperts(placement, mesh.rank, loads)
-    assigned.limit(config.n_group, config.topk_group)
-    engine.runner.observers.append(lambda step: assigned.begin_step([rank.rows for rank in step.ranks]))
-    for layer in engine.model.layers:
-        if layer.moe is not None:
-            made = AssignedExpertParallel(mesh.ep, placement, assigned, routed.machines, routed.choice)
-            made.groups, made.top_groups = config.n_group, config.topk_group
-            layer.moe.expert_parallel = made
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.collective_log import CollectiveLog
+from dsa_engine.parallel.group import Collective
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -50,7 +50,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     engine.async_scheduling = case.get("ahead", False)
     ledger = engine.scheduler.ledger
     ledger.max_fetched = case.get("max_fetched", ledger.max_fetched)
-    log = engine.mesh.cp.log = CollectiveLog()
+    log: list[Collective] = []
+    engine.mesh.cp.log = log
     if case.get("padded"):
         engine.runner.graphs = DecodeGraphs(
             engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)
@@ -91,7 +92,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["read"] = engine.tiers.disk.loads.pages_read if engine.tiers.disk else 0
     result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
     result["page_bytes"] = engine.cache.page_bytes
-    result["fetched_bytes"] = sum(one.bytes_sent for one in log.collectives if one.kind == "all_to_all")
+    result["fetched_bytes"] = sum(sum(one.sent) for one in log if one.kind == "all_to_all")
     result["launched_ahead"] = engine.launched_ahead
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]

@@ -129,7 +129,7 @@ def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pag
         check_batch(make(pages=pages - 1, page_size=4, world=ranks, cp=cp).capacity, requests, 8, 4, filled)
     them = [make_request(n, 8, output=4) for n in range(requests)]
     for request in them:
-        scheduler.adopt(request) if filled else scheduler.add(request)
+        scheduler.admit_prefilled(request) if filled else scheduler.add(request)
     if filled:
         for request in them:
             request.output.append(7)
@@ -294,14 +294,14 @@ def test_a_request_whose_cache_is_filled_decodes_at_once() -> None:
     """It holds pages of its owner only, and is refused if it does not fit now."""
     scheduler = make(world=2, cp=2, pages=4)
     filled = make_request(0, 9, output=3)
-    scheduler.adopt(filled)
+    scheduler.admit_prefilled(filled)
     filled.output.append(9)  # its first token
     assert scheduler.free_pages in ([1, 4], [4, 1]) and filled.prefilled
-    scheduler.adopt(other := make_request(1, 14, output=2))
+    scheduler.admit_prefilled(other := make_request(1, 14, output=2))
     other.output.append(14)
     assert {filled.owner, other.owner} == {0, 1}
     with pytest.raises(CapacityError, match="no room to fill the cache of another request of 8 tokens"):
-        scheduler.adopt(make_request(2, 8, output=2))
+        scheduler.admit_prefilled(make_request(2, 8, output=2))
     assert [step(scheduler) for _ in range(2)] == [[(0, 9, 1), (1, 14, 1)], [(0, 10, 1)]]
     assert not scheduler.has_work and scheduler.free_pages == [4, 4]
 
@@ -310,11 +310,11 @@ def test_filled_requests_belong_to_their_owners_group_and_are_counted() -> None:
     scheduler = make(world=4, cp=2, pages=4, seqs=3)
     them = [make_request(n, 9, output=3) for n in range(3)]
     for request in them:
-        scheduler.adopt(request)
+        scheduler.admit_prefilled(request)
         assert isinstance(request.cp_group, int) and request.cp_group == request.owner // 2
     assert len({request.owner for request in them}) == 3
     with pytest.raises(CapacityError, match="3 run of at most 3"):
-        scheduler.adopt(make_request(3, 1, output=1))
+        scheduler.admit_prefilled(make_request(3, 1, output=1))
 
 
 def test_a_filled_request_leaves_the_pages_that_a_prompt_has_been_promised() -> None:
@@ -322,4 +322,4 @@ def test_a_filled_request_leaves_the_pages_that_a_prompt_has_been_promised() -> 
     scheduler.add(make_request(0, 16, output=1))
     step(scheduler)  # a quarter of it
     with pytest.raises(CapacityError, match="no room to fill"):
-        scheduler.adopt(make_request(1, 12, output=1))
+        scheduler.admit_prefilled(make_request(1, 12, output=1))

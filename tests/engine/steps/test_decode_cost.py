@@ -18,9 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels.indexer import indexer_scores
 from dsa_engine.kernels.runtime import launch
-from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.filled_requests import add_filled
-from dsa_engine.measure.stage_timer import current_stage
+from dsa_engine.measure.stage_timer import StageTimer, current_stage
 
 CONTEXTS = (2048, 4096, 8192, 32768)
 
@@ -60,7 +59,7 @@ def decode_step(llm: LLM, context: int) -> Work:
     """The work of one token that sees ``context`` others."""
     request = add_filled(llm.engine, context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     llm.engine.step()  # what is made once
-    with watched(llm.engine), Work() as work:
+    with StageTimer(llm.engine.mesh.device), Work() as work:
         llm.engine.step()
     llm.engine.finish(request, "abort")
     return work

@@ -14,7 +14,7 @@ from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.two_batches import cut_chunks
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.model.profile_stages import set_observer
-from dsa_engine.parallel.collective_log import CollectiveLog
+from gloo_ranks import watch_transfers
 
 DISPATCHES = ("all_to_all", "all_gather")
 
@@ -69,25 +69,21 @@ def test_tokens_travel_under_the_other_half(entered: Stages, demo_cache: object,
             engine.add([7 + number] * (20 if decodes else 300), SamplingParams(max_tokens=4, ignore_eos=True))
         while decodes and not all(request.output for request in engine.scheduler.running):
             engine.step()
-        log = CollectiveLog(mark=lambda: len(entered), stage=lambda: entered[-1])
-        engine.mesh.ep.log = log
+        travels: dict[int, list[int]] = {}  # stages entered when each transfer begins, and when it is waited for
+        watch_transfers(engine.mesh.ep, lambda _, kind, number: travels.setdefault(number, []).append(len(entered)))
         entered.clear()
         cache, stored = engine.cache, dict[int, Any]()
         cache.sender = SimpleNamespace(  # type: ignore[assignment]
             arrive=lambda layer: stored.setdefault(layer, [pool.clone() for pool in cache.page_words()[layer]])
         )
         engine.step()
-        engine.mesh.ep.log = cache.sender = None
+        cache.sender = None
         for layer, pools in stored.items():  # once both halves have stored their rows
             assert all(torch.equal(*pair) for pair in zip(cache.page_words()[layer], pools, strict=True)), layer
         assert len(stored) == engine.config.num_hidden_layers
         layers = sum(layer.moe is not None for layer in engine.model.layers)
-    travels = [number for number, one in enumerate(log.collectives) if one.asynchronous]
     assert len(travels) == 2 * 2 * layers, "there and back, for each half and layer"
-    computing, covered = {"sparse flash attention", "MLA prolog", "MoE experts"}, []
-    for number in travels:
-        begin, wait = sorted((e for e in log.events if e.number == number), key=lambda event: event.what)
-        covered.append(set(entered[begin.after : wait.before]) & computing)
-    # Nothing is left to compute beside the very last sums.
-    assert all(covered[:-1]), [(log.collectives[n].stage, under) for n, under in zip(travels, covered, strict=True)]
+    computing = {"sparse flash attention", "MLA prolog", "MoE experts"}
+    covered = [set(entered[begin:wait]) & computing for begin, wait in travels.values()]
+    assert all(covered[:-1]), "nothing is left to compute beside the very last sums"
     assert {name for under in covered for name in under} >= {"MLA prolog", "MoE experts"}

@@ -9,8 +9,8 @@ import pytest
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.experts.traffic import quantized_bytes
+from dsa_engine.parallel.group import Collective
 
 
 def test_sums_that_are_added_on_their_way_are_refused() -> None:
@@ -32,12 +32,12 @@ def test_bytes_of_an_engine(dtype: Any, tiny_llm: Callable[..., LLM]) -> None:
     """In prefill sums of float32 or codes come back; in decode a reduce-scatter adds float32."""
     llm = tiny_llm(128, parallel=EmulatedConfig(emulate_world=2, moe_combine_dtype=dtype), max_num_batched_tokens=64)
     group, hidden = llm.engine.mesh.ep, llm.engine.config.hidden_size
-    group.log = log = CollectiveLog()
+    group.log = log = list[Collective]()
     llm.generate([list(range(5, 45))], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
-    back = [one for one in log.collectives if one.kind == "all_to_all" and one.asynchronous][1::2]
+    back = [one for one in log if one.kind == "all_to_all" and one.asynchronous][1::2]
     row = quantized_bytes(hidden) if dtype == "fp8" else 4 * hidden
     assert back and all(sum(one.sent) and sum(one.sent) % row == sum(one.received) % row == 0 for one in back)
     rows = [sum(one.received) // row for one in back]
     assert all(10 <= count <= 20 for count in rows), "of 20 tokens those that choose the other rank's experts"
-    added = {one.sent for one in log.collectives if one.kind == "reduce_scatter"}
+    added = {one.sent for one in log if one.kind == "reduce_scatter"}
     assert added == {(0, 4 * hidden)}

@@ -60,7 +60,7 @@ class FakeMesh(Mesh):
         return Group((0,), 0, None)
 
     def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> FakeGroup:
-        return FakeGroup(tuple(parts[0]), 0, None, communicator=communicator, device=self.config.device)
+        return FakeGroup(tuple(parts[0]), 0, None, device=self.config.device, communicator=communicator)
 
     def _divide_experts(self) -> ExpertDivision:
         return FakeDivision(self)
@@ -71,7 +71,7 @@ class FakeDivision(ExpertDivision):
 
     _mesh: FakeMesh
 
-    def _make(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
+    def _make(self, placement: ExpertPlacement) -> ExpertParallel:
         parallel = FakeExpertParallel(self._mesh.ep, placement, self._mesh.machine_groups)
         parallel.skew = self._mesh.config.skew
         return parallel
@@ -83,6 +83,7 @@ class FakeGroup(Group):
     hold their tensors until they are waited for."""
 
     device: FakeDevice | None = None
+    communicator: int = 0
 
     @property
     def alone(self) -> bool:
@@ -159,16 +160,16 @@ class FakeExpertParallel(ExpertParallel):
 
     skew = 1.0
 
-    def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
-        super().exchange_counts(sent)
+    def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
+        super()._counts(sent)
         total, size = self.choices, self.group.size
         each = [total // size] * size
         served = self._skewed(total)
         return RecvPlan(each, [self._skewed(n) for n in each], served), served
 
-    def exchange_ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
+    def _ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
         """Each choice of a token crosses to another machine, if there are so many, and is passed on in its own row."""
-        rounds, rail, inside = len(super().exchange_ways(sent, groups, takers)), groups.rail.size, groups.machine.size
+        rounds, rail, inside = len(super()._ways(sent, groups, takers)), groups.rail.size, groups.machine.size
         crossing = self.tokens * min(rail, self.choices // max(1, self.tokens))
         self.passed = [self._skewed(n) for n in _even(self.choices, rounds)]
         return [
@@ -181,22 +182,19 @@ class FakeExpertParallel(ExpertParallel):
             for rows, served in zip(_even(crossing, rounds), self.passed, strict=True)
         ]
 
-    def exchange_inside(self, sent: torch.Tensor, machine: Group) -> list[RecvPlan]:
-        super().exchange_inside(sent, machine)
-        rows = _even(max(self.passed), len(sent))
-        return [RecvPlan(_even(n, machine.size), _even(n, machine.size), n) for n in rows]
-
-    def count_served(self, received: Received, together: int) -> list[int]:
-        parts, choices = len(super().count_served(received, together)), received.experts.numel()
+    def _served(self, received: Received, together: int) -> list[int]:
+        parts, choices = len(super()._served(received, together)), received.experts.numel()
         return _even(min(self._skewed(choices // self.group.size), choices), parts)
 
     def _skewed(self, balanced: int) -> int:
         """Number of tokens for this rank in place of a balanced number."""
         return int(self.skew * balanced)
 
-    def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
-        super().exchange_rounds(sent)
+    def _plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
+        super()._plans(group, sent)
         rounds, size = sent.shape[:2]
+        if group is not self.group:  # inside a machine
+            return [RecvPlan(_even(n, size), _even(n, size), n) for n in _even(max(self.passed), rounds)]
         total = self.choices // size * size
         send, receive = _even(total, rounds), _even(self._skewed(total), rounds)
         return [RecvPlan(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]

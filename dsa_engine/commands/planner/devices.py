@@ -1,19 +1,12 @@
 """Peak rates of devices from their makers' data sheets: dense products, memory, links. Nothing here is measured.
 
 Rates of links are payload of one device in one direction: half of a data sheet's sum over both directions.
-`efficiency.py` has the part of each figure that is reached in practice.
+`roofline.py` has the part of each figure that is reached in practice.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dsa_engine.measure.ceilings import Ceilings
-
-GIB = 1 << 30
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -23,11 +16,11 @@ class Device:
     Attributes:
         memory: bytes of memory.
         flops: operations of dense 16-bit matrix products per second.
-        narrow_flops: the same with 8-bit inputs; equal to ``flops`` if the device has none.
+        narrow_flops: the same with 8-bit inputs.
         narrow: weight formats of the 8-bit products: "fp8", "int8".
         bandwidth: bytes of memory per second.
-        machine_size: number of devices that the fast links join.
-        inside, between: link bytes per second and direction, within a machine and between machines.
+        node_size: number of devices that the fast links join.
+        inside, between: link bytes per second and direction, within a node and between nodes.
         source: source of the figures.
     """
 
@@ -37,29 +30,10 @@ class Device:
     narrow_flops: float
     narrow: tuple[str, ...]
     bandwidth: float
-    machine_size: int
+    node_size: int
     inside: float
     between: float
     source: str
-
-    def is_called(self, reported: str) -> bool:
-        """Whether a driver's name of a device, such as "NVIDIA H100 80GB HBM3", is that of this one."""
-        return re.search(rf"(?<![A-Za-z0-9]){re.escape(self.name)}(?![A-Za-z0-9])", reported) is not None
-
-    def with_ceilings(self, ceilings: Ceilings, memory: float | None = None) -> Device:
-        """The device with measured rates; 8-bit products keep their ratio to 16-bit ones."""
-        ratio = self.narrow_flops / self.flops
-        return replace(
-            self,
-            flops=ceilings.flops_per_s,
-            narrow_flops=ceilings.flops_per_s * ratio,
-            bandwidth=ceilings.bytes_per_s,
-            memory=memory or self.memory,
-            source=f"measured; memory and links: {self.source}",
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _device(
@@ -72,7 +46,7 @@ def _device(
 
 _BOTH = ("fp8", "int8")
 
-# Between machines one adapter for each device: 200 Gb/s with A100 and Ascend, 400 Gb/s with the others.
+# Between nodes one adapter for each device: 200 Gb/s with A100 and Ascend, 400 Gb/s with the others.
 DEVICES = {
     device.name: device
     for device in (
@@ -99,4 +73,4 @@ def device_named(name: str) -> Device:
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device
-    raise ValueError(f"no device is named {name!r}; known are {', '.join(DEVICES)} (or give --measured FILE)")
+    raise ValueError(f"--device {name!r} is not known; known are {', '.join(DEVICES)}")

@@ -1,0 +1,173 @@
+"""The planner: its memory and counted work are those of an engine, its plans keep to what is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.cli import main
+from dsa_engine.commands.planner.demand import Demand
+from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment, Placed, stored
+from dsa_engine.commands.planner.devices import DEVICES, device_named
+from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
+from dsa_engine.commands.planner.roofline import OWN, PUBLISHED, Kernels, stage_seconds
+from dsa_engine.commands.planner.search import NothingFits, Planner
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
+from dsa_engine.measure.costs.work import Work
+from dsa_engine.measure.weight_memory import rank_weight_bytes
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.options import EngineOptions
+
+H200 = DEVICES["H200"]
+# Settings that a test need not search.
+FIXED: dict[str, Any] = {"weights": "fp8", "cache": "fp8", "tp_size": 1, "chunk": 8192, "drafts": 0}
+
+
+@pytest.fixture(scope="session")
+def config() -> ModelConfig:
+    return ModelConfig.from_dict(released_config("deepseek_v32"))
+
+
+@pytest.mark.parametrize("weights", ["fp8", "bfloat16", "int8", "int4-experts"])
+@pytest.mark.parametrize(("ranks", "tp_size", "drafts"), [(8, 1, 0), (48, 8, 1)])
+def test_weights_are_those_that_info_counts(
+    weights: str, ranks: int, tp_size: int, drafts: int, config: ModelConfig
+) -> None:
+    placed = Placed(config, H200, Deployment(ranks, tp_size=tp_size, weights=weights, drafts=drafts))
+    counted = rank_weight_bytes(config, stored(weights, config), torch.bfloat16, ranks, tp_size, drafts)
+    layers = 61 + drafts
+    in_float32 = 2 * 7168 * (256 * (layers - 3) + 64 * layers)  # gates and head weights, on no device twice as wide
+    assert placed.weight_bytes + in_float32 == counted
+
+
+@pytest.mark.parametrize(("cache", "drafts"), [("bfloat16", 0), ("fp8", 1)])
+def test_a_token_takes_the_bytes_of_the_engines_pages(cache: str, drafts: int) -> None:
+    few = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 4})
+    placed = Placed(few, H200, Deployment(32, cache=cache, drafts=drafts))
+    pools = KVCache(few.with_mtp(1) if drafts else few, placed.cache, 2, 16, torch.device("cpu"))
+    assert 16 * placed.token_bytes == pools.page_bytes
+
+
+def test_the_rooms_that_the_docs_print(config: ModelConfig) -> None:
+    assert EngineOptions.gpu_memory_utilization == UTILIZATION
+    text = (Path(__file__).resolve().parents[3] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
+    table = text.partition("| `tp_size` 8 |")[2].partition("\n\n")[0].splitlines()[2:]
+    stored_as = {"FP8": "fp8", "INT4 experts": "int4-experts", "bfloat16": "bfloat16"}
+    for line in table:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for cell, device, ranks in zip(cells, ("H100", "H200", "H100"), (8, 8, 64), strict=True):
+            room = Placed(
+                config, DEVICES[device], Deployment(ranks, ranks, 8, 2048, stored_as[name], "fp8")
+            ).cache_room(2048)
+            assert cell == ("does not fit" if room < 0 else f"{room / 2**30:.0f} GiB"), (name, device, ranks)
+
+
+def test_a_stage_takes_the_longest_of_its_parts() -> None:
+    kernels = Kernels({"LM head": 0.5}, {}, launch=1e-3, eager=2e-3)
+
+    def seconds(work: Work, eager: bool = False, phase: str = "prefill") -> float:
+        return stage_seconds(phase, "LM head", work, H200, kernels, eager)
+
+    assert seconds(Work(flops=H200.flops, passes=1)) == pytest.approx(2.002)
+    assert seconds(Work(flops=H200.flops), phase="decode") == pytest.approx(1 / 0.8)
+    assert seconds(Work(weights=H200.bandwidth, passes=1), eager=True) == pytest.approx(1 / 0.9 + 4e-3)
+    assert seconds(Work(flops=H200.flops, narrow_flops=H200.flops)) == pytest.approx(2 * H200.flops / H200.narrow_flops)
+
+
+def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
+    placed = Placed(config, H200, Deployment(64, 64, 8, cache="fp8"))
+    half, whole = (predict_prefill(placed, tokens, OWN) for tokens in (65_536, 131_072))
+    assert 2 < whole.seconds / half.seconds < 4, "the indexer grows with the square, all else in proportion"
+    few, many = (predict_decode(placed, n, 131_072, 1.0, 132_096, OWN) for n in (64, 512))
+    assert few.seconds < many.seconds < 8 * few.seconds
+    assert few.room - many.room == pytest.approx(7 * 132_096 * placed.token_bytes, rel=0.01)
+    # As many bytes of weights are read by a step with drafts, which brings more tokens.
+    drafting = Placed(config, H200, Deployment(64, 64, 8, cache="fp8", drafts=1))
+    assert predict_decode(drafting, 64, 131_072, 1.85, 132_096, OWN).seconds < few.seconds
+    assert predict_prefill(placed, 131_072, PUBLISHED).seconds < whole.seconds
+
+
+def test_a_published_deployment(config: ModelConfig) -> None:
+    """64 + 64 cards at 128K, the goal of its publishers: TTFT under 2 s, TPOT under 30 ms."""
+    placed = Placed(config, H200, Deployment(64, 64, 8, weights="bfloat16", drafts=1))
+    assert 0.3 < predict_prefill(placed, 131_072, OWN).seconds < 2
+    assert 5e-3 < predict_decode(placed, 64, 131_072, 1.85, 132_096, OWN).seconds < 30e-3
+
+
+def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
+    planner = Planner(config, H200, FIXED)
+    demand = Demand(32, 32_768, ttft=2.0, tpot=0.04)
+    for split in (False, True):
+        plan = planner.best(demand, split)
+        assert plan.misses(demand) <= 0 and plan.ttft <= 2 and plan.tpot <= 0.04
+        assert plan.devices <= 32 and plan.prefill.room >= 0 and plan.decode.room >= 0 and plan.split == split
+        if split:
+            fed = plan.prefill_instances * plan.prefill.per_s * demand.output_len
+            assert plan.tokens_per_s <= 1.001 * min(fed, plan.decode_instances * plan.decode.per_s)
+            one, other = plan.prefill.how, plan.decode.how
+            assert (one.weights, one.cache) == (other.weights, other.cache), "rows travel as they are stored"
+            assert plan.transfer > 0
+        else:
+            assert plan.tokens_per_s == pytest.approx(plan.requests / plan.tpot)
+        fast = planner.again(plan, demand, PUBLISHED)
+        assert fast.ttft < plan.ttft and fast.tpot < plan.tpot
+        assert planner.again(plan, demand, OWN) == plan
+    assert planner.best(Demand(32, 32_768, requests=40)).requests >= 40
+    impossible = Demand(32, 131_072, ttft=0.01)
+    assert planner.best(impossible).misses(impossible) > 10, "the one that misses least"
+
+
+def test_the_requests_asked_for_are_divided_over_the_instances(config: ModelConfig) -> None:
+    planner, demand = Planner(config, H200, FIXED), Demand(64, 2048, requests=96)
+    for split in (False, True):
+        plan = planner.best(demand, split)
+        assert plan.requests == 96 and plan.misses(demand) == 0
+
+
+def test_one_request_needs_no_room_for_a_second_prompt(config: ModelConfig) -> None:
+    how = {"weights": "int4-experts", "drafts": 0, "cache": "fp8", "tp_size": 8}
+    plan = Planner(config, DEVICES["H100"], how).best(Demand(8, 131_072))
+    assert plan.requests == 1 and plan.prefill.room >= 0
+
+
+def test_what_does_not_fit_says_by_how_much(config: ModelConfig) -> None:
+    """671 billion parameters in bfloat16 on 8 × 80 GB."""
+    with pytest.raises(NothingFits, match=r"lacks \d+\.\d GiB on each of 8 ranks, with bfloat16 weights"):
+        Planner(config, DEVICES["H100"], {**FIXED, "weights": "bfloat16"}).best(Demand(8, 8192))
+    with pytest.raises(ValueError, match="tp_size 7"):
+        Planner(config, H200, {**FIXED, "tp_size": 7}).best(Demand(8, 8192))
+    with pytest.raises(NothingFits, match="--devices 257 .* nothing fixed: .* at most 256"):
+        Planner(config, H200).best(Demand(257, 8192))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--weights", "fp8", "--cache", "fp8", "--tp-size", "1", "--drafts", "0", "--chunk", "8192"]
+    out = tmp_path / "plan.json"
+    main(["plan", "--devices", "16", "--input-len", "32768", *fixed, "--tpot", "0.03", "--json", str(out)])
+    shown = capsys.readouterr().out
+    assert "modelled" in shown and "together" in shown and "split" in shown and "H200 SXM data sheet" in shown
+    plans = json.loads(out.read_text())
+    assert plans["modelled"] and plans["together"]["tpot_ms"][0] < plans["together"]["tpot_ms"][1] <= 30
+    assert plans["together"]["decode"]["how"]["weights"] == "fp8"
+    main(["plan", "--devices", "8", "--input-len", "8192", *fixed, "--tp-size", "8"])
+    assert "split: --devices 8 cannot be cut" in capsys.readouterr().out
+    for wrong, message in (
+        (["--device", "H2000"], "--device 'H2000'"),
+        (["--devices", "0"], "--devices must be above 0"),
+        (["--ttft", "nan"], "--ttft must be above 0"),
+        (["--tp-size", "0"], "--tp-size must be above 0"),
+        (["--chunk", "0"], "--chunk must be above 0"),
+        (["--hf-overrides", '{"num_nextn_predict_layers": 0}', "--drafts", "1"], "no MTP module"),
+        (["--acceptance", "2"], "--acceptance"),
+        (["--acceptance", "x"], "--acceptance"),
+        (["--input-len", "200000"], "--input-len 200000"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plan", *fixed, *wrong])
+        assert message in capsys.readouterr().err
+    assert device_named("h200") is H200

@@ -106,9 +106,9 @@ class _Reporter:
             # torchrun terminates all ranks as soon as one has ended; this one still has to report.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._ending.acquire()
-        _limit_end()
         brief = isinstance(error, self.brief) and not is_transport_error(error)
         mine = _stored(f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0].removesuffix(": "))
+        _limit_end(mine)
         first = mine
         with suppress(Exception):  # the store may have ended with the process that held it
             if self.store is None and launched_store():
@@ -147,7 +147,7 @@ class _Reporter:
             logger.info("the store of the run does not answer (%s): failures of other ranks are not read there", error)
             return
         if self._ending.acquire(timeout=_OWN_S):  # else the main thread has failed too, and ends the process
-            _limit_end()
+            _limit_end(first)
             self._follow(store, first)
 
     def _follow(self, store: dist.Store | None, first: str | None) -> None:
@@ -205,8 +205,12 @@ def _connect(patience_s: float) -> dist.Store:
     return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _limit_end() -> None:
-    limit = threading.Timer(_LAST_S, os._exit, [1])
+def _limit_end(reason: str) -> None:
+    def end() -> None:
+        _say(reason)
+        os._exit(1)
+
+    limit = threading.Timer(_LAST_S, end)
     limit.daemon = True
     limit.start()
 

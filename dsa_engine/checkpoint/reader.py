@@ -149,9 +149,8 @@ class CheckpointReader:
         scale_inv = self._read(scales, tuple(first for first, _ in blocks), tuple(count for _, count in blocks))
         self._check_finite(scales, scale_inv)
         codes = self._read(name, start, tuple(into.shape)).to(into.device)
-        into.copy_(
-            dequantize_blocks(codes, scale_inv.to(into.device, torch.float32), self.block_size, (start[0], start[1]))
-        )
+        scale_inv = scale_inv.to(into.device, torch.float32)
+        into.copy_(dequantize_blocks(codes, scale_inv, self.block_size, (start[0], start[1]), into.dtype))
 
     def _check_dtype(self, source: Source, stored: torch.dtype) -> None:
         """Checks that codes are stored where codes are expected, and floating point numbers elsewhere."""

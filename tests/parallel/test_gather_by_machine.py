@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
-from dsa_engine.parallel.experts.traffic import are_equal_neighbours
+from dsa_engine.parallel.experts.rails import are_equal_neighbours
 from dsa_engine.parallel.gather_by_machine import TwoLevels, gather_group
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream

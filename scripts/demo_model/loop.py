@@ -54,7 +54,8 @@ def losses(
         if ahead == 1:
             right = logits.detach().argmax(dim=-1) == targets
             figures["text"] = each.detach()[weight == TEXT].mean().item()
-            figures["values"] = right[torch.from_numpy(batch.asked)[:, 1:]].float().mean().item()
+            asked = right[torch.from_numpy(batch.asked)[:, 1:]].float()
+            figures["values"] = asked.mean().item() if len(asked) else 0.0
     return total, figures | {"index_losses": [loss.item() for loss in outputs.index_losses]}
 
 

@@ -18,7 +18,6 @@ from dsa_engine.arguments import add_json_argument, argument_parser, lengths, ru
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.startup.memory import available_bytes
-from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.system.output_files import check_outputs
@@ -29,7 +28,6 @@ from transformers_comparison import (
     compare_prefill,
     float32_checkpoint,
     load_transformers,
-    plot_comparison,
     prefill_bytes,
 )
 
@@ -44,7 +42,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, in turn")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of both")
     add_json_argument(parser)
-    parser.add_argument("--plot", metavar="PATH", help="draw rates and memory here (.png)")
     return parser.parse_args()
 
 
@@ -52,8 +49,7 @@ def main() -> None:
     args = parse()
     if min(args.repeat, args.threads) < 1 or args.output_len < 2:
         raise ValueError("--repeat and --threads must be at least 1, --output-len at least 2")
-    check_outputs(args.json, args.plot)
-    check_plot(args.plot)
+    check_outputs(args.json)
     if not Path("/proc/self/clear_refs").exists():
         raise ValueError("peak memory is read from /proc, which only Linux has")
     torch.set_num_threads(args.threads)
@@ -75,9 +71,6 @@ def main() -> None:
     about = environment(torch.device("cpu"), torch.float32, 1)
     if args.json:
         write_json(args.json, {**about, **fractions.to_json(), "model": args.model, "results": results})
-    if args.plot:
-        where = (args.model, about["device"], f"float32, {args.threads} thread(s)", about["date"][:10])
-        plot_comparison(results, args.plot, " · ".join(where))
     header = ("", "dsa_engine", "transformers", "ratio", "dsa_engine memory", "transformers memory", "difference")
     print(format_table(header, [row(r) for r in results]))
     print_peak_fractions([r["name"] for r in results], results, fractions.ceilings)

@@ -19,7 +19,6 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.convert import dequantize_checkpoint
 from dsa_engine.llm import LLM
 from dsa_engine.measure.device import peak_bytes, reset_peak
-from dsa_engine.measure.plots import load_pyplot, save
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.sampling_params import SamplingParams
 
@@ -178,23 +177,3 @@ def _result(name: str, unit: str, amount: int, a: Side, b: Side) -> dict[str, An
         "engine_peak_bytes": a.peak_bytes,
         "transformers_peak_bytes": b.peak_bytes,
     }
-
-
-def plot_comparison(results: list[dict[str, Any]], path: str, title: str) -> None:
-    """Draws tokens per second and the memory that a run adds, for both sides in every case, as a PNG."""
-    figure, (speeds, memory) = load_pyplot().subplots(1, 2, figsize=(13, 4.6), layout="constrained")
-    figure.suptitle(title, fontsize="medium")
-    cases = range(len(results))
-    for i, (side, label) in enumerate((("engine", "dsa_engine"), ("transformers", "transformers"))):
-        at = [case + (i - 0.5) * 0.4 for case in cases]
-        speeds.bar(at, [r[side] for r in results], 0.36, label=label)
-        memory.bar(at, [r[f"{side}_peak_bytes"] / 2**20 for r in results], 0.36, label=label)
-    for case, r in zip(cases, results, strict=True):
-        speeds.annotate(f"{r['ratio']:.1f}×", (case - 0.2, r["engine"]), ha="center", va="bottom")
-    for axes, what in ((speeds, "tokens a second"), (memory, "memory that the run added, MiB")):
-        axes.set_yscale("log")
-        axes.set_ylim(top=axes.get_ylim()[1] * 1.5)  # room for the ratios
-        axes.set_ylabel(what)
-        axes.set_xticks(cases, [r["name"].replace(" at ", "\nat ").replace(" of ", "\nof ") for r in results])
-    figure.legend(*speeds.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
-    save(figure, path)

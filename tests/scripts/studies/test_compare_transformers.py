@@ -14,13 +14,11 @@ Run = Callable[..., Any]
 def test_compare_transformers(run: Run, tmp_path: Path) -> None:
     report = tmp_path / "compare.json"
     sizes = ["--seq-len", 300, "--context", 280, "--batch-size", 2, "--output-len", 4, "--repeat", 1]
-    plot = tmp_path / "compare.png"
-    done = run("studies/compare_transformers.py", *sizes, "--threads", 1, "--json", report, "--plot", plot)
+    done = run("studies/compare_transformers.py", *sizes, "--threads", 1, "--json", report)
     assert done.returncode == 0, done.stderr
     assert re.match(
         r"transformers takes up to about .* for 2 prompt\(s\) of 280 tokens; .* are available\n", done.stdout
     )
-    assert plot.read_bytes().startswith(b"\x89PNG")
     prefill, decode = json.loads(report.read_text())["results"]
     assert prefill["relative_error"] < 1e-4 and decode["equal_tokens"] == decode["tokens"] == 8
     assert prefill["ratio"] > 0 and max(row["transformers_peak_bytes"] for row in (prefill, decode)) > 0

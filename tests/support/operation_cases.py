@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+import dsa_engine.kernels
 from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.grouped.product_formats import INT8, W4A16, block_fp8
 from dsa_engine.kernels.rows.segment import Segment, Segments
+
+for _module in pkgutil.walk_packages(dsa_engine.kernels.__path__, "dsa_engine.kernels."):  # all of OPERATIONS
+    if "native" not in _module.name:
+        importlib.import_module(_module.name)
 
 T, HIDDEN, HEADS, EXPERTS, CHOICES, PAGE = 60, 128, 2, 8, 4, 16
 BF16 = torch.bfloat16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -186,17 +185,3 @@ def test_memory_stays_within_the_workspace(peak_memory: Callable[..., int]) -> N
     results = count * 4 * (VALUE + 1) * 4
     rows = pool.numel() * 4
     assert peak_memory(run) < workspace + results + rows + (1 << 20)
-
-
-def test_bad_arguments(scattered_pages: Scatter) -> None:
-    q, rows = problem()
-    pool, tables = scattered_pages(rows, 8)
-    kwargs: dict[str, Any] = {"row_format": plain(q, VALUE), "scale": SCALE}
-    with pytest.raises(ValueError, match="does not fit rows of LatentFormat"):
-        dense_mla(q[..., 1:], pool, tables, Segments.of(SEGMENTS), **kwargs)
-    with pytest.raises(ValueError, match="torch.float16"):
-        dense_mla(q.half(), pool, tables, Segments.of(SEGMENTS), **kwargs)
-    with pytest.raises(ValueError, match="have 30 rows, the batch has 29"):
-        dense_mla(q[:29], pool, tables, Segments.of(SEGMENTS), **kwargs)
-    with pytest.raises(ValueError, match="ends at token 97, its block table holds 2 pages of 8"):
-        dense_mla(q, pool, tables[:, :2], Segments.of(SEGMENTS), **kwargs)

@@ -66,16 +66,3 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     slots = torch.tensor([pages * 64 - 1], dtype=torch.int32, device=device)
     got = gather_latent(pool, slots, row_format, torch.float32)
     assert torch.equal(got[0].cpu(), row_format.unpack(row_format.pack(numbers)))
-
-
-def test_bad_arguments() -> None:
-    slots = torch.zeros(1, dtype=torch.int32)
-    plain, packed = LatentFormat(16, 8, torch.float32), LatentFormat(128, 8, FP8)
-    with pytest.raises(ValueError, match="gathered in their dtype torch.float32, not in torch.float16"):
-        gather_latent(torch.ones(2, 4, 24), slots, plain, torch.float16)
-    with pytest.raises(ValueError, match=r"\[pages, page_size, 24\], not torch.float32 \[2, 4, 25\]"):
-        gather_latent(torch.ones(2, 4, 25), slots, plain, torch.float32)
-    with pytest.raises(ValueError, match=r"\[pages, page_size, 148\], not torch.uint8 \[2, 4, 147\]"):
-        gather_latent(torch.ones(2, 4, 147, dtype=torch.uint8), slots, packed, torch.float32)
-    with pytest.raises(ValueError, match=r"torch.uint8 \[pages, page_size, 148\], not torch.float32"):
-        gather_latent(torch.ones(2, 4, 148), slots, packed, torch.float32)

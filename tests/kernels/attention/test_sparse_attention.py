@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -283,30 +282,6 @@ def test_number_of_splits(programs: int, steps: int, max_splits: int, expected: 
 def test_one_token_is_split_over_many_programs() -> None:
     assert 8 <= online_softmax.choose_splits(2, 32, 132, 64) <= 32
     assert 32 <= online_softmax.choose_splits(2, 2048, 132, 64) <= 64
-
-
-def test_bad_arguments() -> None:
-    q, pool, slots = problem(4, 2, 8, 5)
-    kwargs: dict[str, Any] = {"row_format": plain(q, 8), "scale": 1.0}
-    with pytest.raises(ValueError, match="does not fit rows of LatentFormat"):
-        sparse_attention(q[..., :7], pool, slots, **kwargs)
-    with pytest.raises(ValueError, match=r"is torch.float32 \[pages, page_size, 8\], not torch.float16"):
-        sparse_attention(q, pool.half(), slots, **kwargs)
-    with pytest.raises(ValueError, match=r"slots must be \[4, k\], not \(3, 5\)"):
-        sparse_attention(q, pool, slots[:3], **kwargs)
-    with pytest.raises(ValueError, match=r"slots must be \[4, k\], not \(4, 1, 5\)"):
-        sparse_attention(q, pool, slots[:, None], **kwargs)
-    with pytest.raises(ValueError, match="slots must be int32, not torch.int64"):
-        sparse_attention(q, pool, slots.long(), **kwargs)
-    with pytest.raises(ValueError, match=r"counts must be \[4\], not \(3,\)"):
-        sparse_attention(q, pool, slots, counts=slots[:3, 0], **kwargs)
-    with pytest.raises(ValueError, match=r"\(4, 2, 8\) does not fit rows of LatentFormat\(rank=0"):
-        sparse_attention(q, pool, slots, row_format=plain(q, 0), scale=1.0)
-    packed = torch.zeros(2, 4, 656, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"is torch.uint8 \[pages, page_size, 904\], not torch.uint8 \[2, 4, 656\]"):
-        sparse_attention(torch.zeros(4, 2, 576), packed, slots, row_format=LatentFormat(256, 320, FP8), scale=1.0)
-    with pytest.raises(ValueError, match=r"not torch.uint8 \[2, 4, 656\]"):
-        sparse_attention(q, packed, slots, **kwargs)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")

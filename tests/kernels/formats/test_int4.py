@@ -298,18 +298,3 @@ def test_experts(int8_activations: bool, orders: int, device: str, relative_erro
     for uncounted_bytes in (0, 1 << 30):
         out = expert_mlp(*moved, *stored, W4A8 if int8_activations else W4A16, uncounted_bytes=uncounted_bytes)
         assert relative_error(out, wanted) < (1e-3 if int8_activations else 1e-5)  # a code beside a tie
-
-
-def test_bad_arguments() -> None:
-    x, (packed, scale) = torch.randn(3, 64), int4_weight(16, 64)
-    with pytest.raises(TypeError, match="packed in int32 with floating-point scales, not torch.uint8"):
-        quantized_linear(x, (packed.view(torch.uint8), scale, None), W4A16)
-    with pytest.raises(ValueError, match=r"x \(3, 56\), weight \(1, 16, 8\), its scales \(1, 16, 2\) do not fit"):
-        quantized_linear(x[:, :56], (packed, scale, None), W4A16)
-    with pytest.raises(ValueError, match="groups of 16 are not supported"):
-        quantized_linear(x, (packed, scale.repeat(1, 2), None), W4A16)
-    with pytest.raises(TypeError, match="x must be floating point, or int8 codes with scales, not torch.int32"):
-        quantized_linear(x.int(), (packed, scale, None), W4A16)
-    experts, weights = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
-    with pytest.raises(ValueError, match=r"gate_up \(1, 16, 8\), down \(1, 16, 8\) do not fit"):
-        expert_mlp(x, experts, weights, (packed[None], scale[None]), (packed[None], scale[None]), W4A16)

@@ -146,23 +146,3 @@ def test_experts(uncounted_bytes: int, device: str, relative_error: Error) -> No
     assert relative_error(out, wanted) < 1e-3
     few = expert_mlp(*(t[:3] for t in moved), *stored, INT8)  # type: ignore[arg-type]
     assert torch.equal(few, out[:3])
-
-
-def test_bad_arguments() -> None:
-    x, (weight, scale) = torch.randn(3, 32), int8_weight(16, 32)
-    with pytest.raises(ValueError, match=r"largest \[rows\], not \[3, 32\] and largest \[2\]"):
-        quantize_rows_int8(x, torch.ones(2))
-    with pytest.raises(ValueError, match=r"values must be \[rows, width\]"):
-        quantize_rows_int8(x[0])
-    with pytest.raises(TypeError, match="codes must be int8, not torch.int8 and torch.float32"):
-        quantized_linear(x, (weight.float(), scale), INT8)
-    with pytest.raises(TypeError, match="scales must be float32, not torch.float32 and torch.float64"):
-        quantized_linear(x, (weight, scale.double()), INT8)
-    with pytest.raises(ValueError, match=r"x \(3, 31\), its scales \(3,\), weight \(1, 16, 32\)"):
-        quantized_linear(x[:, :31], (weight, scale), INT8)
-    tokens, experts, weights = experts_problem(4)
-    gate_up, down = int8_weight(4, 48, 32), int8_weight(4, 32, 24)
-    with pytest.raises(ValueError, match=r"weights \(4, 2\) do not fit"):
-        expert_mlp(tokens, experts, weights[:, :2], gate_up, down, INT8)
-    with pytest.raises(ValueError, match=r"gate_up \(4, 48, 32\), down \(4, 32, 23\) do not fit"):
-        expert_mlp(tokens, experts, weights, gate_up, (down[0][..., :23], down[1]), INT8)

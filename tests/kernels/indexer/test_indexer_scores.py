@@ -284,21 +284,3 @@ def test_no_queries(device: str) -> None:
     q, weights, pool = (torch.empty(n, device=device) for n in ((0, 3, 8), (0, 3), (2, 4, 8)))
     tables = torch.zeros(1, 2, dtype=torch.int32, device=device)
     assert score(q, weights, pool, tables, Segments.of([], device)).shape == (0, 0)
-
-
-def test_bad_arguments(device: str, scattered_pages: Scatter) -> None:
-    q, weights, keys = (x.to(device) for x in problem(4, 3, 8, 0))
-    pool, tables = (x.to(device) for x in scattered_pages([keys.cpu()], 2))
-    segments = Segments.of([Segment(0, 4, 0, 0)], device)
-    with pytest.raises(ValueError, match=r"weights \(4, 2\)"):
-        score(q, weights[:, :2], pool, tables, segments)
-    with pytest.raises(ValueError, match="do not fit together"):
-        score(q[..., :7], weights, pool, tables, segments)
-    with pytest.raises(TypeError, match="not torch.float32, torch.uint8 and torch.float32"):
-        score(q, weights, pool.to(torch.uint8), tables, segments)
-    with pytest.raises(TypeError, match="not torch.float16, torch.float32 and torch.float32"):
-        score(q.half(), weights, pool, tables, segments)
-    with pytest.raises(TypeError, match="or float8_e4m3fn and uint8, and weights float32"):
-        score(q, weights.double(), pool, tables, segments)
-    with pytest.raises(ValueError, match="rows of a page must be contiguous"):
-        score(q, weights, pool.mT.contiguous().mT, tables, segments)

@@ -236,18 +236,6 @@ def test_pieces_begin_at_whole_tiles() -> None:
     assert len(list(_pieces(segments, 1000))) > 900, "no piece is rounded to nothing"
 
 
-def test_bad_segments(scattered_pages: Scatter) -> None:
-    pool, tables = scattered_pages([torch.zeros(10, DIM)], 4)
-    q, weights = torch.zeros(3, HEADS, DIM), torch.zeros(3, HEADS)
-    for segment, message in (
-        (Segment(0, 4, 0, 0), "have 4 rows, the batch has 3"),
-        (Segment(0, 3, 1, 0), "outside of the block table with 1 rows"),
-        (Segment(0, 3, 0, 10), "ends at token 13, its block table holds 3 pages of 4"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            select(q, weights, pool, tables, Segments.of([segment]), 2)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
 def test_block_tables_of_other_types_and_pages_outside_of_the_pool(scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([whole_numbers(30, DIM, seed=1)], 4)

@@ -133,16 +133,3 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     turns = cos.to(device), sin.to(device)
     got, near = (quantize(t, *turns, interleaved=True) for t in (x, q.to(device)))
     assert torch.equal(got[0].view(torch.uint8), near[0].view(torch.uint8)) and torch.equal(got[1], near[1])
-
-
-def test_bad_arguments() -> None:
-    cos, weights = torch.ones(3, 4), torch.ones(3, 2)
-    with pytest.raises(ValueError, match="needs a power of two, at most 128, not 24"):
-        quantize_index_queries(torch.ones(3, 2, 24), weights, cos, cos, interleaved=True)
-    with pytest.raises(ValueError, match="8 rotated columns do not fit queries of 4"):
-        quantize_index_queries(torch.ones(3, 2, 4), weights, cos, cos, interleaved=True)
-    with pytest.raises(ValueError, match=r"must both be \[2, dim / 2\]"):
-        quantize_index_queries(torch.ones(2, 2, 16), weights[:2], cos, cos, interleaved=True)
-    for wrong, given in ((weights[:, :1], r"float32 \[3, 1\]"), (weights.half(), r"float16 \[3, 2\]")):
-        with pytest.raises(ValueError, match=r"must be float32 \[3, 2\], one for each query, not torch." + given):
-            quantize_index_queries(torch.ones(3, 2, 16), wrong, cos, cos, interleaved=True)

@@ -264,21 +264,3 @@ def test_into_rows_of_a_table(width: int, device: str) -> None:
     selected = select_topk(scores, 30, out=table[1:4])
     compare(selected, scores.tolist(), 30)
     assert torch.equal(table[1:4], selected[0]) and (table[[0, 4]] == 7).all()
-
-
-def test_bad_arguments() -> None:
-    scores = torch.randn(2, 5)
-    with pytest.raises(ValueError, match=r"float32 \[rows, width > 0\], not torch.float64 \(2, 5\)"):
-        select_topk(scores.double(), 2)
-    with pytest.raises(ValueError, match=r"not torch.float32 \(5,\)"):
-        select_topk(scores[0], 2)
-    with pytest.raises(ValueError, match="width > 0"):
-        select_topk(torch.empty(3, 0), 2)
-    with pytest.raises(ValueError, match="k must be at least 1, not 0"):
-        select_topk(scores, 0)
-    with pytest.raises(ValueError, match=r"lengths must be \[2\], one for each row, not \(3,\)"):
-        select_topk(scores, 2, torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"2 rows of scores, but \(3,\) sequence numbers"):
-        select_topk(scores, 2, paging=scattered(3, 5, 4, "cpu"))
-    with pytest.raises(ValueError, match=r"out must be contiguous int32 \[2, 3\], not torch.int64 \[2, 3\]"):
-        select_topk(torch.zeros(2, 8), 3, out=torch.zeros(2, 3, dtype=torch.int64))

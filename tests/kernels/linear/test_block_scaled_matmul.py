@@ -138,15 +138,3 @@ def test_how_many_programs_share_a_sum() -> None:
     assert splits_for(tiles=56, blocks=128, resident=264) == 4
     assert splits_for(tiles=300, blocks=56, resident=264) == 1
     assert splits_for(tiles=1, blocks=3, resident=264) == 1
-
-
-def test_bad_arguments() -> None:
-    x, (weight, scale) = spread(2, 300, seed=0), quantize_blocks(spread(140, 300, seed=1), (128, 128))
-    with pytest.raises(ValueError, match=r"x \(2, 299\) and weight \(140, 300\) do not fit"):
-        block_scaled_linear(x[:, 1:], weight, scale)
-    with pytest.raises(ValueError, match=r"scales of a weight \[140, 300\] must be \[2, 3\], not \[1, 3\]"):
-        block_scaled_linear(x, weight, scale[:1])
-    with pytest.raises(TypeError, match="need float8_e4m3fn weights and float32 scales, not torch.float32 and"):
-        block_scaled_linear(x, weight.float(), scale)
-    with pytest.raises(ValueError, match="must be contiguous"):
-        block_scaled_linear(x, quantize_blocks(spread(300, 140, seed=1), (128, 128))[0].t(), scale)

@@ -27,11 +27,3 @@ def test_choose_replicas(tokens: int, k: int, experts: int, limit: int, first: i
         for t, row in enumerate(chosen.tolist())
     ]
     assert physical.dtype == torch.int32 and physical.tolist() == expected
-
-
-def test_bad_choices() -> None:
-    experts, replicas = torch.zeros(2, 2, dtype=torch.int32), torch.ones(4, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"must be int32 \[tokens, choices\].*, not torch.int64 \(2, 2\)"):
-        choose_replicas(experts.long(), replicas, 0)
-    with pytest.raises(ValueError, match=r"replicas int32 \[experts, 1 \+ n\], not .* and torch.int32 \(4, 1\)"):
-        choose_replicas(experts, replicas[:, :1], 0)

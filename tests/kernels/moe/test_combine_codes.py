@@ -31,12 +31,3 @@ def test_sums_of_codes(hidden: int, device: str) -> None:
     assert torch.equal(ours, combine(plain, pairs.to(device)).cpu()), "the bits of the sum of plain rows"
     assert combine_codes(words, pairs[:1].to(device), hidden, torch.bfloat16).dtype == torch.bfloat16
     assert combine_codes(words[:0], pairs[:0].to(device), hidden, torch.float32).shape == (0, hidden)
-
-
-def test_what_does_not_fit_is_refused(device: str) -> None:
-    words, pairs = torch.zeros(4, 33, dtype=torch.int32, device=device), torch.zeros(2, 2, dtype=torch.int32)
-    for args in ((words, pairs, 160), (words.float(), pairs, 128), (words, pairs, 126)):
-        with pytest.raises(ValueError, match="are no codes and scales of rows of"):
-            combine_codes(*args, torch.float32)
-    with pytest.raises(ValueError, match="pair_rows must be int32"):
-        combine_codes(words, pairs.long(), 128, torch.float32)

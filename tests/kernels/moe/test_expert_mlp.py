@@ -99,18 +99,6 @@ def test_the_same_bits_each_time(device: str) -> None:
     assert torch.equal(run(*arguments), run(*arguments))
 
 
-def test_bad_arguments() -> None:
-    x, experts, weights, gate_up, down = problem(4, 2, 0.0)
-    with pytest.raises(ValueError, match=r"weights \(4, 1\)"):
-        run(x, experts, weights[:, :1], gate_up, down)
-    with pytest.raises(ValueError, match=r"x \(3, 12\)"):
-        run(x[:3], experts, weights, gate_up, down)
-    with pytest.raises(ValueError, match=r"gate_up \(5, 14, 12\), down \(5, 12, 6\) do not fit"):
-        run(x, experts, weights, gate_up, down[:, :, :6])
-    with pytest.raises(ValueError, match=r"gate_up \(5, 14, 11\), down \(5, 12, 7\) do not fit"):
-        run(x, experts, weights, gate_up[:, :, :11], down)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
 def test_what_does_not_lie_in_memory_is_not_read() -> None:
     x, experts, weights, gate_up, down = problem(4, 2, 0.0)

@@ -68,15 +68,3 @@ def test_nothing_to_pack(device: str) -> None:
     assert choices_of(packed, 12, torch.bfloat16, 2)[0].tolist() == [[-1, -1]] * 2
     assert pack_tokens(tokens, experts, weights).shape == (0, row_words(12, torch.bfloat16, 2))
     assert pack_tokens(tokens, experts, weights, source=torch.empty(0, dtype=torch.int32, device=device)).shape[0] == 0
-
-
-def test_what_does_not_fit_is_refused(device: str) -> None:
-    tokens, experts, weights = random_tokens(3, 12, 2, torch.float32, device)
-    with pytest.raises(ValueError, match="do not fit"):
-        pack_tokens(tokens, experts[:2], weights)
-    with pytest.raises(ValueError, match="at most 4 bytes"):
-        pack_tokens(tokens.double(), experts, weights)
-    with pytest.raises(ValueError, match="3 tokens do not fit in 2 rows"):
-        pack_tokens(tokens, experts, weights, rows=2)
-    with pytest.raises(ValueError, match="as many as it names"):
-        pack_tokens(tokens, experts, weights, rows=2, source=experts[:, 0])

@@ -144,22 +144,3 @@ def test_no_tokens(device: str) -> None:
         factor=1.0,
     )
     assert chosen.shape == weights.shape == (0, 2)
-
-
-def test_bad_arguments() -> None:
-    kwargs: dict[str, Any] = {"top_k": 2, "top_groups": 1, "normalise": True, "factor": 1.0}
-    logits, bias = torch.randn(3, 8), torch.zeros(8)
-    with pytest.raises(ValueError, match="float32; got logits torch.bfloat16"):
-        route(logits.bfloat16(), bias, groups=1, **kwargs)
-    with pytest.raises(ValueError, match="bias torch.float64"):
-        route(logits, bias.double(), groups=1, **kwargs)
-    with pytest.raises(ValueError, match=r"bias \(7,\)"):
-        route(logits, bias[:7], groups=1, **kwargs)
-    with pytest.raises(ValueError, match="3 groups do not fit"):
-        route(logits, bias, groups=3, **kwargs)
-    with pytest.raises(ValueError, match="8 experts in 8 groups: a group is ranked by 2"):
-        route(logits, bias, groups=8, **kwargs)
-    with pytest.raises(ValueError, match="top 5 experts within top 1 of 2 groups of 4 experts"):
-        route(logits, bias, groups=2, **kwargs | {"top_k": 5})
-    with pytest.raises(ValueError, match="top 2 experts within top 3 of 2 groups"):
-        route(logits, bias, groups=2, **kwargs | {"top_groups": 3})

@@ -32,13 +32,3 @@ def test_a_column_of_a_wider_matrix(device: str) -> None:
     experts = torch.arange(12, dtype=torch.int32, device=device).view(3, 4)
     rank_of = torch.tensor([0, 0, 1, 1] * 3, dtype=torch.int32, device=device)
     assert token_ranks(experts[:, 1:3], rank_of, 2).first.tolist() == [[0, 1]] * 3
-
-
-def test_bad_choices() -> None:
-    experts, rank_of = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"must be int32 \[tokens, choices\].*, not torch.int64 \(2, 2\)"):
-        token_ranks(experts.long(), rank_of, 2)
-    with pytest.raises(ValueError, match=r"torch.int32 \(2, 2\) and torch.int64 \(4,\)"):
-        token_ranks(experts, rank_of.long(), 2)
-    with pytest.raises(ValueError, match="to 1 rank or more, not to 0"):
-        token_ranks(experts, rank_of, 0)

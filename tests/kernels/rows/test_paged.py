@@ -71,16 +71,6 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     assert torch.equal(pool[-1, [63, 0]], rows) and not pool[-1, 1:63].any()
 
 
-def test_store_rejects_what_does_not_fit() -> None:
-    pool = torch.zeros(2, 2, 3)
-    with pytest.raises(ValueError, match=r"\(2, 3\) rows do not fit 3 slots of width 3"):
-        store_rows(pool, torch.ones(2, 3), torch.tensor([0, 1, 2]))
-    with pytest.raises(ValueError, match=r"\(2, 4\) rows"):
-        store_rows(pool, torch.ones(2, 4), torch.tensor([0, 1]))
-    with pytest.raises(TypeError, match="slots must be int32 or int64, not torch.float32"):
-        store_rows(pool, torch.ones(2, 3), torch.tensor([0.0, 1.0]))
-
-
 @pytest.mark.parametrize("page_size", [1, 4, 7, 64])
 def test_read_every_range(page_size: int, scattered_pages: Scatter) -> None:
     rows = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (23, 9)]

@@ -129,21 +129,3 @@ def test_products_depend_on_the_distance_only(interleaved: bool, device: str) ->
 def test_the_two_layouts_are_different_models(device: str) -> None:
     x, turns = make((4, 8)).to(device), cos_sin(angles(4, 4), device)
     assert not torch.allclose(apply_rope(x, *turns, interleaved=True), apply_rope(x, *turns, interleaved=False))
-
-
-def test_bad_arguments() -> None:
-    cos = torch.ones(3, 4)
-    with pytest.raises(ValueError, match=r"x \(3, 6\) does not fit cos \(3, 4\)"):
-        apply_rope(torch.ones(3, 6), cos, cos, interleaved=True)
-    with pytest.raises(ValueError, match="does not fit"):
-        apply_rope(torch.ones(2, 8), cos, cos, interleaved=False)
-    with pytest.raises(ValueError, match=r"out \(3, 1, 8\) must have the shape of x \(3, 8\)"):
-        apply_rope(torch.ones(3, 8), cos, cos, interleaved=False, out=torch.ones(3, 1, 8))
-    with pytest.raises(ValueError, match=r"cos \(3, 4\) and sin \(4, 3\) must both be \[3, dim / 2\]"):
-        apply_rope(torch.ones(3, 8), cos, cos.view(4, 3), interleaved=False)
-    with pytest.raises(TypeError, match=r"must be float32, not torch.float32 and torch.float64"):
-        apply_rope(torch.ones(3, 8), cos, cos.double(), interleaved=False)
-    with pytest.raises(ValueError, match="the rows of cos and sin must be contiguous"):
-        apply_rope(torch.ones(3, 8), torch.ones(4, 3).T, cos, interleaved=False)
-    with pytest.raises(ValueError, match="the last dimension of x must be contiguous"):
-        apply_rope(torch.ones(8, 3).T, cos, cos, interleaved=False)

@@ -84,21 +84,3 @@ def test_packed_rows_begin_at_16_bytes() -> None:
     assert CacheFormat.of(32, 8, 24, torch.float32).packed_width() == 64
     assert CacheFormat.of(33, 8, 24, torch.float32).packed_width() == 68
     assert CacheFormat.of(512, 64, 128, FP8).packed_width(index_key=False) == 656
-
-
-def test_bad_arguments() -> None:
-    latents, keys, rows = torch.ones(2, 3, 8), torch.ones(2, 3, 4), torch.ones(5, 12)
-    slots = torch.zeros(5, dtype=torch.int32)
-    with pytest.raises(
-        ValueError, match=r"rows \(5, 11\), latent pool \(2, 3, 8\) and index-key pool \(2, 3, 4\) do not"
-    ):
-        store_cache_rows(latents, keys, rows[:, :11], slots, KEYS)
-    with pytest.raises(ValueError, match="do not fit together"):
-        store_cache_rows(latents, torch.ones(2, 2, 4), rows, slots, KEYS)
-    with pytest.raises(ValueError, match="must have one dtype, not torch.float16, torch.float32 and torch.float32"):
-        store_cache_rows(latents, keys, rows.half(), slots, KEYS)
-    with pytest.raises(ValueError, match=r"5 rows need as many slots, not \[4\]"):
-        store_cache_rows(latents, keys, rows, slots[:4], KEYS)
-    latents, keys, rows = latents.to(torch.uint8), torch.ones(2, 3, 8, dtype=torch.uint8), torch.ones(5, 17).byte()
-    with pytest.raises(ValueError, match="must begin at multiples of 4 bytes; the stride is 17"):
-        store_cache_rows(latents, keys, rows[:, :16], slots, IndexKeyFormat(4, FP8))

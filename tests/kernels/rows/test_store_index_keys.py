@@ -176,33 +176,3 @@ def test_offsets_beyond_two_to_the_31(fp8: bool, device: str, relative_error: Er
         check_fp8(values, page[64 * 128 :].view(torch.float32)[[63, 0]], keys.transformed, False, 2**-10)
     else:
         assert relative_error(last[[63, 0]], keys.wanted) < 2e-3
-
-
-def test_bad_arguments() -> None:
-    x, weight, cos = torch.ones(3, 24), torch.ones(24), torch.ones(3, 4)
-    pool, slots = torch.ones(2, 4, 24), torch.zeros(3, dtype=torch.int32)
-
-    def store(
-        weight: torch.Tensor = weight,
-        out: torch.Tensor = pool,
-        at: torch.Tensor | None = slots,
-        turns: torch.Tensor = cos,
-    ) -> None:
-        key_format = format_of(out, 24)
-        store_index_keys(x, weight, weight, EPS, turns, turns, out, at, key_format=key_format, interleaved=True)
-
-    with pytest.raises(ValueError, match=r"weight \(23,\) and bias \(23,\) must be \[24\]"):
-        store(weight=weight[:23])
-    with pytest.raises(ValueError, match="26 rotated columns do not fit keys of 24"):
-        store(turns=torch.ones(3, 13))
-    with pytest.raises(ValueError, match=r"must both be \[3, dim / 2\]"):
-        store(turns=torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"3 rows need as many slots, not \[2\]"):
-        store(at=slots[:2])
-    with pytest.raises(ValueError, match=r"without slots the rows go to a buffer \[3, 24\]"):
-        store(at=None)
-    with pytest.raises(ValueError, match="needs a power of two, at most 128, not 24"):
-        store(out=torch.ones(2, 4, 28, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="keys of 24 numbers in torch.float32 do not have the format IndexKeyFormat"):
-        other = IndexKeyFormat(32, torch.float32)
-        store_index_keys(x, weight, weight, EPS, cos, cos, pool, slots, key_format=other, interleaved=True)

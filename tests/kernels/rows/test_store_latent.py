@@ -185,45 +185,6 @@ def test_offsets_beyond_two_to_the_31(fp8: bool, device: str, relative_error: Er
     assert not pool[-1, 62].any()
 
 
-def test_bad_arguments() -> None:
-    x, weight, cos = torch.ones(3, 40), torch.ones(32), torch.ones(3, 4)
-    pool, slots = torch.ones(2, 4, 40), torch.zeros(3, dtype=torch.int32)
-
-    def store(compressed: torch.Tensor, out: torch.Tensor, at: torch.Tensor | None, turns: torch.Tensor = cos) -> None:
-        row_format = format_of(out, 32, 8)
-        store_latent(compressed, weight, EPS, turns, turns, out, at, row_format=row_format, interleaved=True)
-
-    with pytest.raises(
-        ValueError, match=r"compressed \(3, 39\) must be \[T, rank \+ rope\], with 32 norm weights and 8"
-    ):
-        store(x[:, :39], pool, slots)
-    with pytest.raises(ValueError, match=r"must both be \[3, dim / 2\]"):
-        store(x, pool, slots, torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"3 rows need as many slots, not \[2\]"):
-        store(x, pool, slots[:2])
-    with pytest.raises(TypeError, match="slots must be int32 or int64, not torch.float32"):
-        store(x, pool, slots.float())
-    with pytest.raises(
-        ValueError, match=r"with slots the rows go to a pool \[pages, page_size, 40\], not \[2, 4, 39\]"
-    ):
-        store(x, torch.ones(2, 4, 39), slots)
-    with pytest.raises(ValueError, match=r"without slots the rows go to a buffer \[3, 40\], not \[2, 4, 40\]"):
-        store(x, pool, None)
-    with pytest.raises(ValueError, match="the rows of a page must be contiguous"):
-        store(x, torch.ones(2, 4, 80)[..., :40], slots)
-    with pytest.raises(ValueError, match="needs a rank that is a multiple of 128, not 32"):
-        store(x, torch.ones(2, 4, 40, dtype=torch.uint8), slots)
-    with pytest.raises(
-        ValueError, match=r"rows of 32 \+ 8 numbers in torch.float32 do not have the format LatentFormat"
-    ):
-        store_latent(x, weight, EPS, cos, cos, pool, row_format=LatentFormat(32, 8, torch.float16), interleaved=True)
-    with pytest.raises(ValueError, match="FP8 rows must begin at multiples of 4 bytes; the row stride is 166"):
-        store_latent(
-            torch.ones(3, 144), torch.ones(128), EPS, torch.ones(3, 8), torch.ones(3, 8),
-            torch.ones(3, 166, dtype=torch.uint8)[:, :164], row_format=LatentFormat(128, 16, FP8), interleaved=True,
-        )  # fmt: skip
-
-
 def test_the_norm_is_rounded_before_its_weight() -> None:
     """The model's definition rounds like this."""
     rows = Rows(8, 64, 8, torch.bfloat16, True)

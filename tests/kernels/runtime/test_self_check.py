@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
-import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-import dsa_engine.kernels
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.runtime import launch, operation
 from dsa_engine.kernels.runtime.operation import OPERATIONS, Comparison
@@ -31,11 +28,6 @@ WHOLE = (torch.int32, torch.int64)
 # A row of each part of what an operation gives, before and after -> the row of a wrong kernel.
 Rows = dict[str, torch.Tensor]
 Fault = Callable[[Rows, Rows], None]
-
-
-for _module in pkgutil.walk_packages(dsa_engine.kernels.__path__, "dsa_engine.kernels."):
-    if "native" not in _module.name:
-        importlib.import_module(_module.name)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ DEEPSPEED = "deepspeed>=0.19"
 
 # The HTTP server, its channel to the engine's process, and the client of the serving benchmark.
 SERVE = [
-    "fastapi>=0.115",
+    "fastapi>=0.132",
     "uvicorn>=0.30",
     "httptools>=0.6",
     "prometheus_client>=0.20",

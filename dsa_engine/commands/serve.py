@@ -14,11 +14,10 @@ from importlib.util import find_spec
 
 from dsa_engine.arguments import add_engine_arguments, add_options, llm_from, options_from
 from dsa_engine.commands.early import Early, leads
-from dsa_engine.server.listen import bind
 from dsa_engine.server.options import ServerOptions, read_template
 
 KEY_VARIABLE = "DSA_ENGINE_API_KEY"
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +52,7 @@ def run_serve(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socket | None) -> None:
     """Serves at a socket on rank 0, follows on another rank."""
     from dsa_engine.engine.stats_log import StatsLog
-    from dsa_engine.server.remote.process import HttpProcess
+    from dsa_engine.server.process import HttpProcess
 
     llm = llm_from(args)
     if bound is None:
@@ -82,4 +81,6 @@ def _checked(args: argparse.Namespace, options: ServerOptions) -> socket.socket:
         early.conversation_format(**parsers)
     elif any(parsers.values()):
         raise ValueError(f"reasoning_parser and tool_call_parser need a tokenizer, and {early.folder} has none")
+    from dsa_engine.server.http import bind  # with FastAPI, which the help does not need
+
     return bind(options.host, options.port)

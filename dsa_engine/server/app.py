@@ -1,31 +1,38 @@
-"""The application: routes, the page, the key, and the readiness of the server."""
+"""The application: routes, the page, the key, and what the routes share."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, Response
+from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsa_engine.config.checks import shown
-from dsa_engine.server.admission import Admission
-from dsa_engine.server.body import BodyReader
-from dsa_engine.server.errors import ApiError, add_handlers, bad_request, failed
-from dsa_engine.server.forms.chat import ChatForm
-from dsa_engine.server.forms.completions import CompletionForm
-from dsa_engine.server.forms.tokens import detokenize, tokenize
-from dsa_engine.server.generation import Form, Generation
-from dsa_engine.server.key import KeyCheck
+from dsa_engine.server.chat import ChatForm
+from dsa_engine.server.client import EngineClient
+from dsa_engine.server.completions import CompletionForm
+from dsa_engine.server.errors import ApiError, EngineError, add_handlers, bad_request
+from dsa_engine.server.generation import Admission, Form, Generation, to_json
 from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.options import ServerOptions, read_template
-from dsa_engine.server.remote.client import EngineClient
-from dsa_engine.system.sizes import parse_bytes
-from dsa_engine.text.conversations import conversation_format
+from dsa_engine.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    RequestBody,
+    TokenizeRequest,
+)
+from dsa_engine.system.sizes import format_bytes, parse_bytes
+from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.version import __version__
 
 PAGE = Path(__file__).parent / "page"
@@ -48,133 +55,191 @@ class Server:
         self.llm, self.options = llm, options
         self.names = options.served_model_name or [facts.model]
         self.created = int(time.time())
-        self.admission = Admission(facts.max_num_seqs + options.max_waiting_requests, options.request_timeout)
-        self.bodies = BodyReader(parse_bytes(options.max_body_size, "max_body_size"), options.body_timeout)
+        self.admission = Admission(facts.max_num_seqs + options.max_waiting_requests)
         self.metrics = Metrics(facts.pid, self.names[0])
         parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}
-        self.conversation = None
+        self._conversation = None
         if llm.has_tokenizer:
-            self.conversation = conversation_format(llm.folder, facts.config, **parsers, tokenizer=llm.tokenizer)
-        self.chat_template = read_template(options.chat_template)
+            self._conversation = conversation_format(llm.folder, facts.model_type, **parsers, tokenizer=llm.tokenizer)
+        self._chat_template = read_template(options.chat_template)
 
-    def alive(self) -> ApiError | None:
-        """None while the engine runs; otherwise the error that ended it."""
+    @property
+    def alive(self) -> bool:
+        """Whether the engine runs."""
         try:
             self.llm.check()
-        except BaseException as error:
-            known = failed(error)
-            if known.status == 503:
-                return known
-            return ApiError(503, f"the engine has ended: {type(error).__name__}: {error}")
-        return None
+        except EngineError:
+            return False
+        return True
 
-    def model(self, body: dict[str, Any]) -> str:
+    def model(self, name: str | None) -> str:
         """The name of the model that a request asks for; raises :class:`ApiError` if it is not here."""
-        name = body.get("model", self.names[0])
-        if not isinstance(name, str):
-            raise ValueError(f"model must be a text, not {shown(name)}")
-        if name not in self.names:
+        if name is not None and name not in self.names:
             here = ", ".join(self.names)
             raise ApiError(404, f"the model {shown(name)} is not here; there is {here}", "model", "model_not_found")
-        return name
+        return name or self.names[0]
 
-    def chat(self, body: dict[str, Any]) -> ChatForm:
-        """Parses a request to /v1/chat/completions."""
-        if self.conversation is None:
+    def card(self, name: str) -> dict[str, Any]:
+        """The entry of a model in the list of models."""
+        card = {"id": name, "object": "model", "created": self.created, "owned_by": "dsa_engine", "parent": None}
+        return card | {"root": self.llm.facts.model, "max_model_len": self.llm.facts.max_model_len}
+
+    def chat(self, asked: ChatRequest) -> ChatForm:
+        """What a request to /v1/chat/completions asks for."""
+        return ChatForm(self.llm, self._form(), asked, self.model(asked.model), self._template(asked))
+
+    def completion(self, asked: CompletionRequest) -> CompletionForm:
+        """What a request to /v1/completions asks for."""
+        return CompletionForm(self.llm, asked, self.model(asked.model))
+
+    def _form(self) -> ConversationFormat:
+        if self._conversation is None:
             raise ValueError("the model's folder has no tokenizer; use /v1/completions with token ids")
-        return ChatForm(self.llm, self.conversation, body, self.model(body), self.chat_template)
+        return self._conversation
 
-    def completion(self, body: dict[str, Any]) -> CompletionForm:
-        """Parses a request to /v1/completions."""
-        return CompletionForm(self.llm, body, self.model(body))
+    def _template(self, asked: Conversation) -> str | None:
+        """The chat template of a request; None: the model's."""
+        if asked.chat_template is not None and not self.options.trust_request_chat_template:
+            words = "chat_template is taken from requests only by a server with --trust-request-chat-template"
+            raise ApiError(400, words, "chat_template")
+        return asked.chat_template or self._chat_template
 
-    async def generate(self, request: Request, parse: Callable[[dict[str, Any]], Form]) -> Response:
+    def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
+        """The token ids of a text or of a conversation; raises ``ValueError`` or ``TypeError``."""
+        asked.further(set())
+        if (asked.prompt is None) == (not asked.messages):
+            raise ValueError("give prompt, a text, or messages, a conversation")
+        tokenizer = self.llm.tokenizer
+        if asked.prompt is not None:
+            ids = tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        else:
+            text = self._form().render(
+                asked.messages,
+                tools=asked.tools or None,
+                chat_template=self._template(asked),
+                chat_template_kwargs=asked.chat_template_kwargs,
+                add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+                continue_final_message=asked.continue_final_message,
+            )
+            ids = tokenizer.encode(text, add_special_tokens=bool(asked.add_special_tokens))
+        texts = [tokenizer.token_text(token) for token in ids] if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.llm.facts.max_model_len, "tokens": ids, "token_strs": texts}
+
+    def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids; raises ``ValueError``."""
+        asked.further(set())
+        vocab = self.llm.facts.vocab_size
+        if wrong := next((token for token in asked.tokens if not 0 <= token < vocab), None):
+            raise ValueError(f"tokens has {wrong}; the vocabulary has ids 0 … {vocab - 1}")
+        return {"prompt": self.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+
+    async def generate(self, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
         """Answers a request that generates."""
-        with self.admission.entering():  # refused before the body is read
-            form = await self.parsed(request, parse)
-        return Generation(self.llm, form, self.admission, self.metrics)
+        with self.admission.admit(1):
+            form = await self.parsed(asked, parse)
+        return Generation(self.llm, form, self.admission, self.metrics, self.options.request_timeout)
 
-    async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Any]) -> Any:
+    async def parsed(self, asked: RequestBody, parse: Callable[[Any], Any]) -> Any:
         """What ``parse`` makes of a request's body, in a thread: encoding a long text takes a second."""
-        async with self.bodies.read(request) as body:
-            if body.get("chat_template") is not None and not self.options.trust_request_chat_template:
-                words = "chat_template is taken from requests only by a server with --trust-request-chat-template"
-                raise ApiError(400, words, "chat_template")
-            try:
-                return await asyncio.to_thread(parse, body)
-            except (ValueError, TypeError) as error:
-                raise bad_request(error, body) from error
+        try:
+            return await asyncio.to_thread(parse, asked)
+        except (ValueError, TypeError) as error:
+            raise bad_request(error, asked.model_fields_set) from error
 
 
 def make_app(server: Server) -> FastAPI:
-    """The application."""
-    app = FastAPI(title="dsa_engine", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    """The application. Open without a key is what load balancers ask, and the page, which asks its user for the key."""
+    app = FastAPI(version=__version__, docs_url=None, redoc_url=None, openapi_url=None, strict_content_type=False)
     add_handlers(app)
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(server, name) for name in server.names]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        return _model_card(server, server.model({"model": name}))
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await server.generate(request, server.completion)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await server.generate(request, server.chat)
-
-    @app.post("/tokenize")
-    async def to_tokens(request: Request) -> dict[str, Any]:
-        return await server.parsed(
-            request, lambda body: tokenize(server.llm, server.conversation, body, server.chat_template)
-        )
-
-    @app.post("/detokenize")
-    async def to_text(request: Request) -> dict[str, Any]:
-        return await server.parsed(request, lambda body: detokenize(server.llm, body))
+    app.add_middleware(_BodyLimit, max_bytes=parse_bytes(server.options.max_body_size, "max_body_size"))
 
     @app.get("/health")
     @app.get("/ping")
-    async def health() -> Response:
-        error = server.alive()
-        return Response() if error is None else error.response
-
     @app.get("/ready")
-    async def ready() -> Response:
-        error = server.alive()
-        if error is None and server.admission.draining:
-            error = ApiError(503, "the server is shutting down")
-        return Response() if error is None else error.response
+    async def health() -> Response:
+        server.llm.check()
+        return Response()
 
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        state = await server.llm.state() if server.alive() is None else None
-        return Response(server.metrics.text(state), media_type="text/plain; version=0.0.4; charset=utf-8")
-
+    app.include_router(_api(server))
     _add_page(app)
-    if server.options.api_key is not None:
-        app.add_middleware(KeyCheck, key=server.options.api_key)
     return app
 
 
-def _model_card(server: Server, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": server.created,
-        "owned_by": "dsa_engine",
-        "root": server.llm.facts.model,
-        "parent": None,
-        "max_model_len": server.llm.facts.max_model_len,
-    }
+def _api(server: Server) -> APIRouter:
+    """The routes that need the key, if there is one."""
+    api = APIRouter(dependencies=[Depends(_KeyCheck(server.options.api_key))] if server.options.api_key else [])
+
+    @api.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [server.card(name) for name in server.names]}
+
+    @api.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return server.card(server.model(name))
+
+    @api.post("/v1/completions")
+    async def completions(asked: CompletionRequest) -> Response:
+        return await server.generate(asked, server.completion)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(asked: ChatRequest) -> Response:
+        return await server.generate(asked, server.chat)
+
+    @api.post("/tokenize")
+    async def to_tokens(asked: TokenizeRequest) -> Response:
+        return Response(to_json(await server.parsed(asked, server.tokenize)), media_type="application/json")
+
+    @api.post("/detokenize")
+    async def to_text(asked: DetokenizeRequest) -> Response:
+        return Response(to_json(await server.parsed(asked, server.detokenize)), media_type="application/json")
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        state = await server.llm.state() if server.alive else None
+        return Response(server.metrics.text(state), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return api
+
+
+class _KeyCheck(HTTPBearer):
+    """Refuses requests without ``Authorization: Bearer KEY``; the comparison takes equal time for all wrong keys."""
+
+    def __init__(self, key: str):
+        super().__init__(auto_error=False)
+        self._key = key.encode()
+
+    async def __call__(self, request: Request) -> None:  # type: ignore[override]
+        given = await super().__call__(request)
+        if given is None or not hmac.compare_digest(given.credentials.encode(), self._key):
+            words = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
+            raise ApiError(401, words, code="invalid_api_key")
+
+
+class _BodyLimit:
+    """Refuses bodies of more than ``max_bytes``."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                limit = format_bytes(self._max_bytes)
+                raise ApiError(
+                    413, f"the body is larger than {limit}; send less, or start the server with --max-body-size"
+                )
+            return message
+
+        await self._app(scope, limited, send)
 
 
 class _PageFiles(StaticFiles):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from dsa_engine.parallel.failure import is_transport_error
+from dsa_engine.config.checks import shown
 
 _TYPES = {
     400: "invalid_request_error",
@@ -18,10 +19,10 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize and /detokenize, as models here write text"
-RETRY_AFTER_S = 1  # what a client is told to wait before it tries again
+_RETRY_AFTER = {"Retry-After": "1"}  # seconds that a client is told to wait before it tries again
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An error that the client gets.
 
     Args:
@@ -32,18 +33,25 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        super().__init__(status, message, _RETRY_AFTER if status in (429, 503) else None)
+        self.param, self.code = param, code
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+
+class EngineError(RuntimeError):
+    """The error that has ended a request in the engine's process, or the engine."""
+
+
+class EngineGone(EngineError):
+    """The engine has ended, or a rank of it."""
 
 
 def bad_request(error: Exception, names: Any = ()) -> ApiError:
@@ -53,15 +61,21 @@ def bad_request(error: Exception, names: Any = ()) -> ApiError:
     return ApiError(400, message, param)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Answers errors of routes, and of routing itself, in OpenAI's form."""
+def failed(error: BaseException) -> ApiError:
+    """The answer to an error that is the server's own."""
+    if isinstance(error, EngineGone):
+        return ApiError(503, f"the engine of this server has ended: {error}; try again later")
+    what = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    return ApiError(500, f"the server failed: {what}")
 
-    @app.exception_handler(ApiError)
-    async def own(request: Request, error: ApiError) -> JSONResponse:
-        return error.response
+
+def add_handlers(app: FastAPI) -> None:
+    """Answers errors of routes, of bodies and of routing itself in OpenAI's form."""
 
     @app.exception_handler(HTTPException)
-    async def of_routing(request: Request, error: HTTPException) -> JSONResponse:
+    async def expected(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error, ApiError):
+            return error.response
         words = {
             404: f"there is nothing at {request.url.path}; there are {_PATHS}",
             405: f"{request.url.path} does not take {request.method}",
@@ -70,17 +84,18 @@ def add_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    @app.exception_handler(RequestValidationError)
+    async def of_body(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"][1:])) if first["type"] != "json_invalid" else ""
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "json_invalid":
+            message = f"the body is not valid JSON: {first['ctx']['error']}"
+        elif name:
+            message = f"{name}: {message}, not {shown(first['input'])}"
+        return ApiError(400, message, name.partition(".")[0] or None).response
+
+    @app.exception_handler(EngineError)
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         return failed(error).response
-
-
-def failed(error: BaseException) -> ApiError:
-    """The answer to an error that is the server's own."""
-    if is_transport_error(error) or isinstance(
-        error, ConnectionError
-    ):  # a collective broke, or the engine's process ended
-        return ApiError(
-            503, "a rank of this server has ended or does not answer, and so the server ends; try again later"
-        )
-    return ApiError(500, f"the server failed: {type(error).__name__}: {error}")

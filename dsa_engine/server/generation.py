@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
+import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.server.admission import Admission, ClientLeft
-from dsa_engine.server.connection import CHUNKS
+from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError, bad_request, failed
-from dsa_engine.server.events import EventStream, to_json
-from dsa_engine.server.forms.usage import StreamUsage, failure_of, usage_of
 from dsa_engine.server.metrics import Metrics
-from dsa_engine.server.remote.client import EngineClient
+from dsa_engine.server.parts import StreamUsage, failure_of, usage_of
 
 logger = logging.getLogger(__name__)
+to_json = msgspec.json.Encoder().encode
+
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies such as nginx pass events on at once
+]
 
 
 class Form(Protocol):
@@ -33,6 +38,7 @@ class Form(Protocol):
         stream: whether outputs are sent as they come.
         include_usage, continuous_usage: whether a last chunk, or every chunk, has the usage.
         names: the parameters of the request, for its errors.
+        chunk_head: what all chunks of a stream begin with.
     """
 
     prompts: list[dict[str, Any]]
@@ -41,6 +47,7 @@ class Form(Protocol):
     include_usage: bool
     continuous_usage: bool
     names: tuple[str, ...]
+    chunk_head: dict[str, Any]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer, without its usage."""
@@ -51,12 +58,32 @@ class Form(Protocol):
         ...
 
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
-        """The chunks of a stream that a piece makes, without usage; none if it has nothing to show."""
+        """The chunks of a stream that a piece makes, without head and usage; none if it has nothing to show."""
         ...
 
-    def empty_chunk(self) -> dict[str, Any]:
-        """A chunk without choices, which carries the usage."""
-        ...
+
+class ClientLeft(Exception):
+    """The client has closed the connection; it gets no answer."""
+
+
+class Admission:
+    """Counts the outputs that run or wait; more than ``limit`` are refused."""
+
+    def __init__(self, limit: int):
+        self.limit, self.outputs = limit, 0
+
+    @contextmanager
+    def admit(self, outputs: int) -> Iterator[None]:
+        """Lets a request enter for the block; raises :class:`ApiError` if none may enter now."""
+        if self.outputs >= self.limit:
+            raise ApiError(
+                429, f"{self.outputs} requests run or wait, of at most {self.limit}; try again later", code="overloaded"
+            )
+        self.outputs += outputs
+        try:
+            yield
+        finally:
+            self.outputs -= outputs
 
 
 class Generation(Response):
@@ -65,23 +92,24 @@ class Generation(Response):
     Args:
         llm: the engine.
         form: the endpoint's.
+        timeout_s: maximum time of the request in seconds; None: no limit.
     """
 
-    def __init__(self, llm: EngineClient, form: Form, admission: Admission, metrics: Metrics):
+    def __init__(
+        self, llm: EngineClient, form: Form, admission: Admission, metrics: Metrics, timeout_s: float | None = None
+    ):
         self._llm, self._form, self._admission, self._metrics = llm, form, admission, metrics
+        self._timeout_s = timeout_s
         self._unfinished = len(form.prompts) * form.params.n  # outputs
+        self._started = False  # whether the status of a stream has been sent
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventStream(send, scope.get("extensions", {}).get(CHUNKS, {}).get("writer"))
         error: ApiError | None = None
         try:
-            async with self._admission.admit(self._unfinished, receive):
-                with self._counting():
-                    if self._form.stream:
-                        await self._stream(events)
-                    else:
-                        body = await self._whole()
+            with self._admission.admit(self._unfinished), self._counting():
+                work = self._stream(send) if self._form.stream else self._whole()
+                body = await self._or_departure(work, receive)
         except ClientLeft:
             return
         except ApiError as refusal:
@@ -91,12 +119,30 @@ class Generation(Response):
         except Exception as unforeseen:
             logger.exception("a request failed")
             error = failed(unforeseen)
-        if error is not None and not events.started:
+        if error is not None and not self._started:
             await error.response(scope, receive, send)
-        elif self._form.stream:
-            await self._end(events, error)
+        elif self._started:
+            last = b"" if error is None else b"data: %b\n\n" % to_json(error.body)
+            await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n", "more_body": False})
         else:
             await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _or_departure(self, work: Coroutine[Any, Any, bytes], receive: Receive) -> bytes:
+        """Does the work, unless the client leaves before or its time is over: then its requests are aborted."""
+        running, left = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+        try:
+            await asyncio.wait((running, left), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            if left.done():
+                raise ClientLeft
+            limit = f"{self._timeout_s:g} seconds (--request-timeout)"
+            raise ApiError(504, f"the request took more than {limit}", code="timeout")
+        finally:
+            left.cancel()
+            if not running.done():
+                running.cancel()
+                await asyncio.wait((running,))
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -106,14 +152,9 @@ class Generation(Response):
         except (ValueError, TypeError):
             raise
         except BaseException as error:
-            aborted = isinstance(error, (asyncio.CancelledError, ApiError))
+            aborted = isinstance(error, (asyncio.CancelledError, ApiError, ClientLeft))
             self._metrics.unfinished(self._unfinished, "abort" if aborted else "error")
             raise
-
-    async def _end(self, events: EventStream, error: ApiError | None) -> None:
-        if error is not None:
-            await events.write(error.body)
-        await events.end()
 
     async def _whole(self) -> bytes:
         outputs = await self._llm.agenerate(self._form.prompts, self._form.params)
@@ -124,14 +165,16 @@ class Generation(Response):
             raise ApiError(500, f"an output failed: {reason}")
         return to_json(self._form.whole(outputs) | {"usage": usage_of(outputs)})
 
-    async def _stream(self, events: EventStream) -> None:
+    async def _stream(self, send: Send) -> bytes:
         form, n = self._form, self._form.params.n
         prompts, pieces = await self._llm.prepare_streams(form.prompts, form.params)
         form.begin(prompts)
         usage = StreamUsage(prompts, n)
         counts = [0] * self._unfinished
+        begin = b"data: %b," % to_json(form.chunk_head)[:-1]  # encoded once, as it is most of a chunk
         async with aclosing(pieces):
-            await events.start()
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            self._started = True
             async for piece in pieces:
                 usage.add(piece)
                 counts[piece.index] += len(piece.token_ids)
@@ -143,11 +186,19 @@ class Generation(Response):
                 chunks = form.chunks(piece)
                 if form.continuous_usage:
                     chunks = [chunk | {"usage": usage.form} for chunk in chunks]
+                if piece.finish_reason is not None and form.include_usage and not self._unfinished:
+                    chunks.append({"choices": [], "usage": usage.form})
                 if chunks:
-                    await events.write(*chunks)
-        if form.include_usage:
-            await events.write(form.empty_chunk() | {"usage": usage.form})
+                    body = b"".join(b"%b%b\n\n" % (begin, to_json(chunk)[1:]) for chunk in chunks)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        return b""
 
     def _finished(self, output: Any, prompt_tokens: int, output_tokens: int) -> None:
         self._unfinished -= 1
         self._metrics.finished(output.metrics, output.finish_reason, prompt_tokens, output_tokens)
+
+
+async def _departure(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

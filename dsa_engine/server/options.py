@@ -44,11 +44,10 @@ class ServerOptions(Options):
         Kind(integer(0), int), 1024, "requests beyond --max-num-seqs that may wait; further ones get status 429."
     )
     request_timeout: float | None = option(_SECONDS, None, "seconds after which a request is ended with an error.")
-    body_timeout: float = option(_SECONDS, 30.0, "seconds in which the header of a request, and then its body, come.")
     shutdown_timeout: float = option(
         Kind(number(0), float, metavar="SECONDS"),
         20.0,
-        "after SIGTERM or Ctrl-C, seconds for running requests to end; new ones get status 503.",
+        "after SIGTERM or Ctrl-C, seconds for running requests to end; new ones are refused.",
     )
     disable_log_stats: bool = option(
         BOOL, False, "no line in the log every ten seconds while requests run: throughput, requests, prefix hits."

@@ -45,7 +45,7 @@ def test_bad_options(refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is the first word or --model; the key may be in the environment."""
-    from dsa_engine.server.remote import process
+    from dsa_engine.server import process
 
     class Stop(Exception):
         pass

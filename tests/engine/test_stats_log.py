@@ -83,6 +83,6 @@ def test_the_server_has_the_lines_unless_told_not_to(
     seen: list[bool] = []
     monkeypatch.setattr("dsa_engine.commands.serve.llm_from", lambda _: MagicMock(engine=llm.engine))
     waits = MagicMock(wait=lambda: seen.append(bool(serving())))
-    monkeypatch.setattr("dsa_engine.server.remote.process.HttpProcess", lambda *_: waits)
+    monkeypatch.setattr("dsa_engine.server.process.HttpProcess", lambda *_: waits)
     cli.main(["serve", "demo", *options])
     assert seen == [lines] and not serving()

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing import Pipe
 from typing import Any
 
 import httpx
@@ -16,11 +15,10 @@ import pytest
 
 from dsa_engine import LLM
 from dsa_engine.server.app import Server
-from dsa_engine.server.listen import bind
+from dsa_engine.server.client import EngineClient
+from dsa_engine.server.http import HttpServer, bind
 from dsa_engine.server.options import ServerOptions
-from dsa_engine.server.remote.client import EngineClient
-from dsa_engine.server.remote.relay import Relay
-from dsa_engine.server.run import HttpServer
+from dsa_engine.server.process import Relay
 
 
 class Running(httpx.Client):
@@ -58,9 +56,8 @@ class Running(httpx.Client):
 
 @contextmanager
 def running(llm: LLM, **options: Any) -> Iterator[Running]:
-    own, other = Pipe()
-    relay = Relay(llm, own)
-    client = EngineClient(other)
+    relay = Relay(llm)
+    client = EngineClient(relay.facts, relay.folder)
     http = HttpServer(Server(client, ServerOptions(port=0, **options)), bind("127.0.0.1", 0))
     thread = threading.Thread(target=http.run)
     thread.start()
@@ -70,10 +67,9 @@ def running(llm: LLM, **options: Any) -> Iterator[Running]:
         with Running(http) as running_client:
             yield running_client
     finally:
-        http.handle_exit(signal.SIGTERM, None)
-        http.handle_exit(signal.SIGTERM, None)  # ends requests that a failed test has left
+        http.handle_exit(signal.SIGINT, None)
+        http.handle_exit(signal.SIGINT, None)  # ends requests that a failed test has left
         thread.join(20)
-        client.close()
         relay.close()
         assert not thread.is_alive(), "the server does not end"
 

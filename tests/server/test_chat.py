@@ -116,14 +116,14 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
     ("given", "words"),
     [
         ({"messages": []}, "the conversation is empty"),
-        ({"messages": "Hello"}, "messages must be a list of messages"),
+        ({"messages": "Hello"}, "messages: "),
         ({"messages": [{"content": "a"}]}, "'role'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
         ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
         ({"tool_choice": {"type": "function", "function": {"name": "a"}}, "tools": TOOLS}, "tool_choice must be"),
         ({"tool_choice": "auto"}, "tool_choice needs tools"),
         ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls must be true"),
-        ({"tools": "a"}, "tools must be a list"),
+        ({"tools": "a"}, "tools: "),
         ({"response_format": {"type": "json_object"}}, "no words for a response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format needs"),
         (
@@ -134,10 +134,10 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
         ({"modalities": ["text", "audio"]}, "text only"),
         ({"functions": [{}]}, "give tools"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
-        ({"logprobs": 5}, "logprobs must be True or False"),
+        ({"logprobs": 5}, "logprobs: "),
         ({"chat_template": "{{ raise_exception('no') }}"}, "the chat template that was given failed"),
-        ({"chat_template_kwargs": []}, "chat_template_kwargs must be a dict"),
-        ({"add_generation_prompt": 1}, "add_generation_prompt must be True or False"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs: "),
+        ({"add_generation_prompt": 1}, "add_generation_prompt: "),
     ],
 )
 def test_what_is_not_possible_is_said(server: Any, given: dict[str, Any], words: str) -> None:

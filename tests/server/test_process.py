@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import zmq
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.requests.messages import Abort, Add
-from dsa_engine.server.listen import bind, url_of
+from dsa_engine.engine.requests.messages import Add
+from dsa_engine.server.client import EngineClient
+from dsa_engine.server.errors import EngineError, EngineGone
+from dsa_engine.server.http import bind, url_of
+from dsa_engine.server.messages import AbortRequests, NewRequest, NewTokens, encode, from_engine
 from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.options import ServerOptions
-from dsa_engine.server.remote.client import EngineClient
-from dsa_engine.server.remote.messages import EngineFacts, Failed, NewTokens
-from dsa_engine.server.remote.process import HttpProcess
-from dsa_engine.server.remote.relay import Relay
+from dsa_engine.server.process import HttpProcess, Relay
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)
 
@@ -37,26 +35,50 @@ def tiny(tiny_llm: Callable[..., LLM]) -> LLM:
     return tiny_llm(600, max_num_seqs=8)
 
 
+class OtherEnd:
+    """The sockets of a process that asks."""
+
+    def __init__(self, llm: LLM):
+        self.relay = Relay(llm)
+        context = zmq.Context.instance()
+        self._tokens, self._requests = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._tokens.bind(f"ipc://{self.relay.folder}/tokens")
+        self._requests.connect(f"ipc://{self.relay.folder}/requests")
+
+    def send(self, *messages: Any) -> None:
+        self._requests.send(encode(messages))
+
+    def recv(self) -> list[Any]:
+        assert self._tokens.poll(60_000)
+        return from_engine(self._tokens.recv())
+
+    def close(self) -> None:
+        self._tokens.close(linger=0)
+        self._requests.close(linger=0)
+        self.relay.close()
+
+
 @pytest.fixture
-def other_end(tiny: LLM) -> Iterator[Connection]:
-    """The connection of a process that asks; afterwards all pages are free."""
-    own, others = Pipe()
-    relay = Relay(tiny, own)
+def other_end(tiny: LLM) -> Iterator[OtherEnd]:
+    """Afterwards all pages are free."""
+    made = OtherEnd(tiny)
     try:
-        yield others
+        yield made
     finally:
-        others.close()
-        relay.close()
+        made.close()
         tiny.wait_idle()
         assert tiny.engine.scheduler.free_pages == [tiny.engine.cache.pages]
 
 
-def test_the_tokens_of_a_step_are_one_message(tiny: LLM, other_end: Connection) -> None:
+def requests(params: SamplingParams, *prompts: int, first: int) -> list[NewRequest]:
+    return [NewRequest.of(Add([prompt], params, id=first + number)) for number, prompt in enumerate(prompts)]
+
+
+def test_the_tokens_of_a_step_are_one_message(tiny: LLM, other_end: OtherEnd) -> None:
     """Requests have the other process's numbers; the last tokens come with the counts of the request."""
     wanted = [one.token_ids for one in tiny.generate([[number] for number in range(5, 13)], PARAMS)]
-    assert isinstance(other_end.recv(), EngineFacts)
-    other_end.send([Add([number], PARAMS, id=100 + number) for number in range(5, 13)])
-    tokens: dict[int, list[int]] = {100 + number: [] for number in range(5, 13)}
+    other_end.send(*requests(PARAMS, *range(5, 13), first=100))
+    tokens: dict[int, list[int]] = {number: [] for number in range(100, 108)}
     messages, ended = 0, 0
     while ended < len(tokens):
         message: list[NewTokens] = other_end.recv()
@@ -70,52 +92,52 @@ def test_the_tokens_of_a_step_are_one_message(tiny: LLM, other_end: Connection) 
     assert messages == 9, "eight requests of nine tokens run together"
 
 
-def test_requests_end_with_their_caller(tiny: LLM, other_end: Connection) -> None:
+def test_log_probabilities_and_parameters_travel(tiny: LLM, other_end: OtherEnd) -> None:
+    params = SamplingParams(max_tokens=1, logprobs=2, logit_bias={7: 100.0}, seed=3)
+    (output,) = tiny.generate([[5]], params)[0].outputs
+    other_end.send(*requests(params, 5, first=0))
+    ((one,),) = [other_end.recv()]
+    assert output.logprobs is not None and list(one.tokens[0].logprobs) == list(output.logprobs[0])
+    assert one.tokens[0].token == 7 and one.tokens[0].logprobs[7].rank == output.logprobs[0][7].rank
+
+
+def test_requests_end_with_their_caller(tiny: LLM, other_end: OtherEnd) -> None:
     """One is aborted, the others end when the other process has gone; see the fixture."""
-    long = SamplingParams(max_tokens=150, ignore_eos=True)
+    other_end.send(*requests(SamplingParams(max_tokens=150, ignore_eos=True), 1, 2, 3, first=0))
     other_end.recv()
-    other_end.send([Add([number], long, id=number) for number in range(3)])
-    other_end.recv()
-    other_end.send(Abort((1, 77)))
+    other_end.send(AbortRequests([1, 77]))
     until = time.monotonic() + 60
     while len(tiny.engine.scheduler.running) != 2:
         assert time.monotonic() < until
         other_end.recv()
 
 
-class _Unusual(Exception):
-    """It cannot be pickled: its text does not make it."""
-
-    def __init__(self, first: int, second: int):
-        super().__init__(f"{first} and {second}")
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), _Unusual(1, 2)])
-def test_an_error_of_a_step_reaches_its_caller(tiny: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    assert str(error) in str(pickle.loads(pickle.dumps(Failed.of(3, error))).error)
-    own, others = Pipe()
-    relay = Relay(tiny, own)
+def test_an_error_of_a_step_reaches_its_caller(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = Relay(tiny)
 
     def failing(*args: Any) -> Any:
-        raise error
+        raise ValueError("no")
 
-    async def ask(client: EngineClient) -> None:
+    async def ask() -> None:
+        client = EngineClient(relay.facts, relay.folder)
+        client.connect()
+        receiving = asyncio.ensure_future(client.receive())
         with monkeypatch.context() as broken:
             broken.setattr(tiny.engine.runner, "launch", failing)
-            with pytest.raises(Exception, match=str(error)):
+            with pytest.raises(EngineError, match="ValueError: no"):
                 await client.agenerate([[5], [6]], PARAMS)
         (output,) = await client.agenerate([[5]], PARAMS)
         assert len(output.token_ids) == 9
         assert (await client.state()).running == 0
-        relay.close()
-        with pytest.raises(ConnectionError, match="the process of the engine has ended"):
+        await asyncio.to_thread(relay.close)
+        assert isinstance(await asyncio.wait_for(receiving, 20), EngineGone)
+        with pytest.raises(EngineGone):
             await client.agenerate([[5]], PARAMS)
-        with pytest.raises(ConnectionError):
+        with pytest.raises(EngineGone):
             await client.state()
+        client.close()
 
-    client = EngineClient(others)
-    asyncio.run(ask(client))
-    client.close()
+    asyncio.run(ask())
 
 
 def ready(url: str) -> None:

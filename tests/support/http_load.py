@@ -116,7 +116,10 @@ class Clients:
         status = head.split(b" ")[1].decode() if head else "closed"
         self.seen[f"{sort} {status}"] += 1
         if sort == "malformed":
-            if status not in ("200", "400", "404", "405") or (status != "200" and b'"error"' not in body):
+            no_http = body == b"Invalid HTTP request received."  # uvicorn's words
+            if status not in ("200", "400", "404", "405") or (
+                status != "200" and b'"error"' not in body and not no_http
+            ):
                 self.wrong.append(f"{sort}: {answer[:300]!r}")
             return
         tokens = None

@@ -9,39 +9,38 @@ from typing import Any
 
 from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
-from dsa_engine.server.forms.logprobs import completion_logprobs, prompt_logprobs
-from dsa_engine.server.forms.parameters import CompletionParameters, sampling_params, stream_options
-from dsa_engine.server.remote.client import EngineClient
+from dsa_engine.server.client import EngineClient
+from dsa_engine.server.parts import completion_logprobs, prompt_logprobs
+from dsa_engine.server.protocol import CompletionRequest, StreamOptions
 
 MAX_OUTPUTS = 4096  # in one request
 
 
 class CompletionForm:
-    """One request to ``/v1/completions``; see :class:`dsa_engine.server.generation.Form`.
+    """One request to ``/v1/completions``; see :class:`.generation.Form`.
 
     Args:
         llm: the engine.
-        body: the request.
+        asked: the request.
         model: the name that answers give.
 
     Raises:
         ValueError, TypeError: a parameter is not possible.
     """
 
-    def __init__(self, llm: EngineClient, body: dict[str, Any], model: str):
-        self._asked, sampling = CompletionParameters.parse(body)
-        self.names = tuple(body)
-        asked, how = self._asked, stream_options(self._asked)
-        self.stream, self.continuous_usage = asked.stream, how.continuous_usage_stats
-        self.include_usage = how.include_usage
-        self._nothing = asked.echo and sampling.get("max_tokens") == 0 and is_integer(sampling["max_tokens"])
+    def __init__(self, llm: EngineClient, asked: CompletionRequest, model: str):
+        self._asked, self.names = asked, tuple(asked.model_fields_set)
+        self.stream, how = asked.stream, asked.stream_options or StreamOptions()
+        self.include_usage, self.continuous_usage = how.include_usage, how.continuous_usage_stats
+        given, more = asked.model_extra or {}, {}
+        self._nothing = asked.echo and given.get("max_tokens") == 0
         if self._nothing:  # only the prompt is wanted; the engine computes one token, which is dropped
-            sampling["max_tokens"] = 1
+            more["max_tokens"] = 1
         if asked.echo and asked.stream:
             raise ValueError("echo is possible without stream only; leave one of them out")
-        if asked.echo and "logprobs" in sampling:
-            sampling.setdefault("prompt_logprobs", sampling["logprobs"])
-        self.params = sampling_params(sampling, llm.default_sampling)
+        if asked.echo and "logprobs" in given and "prompt_logprobs" not in given:
+            more["prompt_logprobs"] = given["logprobs"]
+        self.params = asked.sampling(llm.default_sampling, **more)
         prompts = _prompts_of(asked.prompt)
         if len(prompts) * self.params.n > MAX_OUTPUTS:
             raise ValueError(
@@ -55,7 +54,7 @@ class CompletionForm:
                 llm.tokenizer.decode(prompt["prompt_token_ids"], skip_special_tokens=False) if text is None else text
                 for text, prompt in zip(self._texts, self.prompts)
             ]
-        self._head = {
+        self.chunk_head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
@@ -84,7 +83,7 @@ class CompletionForm:
             for number, one in enumerate(outputs)
             for output in one.outputs
         ]
-        return self._head | {"choices": choices}
+        return self.chunk_head | {"choices": choices}
 
     def _choice(self, index: int, one: RequestOutput, output: CompletionOutput, prompt: str | None) -> dict[str, Any]:
         text, tokens, logprobs = output.text, list(output.token_ids), output.logprobs
@@ -131,10 +130,7 @@ class CompletionForm:
             self._offsets.setdefault(piece.index, 0)
             prompt = self._prompt_ids[piece.index // self.params.n]
             choice |= {"token_ids": piece.token_ids, "prompt_token_ids": prompt if first else None}
-        return [self._head | {"choices": [choice]}]
-
-    def empty_chunk(self) -> dict[str, Any]:
-        return self._head | {"choices": []}
+        return [{"choices": [choice]}]
 
 
 def _prompts_of(prompt: Any) -> list[str | list[int]]:

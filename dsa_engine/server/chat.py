@@ -9,20 +9,20 @@ from typing import Any
 
 from dsa_engine.config.checks import shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
-from dsa_engine.server.forms.logprobs import chat_logprobs, prompt_logprobs
-from dsa_engine.server.forms.parameters import ChatParameters, sampling_params, stream_options
-from dsa_engine.server.remote.client import EngineClient
+from dsa_engine.server.client import EngineClient
+from dsa_engine.server.parts import chat_logprobs, prompt_logprobs
+from dsa_engine.server.protocol import ChatRequest, StreamOptions
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
 from dsa_engine.text.conversations.deltas import message_of
 
 
 class ChatForm:
-    """One request to ``/v1/chat/completions``; see :class:`dsa_engine.server.generation.Form`.
+    """One request to ``/v1/chat/completions``; see :class:`.generation.Form`.
 
     Args:
         llm: the engine.
         conversation: the form of the model's conversations.
-        body: the request.
+        asked: the request.
         model: the name that answers give.
         chat_template: the template of requests without one; None: the model's.
 
@@ -34,17 +34,15 @@ class ChatForm:
         self,
         llm: EngineClient,
         conversation: ConversationFormat,
-        body: dict[str, Any],
+        asked: ChatRequest,
         model: str,
         chat_template: str | None = None,
     ):
-        self._asked, sampling = ChatParameters.parse(body)
-        self.names = tuple(body)
-        asked, how = self._asked, stream_options(self._asked)
-        self.stream, self.continuous_usage = asked.stream, how.continuous_usage_stats
-        self.include_usage = how.include_usage
+        self._asked, self.names = asked, tuple(asked.model_fields_set)
+        self.stream, how = asked.stream, asked.stream_options or StreamOptions()
+        self.include_usage, self.continuous_usage = how.include_usage, how.continuous_usage_stats
         self._tools = _tools(asked)
-        self.params = sampling_params(_sampling(asked, sampling), {"max_tokens": None} | llm.default_sampling)
+        self.params = asked.sampling({"max_tokens": None} | llm.default_sampling, **_sampling(asked))
         if conversation.needs_special_tokens:
             self.params.skip_special_tokens = False
         self._conversation = conversation
@@ -53,7 +51,7 @@ class ChatForm:
             tools=self._tools,
             tool_choice=asked.tool_choice,
             chat_template=asked.chat_template or chat_template,
-            chat_template_kwargs=asked.chat_template_kwargs or None,
+            chat_template_kwargs=asked.chat_template_kwargs,
             add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
             continue_final_message=asked.continue_final_message,
             response_format=_response_format(asked),
@@ -64,6 +62,7 @@ class ChatForm:
         }
         self.prompts = [prompt if asked.cache_salt is None else prompt | {"cache_salt": asked.cache_salt}]
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.chunk_head = self._head | {"object": "chat.completion.chunk"}
         self._readers: dict[int, MessageReader] = {}
         self._called: set[int] = set()  # outputs with tool calls
         self._prompt_ids: list[int] = []
@@ -126,8 +125,7 @@ class ChatForm:
         return chunks
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.empty_chunk() | {"choices": [choice]}
+        return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
 
     def _delta(self, index: int, delta: MessageDelta) -> dict[str, Any]:
         form: dict[str, Any] = {"content": delta.content} if delta.content else {}
@@ -137,9 +135,6 @@ class ChatForm:
             self._called.add(index)
             form["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
         return form
-
-    def empty_chunk(self) -> dict[str, Any]:
-        return self._head | {"object": "chat.completion.chunk", "choices": []}
 
 
 def _finish_reason(output: CompletionOutput | StreamPiece, called: bool) -> str | None:
@@ -160,7 +155,7 @@ def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _tools(asked: ChatParameters) -> list[dict[str, Any]] | None:
+def _tools(asked: ChatRequest) -> list[dict[str, Any]] | None:
     """The tools that the model may call; None if there are none, or ``tool_choice`` is "none"."""
     choice = asked.tool_choice
     if choice not in (None, "auto", "none"):
@@ -175,7 +170,7 @@ def _tools(asked: ChatParameters) -> list[dict[str, Any]] | None:
     return asked.tools if asked.tools and choice != "none" else None
 
 
-def _response_format(asked: ChatParameters) -> dict[str, Any] | None:
+def _response_format(asked: ChatRequest) -> dict[str, Any] | None:
     """The form of the answer that the model is told of."""
     form = asked.response_format
     if form is None:
@@ -194,10 +189,9 @@ def _response_format(asked: ChatParameters) -> dict[str, Any] | None:
     return form
 
 
-def _sampling(asked: ChatParameters, given: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters of a chat request under the names of :class:`SamplingParams`."""
+def _sampling(asked: ChatRequest) -> dict[str, Any]:
+    """Sampling parameters that have other names or forms in chat requests."""
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ValueError("top_logprobs needs logprobs; set logprobs to true, or leave it out")
-    if asked.max_completion_tokens is not None:
-        given = given | {"max_tokens": asked.max_completion_tokens}
-    return given | ({"logprobs": asked.top_logprobs or 0} if asked.logprobs else {})
+    tokens, logprobs = asked.max_completion_tokens, asked.top_logprobs or 0
+    return ({} if tokens is None else {"max_tokens": tokens}) | ({"logprobs": logprobs} if asked.logprobs else {})

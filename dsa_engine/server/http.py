@@ -1,0 +1,98 @@
+"""HTTP: the socket, bound before the weights are loaded, and uvicorn, until a signal or the end of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import Any
+
+import uvicorn
+
+from dsa_engine.server.app import Server, make_app
+from dsa_engine.server.errors import EngineError, EngineGone
+
+logger = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not listening yet; port 0 is any free one.
+
+    Raises:
+        OSError: the address is in use, or not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except OSError as error:
+        raise OSError(
+            f"cannot listen at {host}:{port}: {error.strerror or error}; give another --host or --port"
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """``http://127.0.0.1:8000``"""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an engine. On SIGTERM or Ctrl-C running requests have ``shutdown_timeout`` to end; if the engine ends, so
+    does the server.
+
+    Args:
+        bound: a socket of :func:`bind`.
+
+    Attributes:
+        app_server: what the routes share.
+        url: where it listens.
+        failed: whether the end of the engine has ended it.
+    """
+
+    def __init__(self, server: Server, bound: socket.socket):
+        options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}
+        options |= {"lifespan": "off", "ws": "none", "server_header": False}
+        options |= {"access_log": False, "log_config": None, "log_level": "error"}
+        super().__init__(uvicorn.Config(make_app(server), **options))
+        self.app_server, self._bound, self.url = server, bound, url_of(bound)
+        self.failed = False
+
+    def run(self, sockets: Any = None) -> None:
+        super().run([self._bound])
+
+    def end_with(self, pipe: int) -> None:
+        """Waits until the process of the engine no longer holds the other end of a pipe; then ends the server."""
+        while os.read(pipe, 1):
+            pass
+        self._loop.call_soon_threadsafe(self._end, EngineGone("its process has ended"))
+
+    def _end(self, error: EngineError) -> None:
+        self.app_server.llm.fail(error)
+        logger.error("the engine has ended: %s", error)
+        self.failed = self.should_exit = True
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.app_server.llm.connect()
+        self._receiving = asyncio.ensure_future(self._receive())
+        await super().startup(sockets)
+        logger.info("%s is served at %s", ", ".join(self.app_server.names), self.url)
+
+    async def _receive(self) -> None:
+        self._end(await self.app_server.llm.receive())
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        logger.info("shutting down: running requests have %g seconds to end", self.app_server.options.shutdown_timeout)
+        await super().shutdown(sockets)
+        self._receiving.cancel()
+        self.app_server.llm.close()

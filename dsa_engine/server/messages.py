@@ -1,0 +1,132 @@
+"""Messages between the process of the HTTP server and that of the engine, in MessagePack over ZMQ.
+
+The sockets are files in a folder of this user alone, so both processes trust each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.reply import RequestRecord
+from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.requests.request import Ending, SampledToken
+from dsa_engine.outputs import Logprob
+from dsa_engine.parallel.failure import is_transport_error
+from dsa_engine.sampling_params import SamplingParams
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What the HTTP server knows of the engine.
+
+    Attributes:
+        folder: the model's.
+        default_sampling: see :class:`dsa_engine.async_calls.AsyncCalls`.
+        model: the option ``model`` as it was given.
+        pid: the engine's process.
+    """
+
+    folder: str
+    default_sampling: dict[str, Any]
+    trust_remote_code: bool
+    model_type: str
+    vocab_size: int
+    capacity: Capacity
+    max_model_len: int
+    max_num_seqs: int
+    stream_interval: int
+    model: str
+    pid: int
+
+
+class NewRequest(msgspec.Struct, tag=True):
+    """A new request, see :class:`.messages.Add`; ``params`` are the fields of its :class:`SamplingParams`."""
+
+    id: int
+    prompt_ids: list[int]
+    params: dict[str, Any]
+    bad_words: list[list[int]]
+    arrival: float
+    cache_salt: str | None
+
+    @classmethod
+    def of(cls, add: Add) -> NewRequest:
+        params = {f.name: getattr(add.params, f.name) for f in fields(add.params) if f.init}
+        return cls(add.id, add.prompt_ids, params, add.bad_words, add.arrival, add.cache_salt)
+
+    def add(self, number: int) -> Add:
+        """The engine's message, with its own number for the request."""
+        params = SamplingParams(**self.params)
+        return Add(self.prompt_ids, params, self.bad_words, self.arrival, number, self.cache_salt)
+
+
+class AbortRequests(msgspec.Struct, tag=True):
+    """Ends these requests; those that have ended are ignored."""
+
+    ids: list[int]
+
+
+class AskState(msgspec.Struct, tag=True):
+    """Asks for the :class:`EngineState`."""
+
+
+class NewTokens(msgspec.Struct, tag=True, array_like=True):
+    """The tokens of a request from one step; ``record`` comes with the last ones."""
+
+    id: int
+    tokens: Sequence[SampledToken]
+    ending: Ending | None
+    record: RequestRecord | None
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The error that ends a request, or the engine (``id`` None); ``gone``: the engine ends with it."""
+
+    id: int | None
+    message: str
+    gone: bool
+
+    @classmethod
+    def of(cls, number: int | None, error: BaseException) -> Failed:
+        return cls(number, f"{type(error).__name__}: {error}", number is None or is_transport_error(error))
+
+
+class EngineState(msgspec.Struct, tag=True, array_like=True):
+    """What the engine is doing: numbers of requests, the fraction of pages that they hold, and counts so far."""
+
+    running: int
+    waiting: int
+    cache_usage: float
+    prefix_queries: int  # tokens of admitted requests
+    prefix_hits: int  # those of them whose pages were found
+    preemptions: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineState:
+        scheduler, cache = engine.scheduler, engine.scheduler.prefix_cache
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        return cls(running, waiting, scheduler.cache_usage, cache.queries, cache.hits, scheduler.preemptions)
+
+
+ToEngine = list[NewRequest | AbortRequests | AskState]
+FromEngine = list[NewTokens | Failed | EngineState]  # all of a step are one message
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Logprob):
+        return float(value), value.rank, value.decoded_token
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _typed(kind: type, value: Any) -> Any:
+    return kind(*value)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_typed).decode

@@ -1,0 +1,193 @@
+"""What a request may say: models of the bodies that FastAPI reads, and the sampling parameters among their fields."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import fields
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dsa_engine.config.checks import shown
+from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.vllm_options import sampling_answer
+
+logger = logging.getLogger(__name__)
+_SAMPLING = {f.name for f in fields(SamplingParams) if f.init}
+_MOST_NAMES = 100  # that are logged
+_ignored: set[str] = set()
+
+
+class StreamOptions(BaseModel):
+    """What a stream contains besides the output; continuous usage: every chunk has the usage so far."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class RequestBody(BaseModel):
+    """A body. A field whose value is null has its default; unknown fields are ignored, with a line in the log."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+    def further(self, known: set[str]) -> dict[str, Any]:
+        """The fields of names that are ``known``, of those that the model does not have.
+
+        Raises:
+            ValueError: a field is known to the field's servers, and asks for what does not exist here.
+        """
+        given = self.model_extra or {}
+        for name in given.keys() - known - _WITHOUT_EFFECT:
+            if instead := _advice(name, given[name]):
+                raise ValueError(f"{name} is not possible here; {instead}")
+            if instead is None:
+                _ignore(name, known | type(self).model_fields.keys())
+        return {name: value for name, value in given.items() if name in known}
+
+
+class GenerationBody(RequestBody):
+    """What both endpoints that generate share; sampling parameters are further fields."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, min_length=1)  # only requests with the same one share cached pages
+    return_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _streams(self) -> GenerationBody:
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options need stream; set stream to true, or leave them out")
+        return self
+
+    def sampling(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+        """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both.
+
+        Raises:
+            ValueError, TypeError: see :class:`SamplingParams` and :meth:`further`.
+        """
+        given = self.further(_SAMPLING) | more
+        if isinstance(bias := given.get("logit_bias"), dict):  # keys are texts in JSON
+            given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
+        return SamplingParams(**(defaults | given))
+
+
+class CompletionRequest(GenerationBody):
+    """The body of a request to ``/v1/completions``; ``prompt``: a text, token ids, or a list of these."""
+
+    prompt: str | list[Any] = ""
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class Conversation(RequestBody):
+    """How a conversation becomes a prompt, see :meth:`.conversations.ConversationFormat.render`."""
+
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class ChatRequest(GenerationBody, Conversation):
+    """The body of a request to ``/v1/chat/completions``."""
+
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    response_format: dict[str, Any] | None = None
+    include_reasoning: bool = True
+
+
+class TokenizeRequest(Conversation):
+    """The body of a request to ``/tokenize``: a text, or a conversation."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None  # None: of a text
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of a request to ``/detokenize``."""
+
+    tokens: list[int] = []
+
+
+_NO_GRAMMAR = (
+    "output is not constrained by a grammar; say the form in the prompt, or use allowed_token_ids, bad_words or "
+    "logit_bias"
+)
+_NO_MEDIA = "the model reads and writes text only"
+_TOOLS = "give tools, and tool_choice 'auto' or 'none'"
+
+# name: (what to do instead, the values that ask for what is done anyway)
+_ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "response_format": (_NO_GRAMMAR, ({"type": "text"},)),
+    "structured_outputs": (_NO_GRAMMAR, ({},)),
+    "guided_json": (_NO_GRAMMAR, ()),
+    "guided_regex": (_NO_GRAMMAR, ()),
+    "guided_choice": (_NO_GRAMMAR, ()),
+    "guided_grammar": (_NO_GRAMMAR, ()),
+    "suffix": ("text is only continued; put what comes before into the prompt", ("",)),
+    "best_of": ("use n with logprobs, and choose", (1,)),
+    "use_beam_search": ("there is no beam search; use n with logprobs, and choose", (False,)),
+    "functions": (_TOOLS, ([],)),
+    "function_call": (_TOOLS, ("auto", "none")),
+    "modalities": (_NO_MEDIA, (["text"],)),
+    "audio": (_NO_MEDIA, ()),
+    "web_search_options": ("there is no search; put what the model should know into the messages", ()),
+    "reasoning_effort": ('thoughts are chosen by chat_template_kwargs, such as {"thinking": true}', ()),
+    "documents": ("put the documents into the messages", ([],)),
+    "prompt_embeds": ("give the prompt as a text or token ids", ()),
+    "truncate_prompt_tokens": ("cut the prompt before you send it", (-1,)),
+    "priority": ("requests are served in order of arrival", (0,)),
+    "kv_transfer_params": ("caches are not sent between servers", ({},)),
+    "return_tokens_as_token_ids": ("use return_token_ids", (False,)),
+    "logits_processors": ("use logit_bias, bad_words or allowed_token_ids", ([],)),
+}
+# Parameters for accounts, bills and routing at a provider; they never change an output here.
+_WITHOUT_EFFECT = {
+    "metadata",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+    "verbosity",
+}
+
+
+def _advice(name: str, value: Any) -> str | None:
+    """What to do instead of a parameter; "" if it asks for what is done anyway; None if it is unknown."""
+    if name not in _ANSWERS:
+        return sampling_answer(name, value)
+    text, neutral = _ANSWERS[name]
+    return "" if any(type(value) is type(one) and value == one for one in neutral) else text
+
+
+def _ignore(name: str, known: set[str]) -> None:
+    """Logs an unknown parameter once."""
+    if name in _ignored or len(_ignored) >= _MOST_NAMES:
+        return
+    _ignored.add(name)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did its client mean {near[0]!r}?" if near else ""
+    logger.warning("requests have the unknown parameter %s, which is ignored%s", shown(name), hint)

@@ -40,7 +40,6 @@ class Comparison:
 
 
 _replaced: dict[str, str] = {}  # operation: why its reference runs
-_called: set[str] = set()  # replaced operations that have been called
 _watching: Comparison | None = None
 
 # (arguments by name, result) -> what is compared instead of the result and of what is written; None: these are
@@ -93,7 +92,6 @@ def operation(
             if not _replaced and _watching is None:
                 return run(*args, **kwargs)
             if name in _replaced:
-                _called.add(name)
                 with launch.references():
                     return run(*args, **kwargs)
             if _watching is not None and runs(_first_tensor(*args, *kwargs.values())):
@@ -130,13 +128,6 @@ def replace(kernels: dict[str, str]) -> None:
 def waiting() -> set[str]:
     """The replaced operations whose reference waits for the device."""
     return {name for name in _replaced if name in OPERATIONS and OPERATIONS[name].waits}
-
-
-@contextmanager
-def calls() -> Iterator[set[str]]:
-    """Within, the replaced operations that are called are put into the set."""
-    _called.clear()
-    yield _called
 
 
 def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -> Any:

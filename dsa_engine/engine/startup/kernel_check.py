@@ -42,7 +42,7 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
     """Decides which operations of this process run kernels, and which their references; every rank calls it.
 
     Returns:
-        whether a decode step of any rank runs a reference that waits for the device: no CUDA graphs then.
+        whether any rank runs a reference that waits for the device: no CUDA graphs then.
     """
     mesh = model.runtime.mesh
     launch.use_references(always=options.kernels == "reference")
@@ -59,21 +59,8 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
             "rank %s: the kernel of %s is NOT used on this device, its PyTorch reference runs instead, slower: %s; "
             "kernels='triton' would use it all the same", mesh.rank, name, reason,
         )  # fmt: skip
-    return _waits_in_decode(model, stored)
-
-
-def _waits_in_decode(model: Model, stored: CacheFormat) -> bool:
-    """Whether a decode step of this configuration runs, on any rank, a reference that waits for the device."""
-    mesh = model.runtime.mesh
-    if not max(mesh.all_gather_int(len(operation.waiting()))):
-        return False
-    with operation.calls() as called:
-        for _ in try_steps(model, stored, trial_tokens(model.config)):
-            in_decode = set(called)
-            called.clear()
-    waiting = sorted(operation.waiting() & in_decode)
-    if waiting:
-        logger.warning("decode runs without CUDA graphs, as these references wait: %s", ", ".join(waiting))
+    if waiting := operation.waiting():
+        logger.warning("decode runs without CUDA graphs, as these references wait: %s", ", ".join(sorted(waiting)))
     return bool(max(mesh.all_gather_int(len(waiting))))
 
 

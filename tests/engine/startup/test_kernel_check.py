@@ -16,8 +16,6 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import kernel_check
-from dsa_engine.kernels.rows.rms_norm import rms_norm
-from dsa_engine.kernels.rows.store_rows import store_rows
 from dsa_engine.kernels.runtime import operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
@@ -139,29 +137,19 @@ def test_results_are_stored_for_all_ranks(tmp_path: Path, caplog: pytest.LogCapt
         assert caplog.records[-1].levelname == "WARNING"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "step", "waits"),
-    [("rms_norm", "decode", False), ("store_rows", "decode", True), ("store_rows", "prefill", False),
-     ("combine", "never", False)],
-)  # fmt: skip
-def test_graphs_are_lost_only_to_a_reference_that_waits_in_decode(
-    wrong: str, step: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("wrong", "waits"), [("rms_norm", False), ("store_rows", True)])
+def test_graphs_are_lost_only_to_a_reference_that_waits(
+    wrong: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def steps(*what: Any) -> Iterator[str]:
-        for name in ("prefill", "decode"):
-            rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6)
-            if name == step:
-                store_rows(torch.zeros(1, 2, 4), torch.ones(1, 4), torch.tensor([1]))
-            yield name
-
-    monkeypatch.setattr(kernel_check, "try_steps", steps)
-    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
-    mesh = SimpleNamespace(all_gather_int=lambda mine: [0, mine])
+    path = tmp_path / "kept.json"
+    kernel_check._write(path, True, {wrong: "it is wrong"})
+    monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
+    monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
+    mesh = SimpleNamespace(all_gather_int=lambda mine: [0, mine], device=torch.device("cpu"), rank=1)
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
-    nothing: Any = None
-    operation.replace({wrong: "it is wrong"})
     try:
-        assert kernel_check._waits_in_decode(model, nothing) == waits
+        assert kernel_check.check_kernels(model, cast(Any, None), EngineOptions("demo")) == waits
+        assert list(operation.replaced()) == [wrong]
     finally:
         operation.replace({})
 

@@ -30,14 +30,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
 )
 
-README = """\
-# dsa_engine random demo model
-
-Random weights, never trained: the text that this model makes means nothing. It has the architecture of DeepSeek-V3.2
-at a small size, and serves to run dsa_engine without a download. The folder is made by `dsa_engine.demo`, may be
-deleted at any time, and is made again when needed.
-"""
-
 
 def trained_folder() -> Path:
     """The folder of the trained model, inside the package."""
@@ -105,7 +97,7 @@ def demo_folder() -> Path:
         CheckpointError: the cache folder cannot be written.
     """
     config = demo_config()
-    content = json.dumps([VERSION, SEED, config, CHAT_TEMPLATE, README], sort_keys=True)
+    content = json.dumps([VERSION, SEED, config, CHAT_TEMPLATE], sort_keys=True)
     try:
         folder = user_cache() / f"demo-v{VERSION}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         if not folder.is_dir():
@@ -121,7 +113,7 @@ def demo_folder() -> Path:
 
 
 def demo_files() -> dict[str, str]:
-    """The files beside the weights: tokenizer, chat template, generation defaults and README."""
+    """The files beside the weights: tokenizer, chat template and generation defaults."""
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -135,7 +127,6 @@ def demo_files() -> dict[str, str]:
     }
     generation_config = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
     return {
-        "README.md": README,
         "generation_config.json": json.dumps(generation_config, indent=2) + "\n",
         "tokenizer.json": _tokenizer_json(),
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2) + "\n",

@@ -155,64 +155,29 @@ def test_scripts_make_and_convert(run_script: Callable[..., Any], tmp_path: Path
     assert ModelConfig.from_pretrained(tmp_path / "plain").dtype == torch.float32
     assert (tmp_path / "plain" / "tokenizer.json").read_text() == (tmp_path / "fp8" / "tokenizer.json").read_text()
     # A configuration from a folder, another dtype and seed.
-    again = run_script(
-        "make_checkpoint.py",
-        "--config",
-        tmp_path / "fp8",
-        "--output",
-        tmp_path / "f32",
-        "--dtype",
-        "float32",
-        "--seed",
-        1,
-    )
+    options = ["--config", tmp_path / "fp8", "--output", tmp_path / "f32", "--dtype", "float32", "--seed", 1]
+    again = run_script("make_checkpoint.py", *options)
     assert again.returncode == 0, again.stderr
     config = ModelConfig.from_pretrained(tmp_path / "f32")
     assert (config.dtype, config.weight_block_size, config.num_hidden_layers) == (torch.float32, None, 2)
 
 
 @pytest.mark.parametrize(
-    "script, arguments, message",
+    "command, message",
     [
-        ("convert_checkpoint.py", ["nowhere", "out"], "no such model folder: nowhere"),
-        ("convert_checkpoint.py", ["nowhere", "out", "--max-shard-size", "x"], "no such model folder"),
-        (
-            "make_checkpoint.py",
-            ["--config", "nowhere", "--output", "out"],
-            "no such file, and not one of demo, deepseek_v32",
-        ),
-        (
-            "make_checkpoint.py",
-            ["--config", "demo", "--output", "out", "--overrides", "{"],
-            "--overrides is not valid JSON",
-        ),
-        (
-            "make_checkpoint.py",
-            ["--config", "demo", "--output", "out", "--overrides", "[]"],
-            "--overrides must be a JSON object",
-        ),
-        (
-            "make_checkpoint.py",
-            ["--config", "demo", "--output", "out", "--max-shard-size", "x"],
-            "max_shard_size must be a positive number of bytes or a size",
-        ),
-        (
-            "make_checkpoint.py",
-            ["--config", "deepseek_v32", "--output", "out", "--overrides", '{"n_group": 3}'],
-            "n_group 3",
-        ),
+        ("convert_checkpoint.py nowhere out", "no such model folder: nowhere"),
+        ("make_checkpoint.py --config nowhere --output out", "no such file, and not one of demo, deepseek_v32"),
+        ("make_checkpoint.py --config demo --output out --overrides {", "--overrides"),
+        ("make_checkpoint.py --config demo --output out --overrides []", "--overrides"),
+        ("make_checkpoint.py --config demo --output out --max-shard-size x", "max_shard_size"),
+        ('make_checkpoint.py --config deepseek_v32 --output out --overrides {"n_group":3}', "n_group 3"),
     ],
 )
 def test_script_errors_are_one_line(
-    run_script: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    script: str,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
+    run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, command: str, message: str, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run_script(script, *arguments)
+    result = run_script(*command.split())
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and message in result.stderr
     assert list(tmp_path.iterdir()) == []

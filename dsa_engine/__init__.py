@@ -52,10 +52,6 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
         return value
-    from dsa_engine.vllm_options import class_answer
-
-    if advice := class_answer(name):  # `from … import` drops the text of an AttributeError
-        raise ImportError(f"dsa_engine has no {name}: {advice}; see docs/COMING_FROM_VLLM.md")
     if find_spec(f"dsa_engine.{name}"):  # as if all modules had been imported
         return import_module(f"dsa_engine.{name}")
     raise AttributeError(f"module 'dsa_engine' has no attribute {name!r}")

@@ -9,19 +9,20 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import Field
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from dsa_engine.config.checks import shown
-from dsa_engine.config.fields import BOOL, JSON_OBJECT, options_of
+from dsa_engine.config.fields import options_of
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.output_files import drop_stdout, keep_stdout, restore_stdout
-from dsa_engine.vllm_options import answer
+from dsa_engine.vllm_options import advice
 
 if TYPE_CHECKING:
     from dsa_engine.llm import LLM
@@ -81,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = next((word for word in unknown if word.startswith("--")), unknown[0]).partition("=")[0]
             near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            instead = answer(word.lstrip("-").replace("-", "_"), None) or (f"did you mean {near[0]}?" if near else "")
+            instead = advice(word.lstrip("-").replace("-", "_")) or (f"did you mean {near[0]}?" if near else "")
             self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {instead}" if instead else ""))
         return parsed, unknown
 
@@ -121,41 +122,49 @@ def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
 
 def add_options(group: argparse._ActionsContainer, options: type) -> None:
     """Adds the options of a dataclass; :func:`options_from` reads them."""
-    for f, option in options_of(options):
-        kind, flag = option.kind, _flag(f)
-        if kind is BOOL:
-            group.add_argument(flag, action="store_true", help=option.help)
-        elif kind is JSON_OBJECT:  # as written, for the report
-            group.add_argument(flag, default="{}", metavar=kind.metavar, help=option.help)
-        elif kind.parse is not None:
-            group.add_argument(
-                flag,
-                *(f"--{alias.replace('_', '-')}" for alias in option.aliases),
-                type=kind.parse,
-                default=f.default,
-                choices=kind.choices,
-                metavar=kind.metavar,
-                help=option.help,
-            )
+    for f, hint in options_of(options):
+        how = _argument(hint)
+        if how is not None:
+            how = {"default": f.default, "help": f.metadata["doc"].rstrip(".").replace("``", "")} | how
+            if f.metadata["metavar"]:
+                how["metavar"] = f.metadata["metavar"]
+            group.add_argument(_flag(f.name), **how)
 
 
 def options_from(args: argparse.Namespace, options: type) -> dict[str, Any]:
     """The options that :func:`add_options` has added, by name."""
     values: dict[str, Any] = {}
-    for f, option in options_of(options):
-        if option.kind.parse is None:
-            continue
-        given = getattr(args, _flag(f)[2:].replace("-", "_"))
-        if option.kind is BOOL:
-            values[f.name] = given is not f.default
-        else:
-            values[f.name] = json_object(given, _flag(f)) if option.kind is JSON_OBJECT else given
+    for f, hint in options_of(options):
+        if _argument(hint) is not None:
+            given = getattr(args, f.name)
+            values[f.name] = json_object(given, _flag(f.name)) if get_origin(hint) is dict else given
     return values
 
 
-def _flag(f: Field[Any]) -> str:
-    """``--max-model-len``; for an option that is on by default, ``--no-async-scheduling``."""
-    return ("--no-" if f.default is True else "--") + f.name.replace("_", "-")
+def _argument(hint: Any) -> dict[str, Any] | None:
+    """What ``add_argument`` is told of an option's type; None: the option has no argument."""
+    origin, kinds = get_origin(hint), [kind for kind in get_args(hint) if kind is not NoneType]
+    if origin is Annotated:
+        return _argument(kinds[0])
+    if origin in (Union, UnionType):
+        return _argument(kinds[0]) if len(kinds) == 1 else {"type": str}
+    if origin is Literal:
+        return {"choices": kinds}
+    if origin is dict:
+        return {"default": "{}", "metavar": "JSON"}  # kept as written, for the report
+    if origin is list:
+        return {"nargs": "+"} if kinds[0] is str else {"type": _numbers}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return None if is_dataclass(hint) else {"type": hint}
+
+
+def _numbers(text: str) -> list[int]:
+    return [] if text == "none" else lengths(text)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def reported(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,7 +31,6 @@ from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
 from dsa_engine.text.prompts import ParsedPrompt, Prompt, parse_prompts
 from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
-from dsa_engine.vllm_options import method_answer
 
 
 class LLM(AsyncCalls):
@@ -260,13 +259,6 @@ class LLM(AsyncCalls):
             f"{str(engine.dtype).removeprefix('torch.')} on {mesh.device}, rank {mesh.rank} of {mesh.world_size}, "
             f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
         )
-
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Called only for names that do not exist."""
-            instead = method_answer(name)
-            raise AttributeError(f"LLM has no {name!r}" + (f": {instead}" if instead else ""), name=name, obj=self)
 
     def _new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> list[Add]:
         return self.engine.new_requests(prompt, params, tokenizer)

@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from dsa_engine.config.checks import check_text, integer, list_of, number, or_none, shown
-from dsa_engine.config.fields import BOOL, SEED, Kind, Options, documented, option
-from dsa_engine.vllm_options import sampling_answer
+from dsa_engine.config.checks import NOT_EMPTY, Fraction, PositiveInt, Seed, TokenId, at_least, check_text, shown
+from dsa_engine.config.fields import Options, documented, option
+from dsa_engine.vllm_options import answer
 
-_MAX_OUTPUTS = 4096  # for one prompt
+MAX_OUTPUTS = 4096  # for one prompt
 
-
-def _check_string(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a text that is not empty, not {shown(value)}")
-
-
-_STRINGS = list_of(_check_string, "non-empty strings")
-
-
-def _check_texts(name: str, value: Any) -> None:
-    _STRINGS(name, value)
-    for text in value:
-        check_text(f"a text of {name}", text)
-
-
-_TOKEN_ID = integer(0, 2**31 - 1)
-_TOKEN_IDS = list_of(_TOKEN_ID, "token ids")
-_BIAS = number(-100, 100)
-
-
-def _check_stop(name: str, value: Any) -> None:
-    if not isinstance(value, (str, list, tuple)):
-        raise ValueError(f"{name} must be a string or a list of strings, not {shown(value)}")
-    _check_texts(name, [value] if isinstance(value, str) else value)
-
-
-def _check_allowed(name: str, value: Any) -> None:
-    _TOKEN_IDS(name, value)
-    if not value:
-        raise ValueError(f"{name} must name at least one token; None allows all")
-
-
-def _check_logit_bias(name: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a dictionary of token ids and numbers, not {shown(value)}")
-    for token, bias in value.items():
-        _TOKEN_ID(f"a token id in {name}", token)
-        _BIAS(f"{name}[{token}]", bias)
-
-
-_PENALTY = Kind(number(-2, 2))
-_COUNT = Kind(integer(0))
+String = Annotated[str, NOT_EMPTY]
+Penalty = Annotated[float, at_least(-2, 2)]
+Count = Annotated[int, at_least(0)]
+Bias = Annotated[float, at_least(-100, 100)]
 
 
 @documented
@@ -68,80 +30,73 @@ class SamplingParams(Options):
         TypeError, ValueError: a parameter is not known or not possible; the text says what is.
     """
 
-    n: int = option(
-        Kind(integer(1, _MAX_OUTPUTS)),
+    n: Annotated[int, at_least(1, MAX_OUTPUTS)] = option(
         1,
         "outputs for the prompt, each computed separately; with a seed, output i, from 0, has the seed + i.",
     )
-    presence_penalty: float = option(
-        _PENALTY, 0.0, "subtracted from the logit of every token that the output contains, from -2 to 2."
+    presence_penalty: Penalty = option(
+        0.0, "subtracted from the logit of every token that the output contains, from -2 to 2."
     )
-    frequency_penalty: float = option(
-        _PENALTY, 0.0, "the same, times the number of occurrences in the output, from -2 to 2."
-    )
-    repetition_penalty: float = option(
-        Kind(number(0.001, 1000)),
+    frequency_penalty: Penalty = option(0.0, "the same, times the number of occurrences in the output, from -2 to 2.")
+    repetition_penalty: Annotated[float, at_least(0.001, 1000)] = option(
         1.0,
         "divides the logit of every token in prompt or output if it is above 0, and multiplies it otherwise.",
     )
-    temperature: float = option(Kind(number(0)), 1.0, "0 takes the most likely token; a positive value divides logits.")
-    top_p: float = option(
-        Kind(number(above=0, maximum=1)),
+    temperature: Annotated[float, at_least(0)] = option(
+        1.0, "0 takes the most likely token; a positive value divides logits."
+    )
+    top_p: Fraction = option(
         1.0,
         "sample from the most likely tokens whose probabilities sum to this, in (0, 1].",
     )
-    top_k: int = option(Kind(integer(-1)), 0, "sample from this many most likely tokens; 0 or -1 for all.")
-    min_p: float = option(
-        Kind(number(0, 1)),
+    top_k: Annotated[int, at_least(-1)] = option(0, "sample from this many most likely tokens; 0 or -1 for all.")
+    min_p: Annotated[float, at_least(0, 1)] = option(
         0.0,
         "sample from tokens that are at least this many times as likely as the most likely one, in [0, 1]; comes "
         "before top_k, and top_k before top_p.",
     )
-    max_tokens: int | None = option(
-        Kind(or_none(integer(1))),
+    max_tokens: PositiveInt | None = option(
         16,
         "maximum number of generated tokens; None: as many as max_model_len allows.",
     )
-    min_tokens: int = option(
-        Kind(integer(0)), 0, "no end-of-sequence token, stop token or stop string before this many."
-    )
-    stop: str | list[str] | None = option(Kind(_check_stop), None, "strings that end the text.")
-    stop_token_ids: list[int] | None = option(
-        Kind(_TOKEN_IDS), None, "token ids that end the output, besides the model's end-of-sequence tokens."
+    min_tokens: Count = option(0, "no end-of-sequence token, stop token or stop string before this many.")
+    stop: String | list[String] | None = option(None, "strings that end the text.")
+    stop_token_ids: list[TokenId] | None = option(
+        None, "token ids that end the output, besides the model's end-of-sequence tokens."
     )
     include_stop_str_in_output: bool = option(
-        BOOL, False, "the text keeps the stop string, or the text of the stop token, that ended it."
+        False, "the text keeps the stop string, or the text of the stop token, that ended it."
     )
-    ignore_eos: bool = option(BOOL, False, "go on after an end-of-sequence token.")
-    allowed_token_ids: list[int] | None = option(Kind(_check_allowed), None, "only these tokens are generated.")
-    logit_bias: dict[int, float] | None = option(
-        Kind(_check_logit_bias), None, "token id -> a number from -100 to 100 that is added to its logit."
+    ignore_eos: bool = option(False, "go on after an end-of-sequence token.")
+    allowed_token_ids: Annotated[list[TokenId], NOT_EMPTY] | None = option(None, "only these tokens are generated.")
+    logit_bias: dict[TokenId, Bias] | None = option(
+        None, "token id -> a number from -100 to 100 that is added to its logit."
     )
-    bad_words: list[str] | None = option(
-        Kind(_check_texts),
+    bad_words: list[String] | None = option(
         None,
         "words that are not generated: the last token of a word is forbidden after its other tokens.",
     )
-    seed: int | None = option(
-        SEED,
+    seed: Seed | None = option(
         None,
         "makes the request reproducible in any batch; default: derived from the engine's seed.",
     )
-    logprobs: int | None = option(
-        _COUNT,
+    logprobs: Count | None = option(
         None,
         "for each output token, return the log-probabilities of this many most likely tokens and of the sampled one; "
         "0: of the sampled one only, None: none.",
     )
-    prompt_logprobs: int | None = option(_COUNT, None, "the same for each token of the prompt but the first.")
-    detokenize: bool = option(BOOL, True, "decode the output to text.")
-    skip_special_tokens: bool = option(BOOL, True, "leave special tokens out of the text.")
+    prompt_logprobs: Count | None = option(None, "the same for each token of the prompt but the first.")
+    detokenize: bool = option(True, "decode the output to text.")
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text.")
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
+        for name, texts in (("stop", stop), ("bad_words", self.bad_words or ())):
+            for text in texts:
+                check_text(f"a text of {name}", text)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must lie in 0 … max_tokens ({self.max_tokens}), not {shown(self.min_tokens)}")
         if self.n > 1 and self.temperature == 0:
@@ -160,7 +115,7 @@ class SamplingParams(Options):
 
     @classmethod
     def answer(cls, name: str, value: Any) -> str | None:
-        return sampling_answer(name, value)
+        return answer(name, value)
 
     @property
     def penalises(self) -> bool:

@@ -40,7 +40,7 @@ from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 from dsa_engine.parallel.side_stream import SideStream
 
 if TYPE_CHECKING:
-    from dsa_engine.parallel.config import MeshOptions
+    from dsa_engine.parallel.config import ParallelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Mesh:
 
     def __init__(
         self,
-        config: MeshOptions,
+        config: ParallelConfig,
         rank: int,
         world_size: int,
         device: torch.device,
@@ -103,7 +103,7 @@ class Mesh:
     @classmethod
     def create(
         cls,
-        config: MeshOptions,
+        config: ParallelConfig,
         device: str = "auto",
         ranks: Sequence[int] | None = None,
         same: Callable[[], Mapping[str, str]] | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import os
 import sys
 from typing import Any
 
@@ -23,12 +24,12 @@ from dsa_engine.measure.emulation.arguments import heading, measured_llm, to_jso
 from dsa_engine.measure.report import format_table, run_report, write_so_far
 from dsa_engine.system.output_files import check_outputs
 
+SIDE_STREAMS = "side streams"
 # Names of the features and the options that turn them off.
 FEATURES: dict[str, dict[str, bool]] = {
     "CUDA graphs": {"enforce_eager": True},
-    "async scheduling": {"no_async_scheduling": True},
-    "overlap of the shared expert": {"no_overlap_shared_expert": True},
-    "overlap of the indexer": {"no_overlap_indexer": True},
+    "async scheduling": {"async_scheduling": False},
+    SIDE_STREAMS: {},  # by an environment variable
     "micro-batches": {"enable_dbo": False},
 }
 
@@ -78,6 +79,7 @@ def measure(args: argparse.Namespace, name: str, options: dict[str, bool], resul
     """Adds the results of all lengths; whether this rank reports."""
     changed = copy.copy(args)
     vars(changed).update(options)
+    os.environ["DSA_ENGINE_SIDE_STREAMS"] = str(int(name not in (SIDE_STREAMS, "all of them")))
     llm = measured_llm(changed)
     engine = llm.engine
     for input_len in args.input_len:  # check all before measuring any

@@ -24,11 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="the model to serve, as --model takes it (default: demo)"
     )
-    group = parser.add_argument_group("server")
-    add_options(group, ServerOptions)
-    group.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names of the model; default: MODEL as it is given"
-    )
+    add_options(parser.add_argument_group("server"), ServerOptions)
     add_engine_arguments(parser)
 
 
@@ -41,7 +37,7 @@ def run_serve(args: argparse.Namespace) -> None:
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise ValueError(f'serve needs {", ".join(missing)}: pip install "dsa-engine[serve]"')
-    options = ServerOptions(**options_from(args, ServerOptions), served_model_name=args.served_model_name)
+    options = ServerOptions(**options_from(args, ServerOptions))
     if options.api_key is None and (key := os.environ.get(KEY_VARIABLE)):
         options = replace(options, api_key=key)
     args.model = args.model_tag or args.model

@@ -1,17 +1,95 @@
-"""Checks of single values, for options, sampling parameters and configuration files.
+"""Checks of values by their annotated types, and texts of values for errors.
 
-A check is called with a name and a value, and raises ``ValueError`` where the value is not allowed.
+A type may carry rules: ``Annotated[int, at_least(1)]``. Options, sampling parameters and requests are checked so.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
-
-Check = Callable[[str, Any], None]
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")  # weights and activations
+
+
+class Rule(NamedTuple):
+    """A rule for a value besides its type. ``text`` follows the words of the type in an error."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+@functools.cache
+def at_least(low: float, high: float = math.inf) -> Rule:
+    """``low`` or more, and at most ``high``."""
+    text = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+    return Rule(text, lambda value: low <= value <= high)
+
+
+@functools.cache
+def above(low: float, high: float = math.inf) -> Rule:
+    """More than ``low``, and at most ``high``."""
+    text = f"above {low}" if high == math.inf else f"above {low} and at most {high}"
+    return Rule(text, lambda value: low < value <= high)
+
+
+NOT_EMPTY = Rule("that is not empty", lambda value: len(value) > 0)
+
+PositiveInt = Annotated[int, at_least(1)]
+Fraction = Annotated[float, above(0, 1)]
+Seconds = Annotated[float, above(0)]
+Seed = Annotated[int, at_least(-(2**63), 2**64 - 1)]  # the range of PyTorch's generators
+TokenId = Annotated[int, at_least(0, 2**31 - 1)]
+
+
+def check(name: str, value: Any, hint: Any) -> None:
+    """Raises ``ValueError`` if a value is not of the type ``hint``, or breaks a rule of it."""
+    if not _test(hint)(value):
+        raise ValueError(f"{name} must be {_words(hint)}, not {shown(value)}")
+
+
+@functools.cache
+def _test(hint: Any) -> Callable[[Any], bool]:
+    """Whether a value is of a type: a function of the value."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        has_type, rules = _test(args[0]), args[1:]
+        return lambda value: has_type(value) and all(rule.holds(value) for rule in rules)
+    if origin in (Union, UnionType):
+        tests = [_test(one) for one in args]
+        return lambda value: any(test(value) for test in tests)
+    if origin is Literal:
+        return lambda value: value in args
+    if origin in (list, tuple):
+        item = _test(args[0])
+        return lambda value: isinstance(value, (list, tuple)) and all(map(item, value))
+    if origin is dict:
+        key, item = map(_test, args)
+        return lambda value: isinstance(value, dict) and all(key(k) and item(v) for k, v in value.items())
+    if hint is Any:
+        return lambda value: True
+    return {int: is_integer, float: is_number}.get(hint, lambda value: isinstance(value, hint))
+
+
+_WORDS = {int: "an integer", float: "a finite number", bool: "True or False", str: "a text"}
+
+
+def _words(hint: Any) -> str:
+    """A type and its rules in words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return " ".join([_words(args[0]), *(rule.text for rule in args[1:])])
+    if origin in (Union, UnionType):
+        return " or ".join(_words(one) for one in args if one is not NoneType)
+    if origin is Literal:
+        return f"one of {', '.join(args)}"
+    if origin in (list, tuple):
+        return "a list" if args[0] is Any else f"a list, each {_words(args[0])}"
+    if origin is dict:
+        return "a dictionary" if args[1] is Any else f"a dictionary from {_words(args[0])} to {_words(args[1])}"
+    return _WORDS.get(hint) or f"a {hint.__name__}"
 
 
 def is_integer(value: Any) -> bool:
@@ -39,7 +117,7 @@ def shown(value: Any) -> str:
 
 
 def check_text(name: str, value: str) -> None:
-    """Allows texts of whole characters, as UTF-8 can write them."""
+    """Raises ``ValueError`` for a text that UTF-8 cannot write."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -47,70 +125,3 @@ def check_text(name: str, value: str) -> None:
             f"{name} has half a surrogate pair, which is no character, at index {error.start} "
             f"({value[error.start]!a}); decode its bytes as they were encoded, or with errors='replace'"
         ) from None
-
-
-def integer(minimum: int | None = None, maximum: int | None = None) -> Check:
-    """Allows integers ``minimum … maximum``."""
-    wanted = "a positive integer" if (minimum, maximum) == (1, None) else f"an integer{_range(minimum, maximum)}"
-
-    def check(name: str, value: Any) -> None:
-        if not is_integer(value) or not _within(value, minimum, maximum):
-            raise ValueError(f"{name} must be {wanted}, not {shown(value)}")
-
-    return check
-
-
-def number(
-    minimum: float | None = None, maximum: float | None = None, above: float | None = None, what: str = ""
-) -> Check:
-    """Allows finite numbers from ``minimum``, or ``above`` a bound, up to ``maximum``; messages end in ``what``."""
-    wanted = f"a finite number{_range(minimum, maximum, above)}{what}"
-
-    def check(name: str, value: Any) -> None:
-        if not is_number(value) or not _within(value, minimum, maximum) or (above is not None and value <= above):
-            raise ValueError(f"{name} must be {wanted}, not {shown(value)}")
-
-    return check
-
-
-def _within(value: float, minimum: float | None, maximum: float | None) -> bool:
-    return (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
-
-
-def _range(minimum: float | None, maximum: float | None, above: float | None = None) -> str:
-    """The bounds in words, to follow "a number"."""
-    if minimum is not None:
-        return f" of at least {minimum:g}" if maximum is None else f" from {minimum} to {maximum}"
-    low = "" if above is None else f" above {above:g}"
-    return low if maximum is None else f"{low}{' and' if low else ''} of at most {maximum:g}"
-
-
-def flag(name: str, value: Any) -> None:
-    """Allows True and False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {shown(value)}")
-
-
-def or_none(check: Check) -> Check:
-    """Allows None and what ``check`` allows."""
-
-    def checked(name: str, value: Any) -> None:
-        if value is not None:
-            check(name, value)
-
-    return checked
-
-
-def list_of(check: Check, what: str) -> Check:
-    """Allows lists and tuples of what ``check`` allows; ``what`` names it in messages."""
-
-    def checked(name: str, value: Any) -> None:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{name} must be a list of {what}, not {shown(value)}")
-        for one in value:
-            try:
-                check(name, one)
-            except (TypeError, ValueError):
-                raise ValueError(f"{name} must be a list of {what}; {shown(one)} is none") from None
-
-    return checked

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from dsa_engine.config.checks import integer, is_integer, number, shown
+from dsa_engine.config.checks import above as more_than
+from dsa_engine.config.checks import at_least, check, is_integer, shown
 
 
 class Keys:
@@ -29,13 +30,13 @@ class Keys:
     def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """An integer of at least ``minimum``; without a default the key must be there."""
         value: int = self._value(key, default)
-        integer(minimum)(self.name(key), value)
+        check(self.name(key), value, Annotated[int, at_least(minimum)])
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float | None = 0.0) -> float:
         """A number above ``above``, or of at least 0 if that is None; without a default the key must be there."""
         value = self._value(key, default)
-        number(minimum=0 if above is None else None, above=above)(self.name(key), value)
+        check(self.name(key), value, Annotated[float, at_least(0) if above is None else more_than(above)])
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

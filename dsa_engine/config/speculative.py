@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from dsa_engine.config.checks import integer, number
-from dsa_engine.config.fields import BOOL, Kind, Options, choice, documented, option
-from dsa_engine.vllm_options import draft_method_answer, speculative_answer
+from dsa_engine.config.checks import TokenId, at_least
+from dsa_engine.config.fields import Options, documented, option
 
 MAX_DRAFTS = 7
 
 Method = Literal["mtp", "deepseek_mtp"]  # the second is vLLM's word for the first
-
-
-def _check_method(name: str, value: Any) -> None:
-    if advice := draft_method_answer(value):
-        raise ValueError(f"speculative_config: {name} {value!r} is not supported: {advice}")
-    choice(Method).check(name, value)
-
-
-_TOKEN = Kind(integer(0), int)
 
 
 @documented
@@ -33,38 +23,30 @@ class SpeculativeConfig(Options):
     """
 
     method: Method = option(
-        Kind(_check_method, choices=choice(Method).choices),
         "mtp",
         '"mtp", in vLLM also "deepseek_mtp": the checkpoint\'s Multi-Token Prediction module drafts.',
     )
-    num_speculative_tokens: int = option(Kind(integer(1, MAX_DRAFTS), int), 1, f"drafts a step, 1 to {MAX_DRAFTS}.")
+    num_speculative_tokens: Annotated[int, at_least(1, MAX_DRAFTS)] = option(1, f"drafts a step, 1 to {MAX_DRAFTS}.")
     use_mtp_vanilla: bool | None = option(
-        BOOL,
         None,
         "True: each MTP module drafts one token, the first module the token after the next one; False: the first "
         "module drafts all. Default: True where the checkpoint has several modules. TensorRT-LLM's name.",
     )
-    relaxed_topk: int = option(
-        Kind(integer(0), int),
+    relaxed_topk: Annotated[int, at_least(0)] = option(
         0,
         "while the model thinks, also accept a draft that is among this many most likely tokens: this changes "
         "outputs. 0: never.",
     )
-    relaxed_delta: float = option(
-        Kind(number(0, 1), float),
+    relaxed_delta: Annotated[float, at_least(0, 1)] = option(
         0.0,
         "accept such a draft only if its probability is at least that of the most likely token minus this.",
     )
-    begin_thinking_token: int | None = option(
-        _TOKEN, None, "the token after which a model thinks; default: the tokenizer's <think>."
+    begin_thinking_token: TokenId | None = option(
+        None, "the token after which a model thinks; default: the tokenizer's <think>."
     )
-    end_thinking_token: int | None = option(
-        _TOKEN, None, "the token that ends the thinking; default: the tokenizer's </think>."
+    end_thinking_token: TokenId | None = option(
+        None, "the token that ends the thinking; default: the tokenizer's </think>."
     )
-
-    @classmethod
-    def answer(cls, name: str, value: Any) -> str | None:
-        return speculative_answer(name, value)
 
     def modules(self, available: int) -> int:
         """The number of MTP modules to use of a checkpoint that has ``available``: one per draft in vanilla mode.

@@ -66,12 +66,11 @@ class ModelRunner:
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Divides the chunks of the next step over the ranks; pads the step if a graph runs it."""
-        rows, layout = 1 + self.num_drafts, self._mesh.config.cp_layout
-        step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
+        step = StepPlan.of(chunks, self._mesh.world_size, self._config, 1 + self.num_drafts)
         if self.graphs is not None and self._is_static(step) and self._fits_graph(step):
             step = self.graphs.pad(step, self.num_drafts)
         if self._two_batches is not None:
-            step = self._two_batches.cut(step, chunks, self._config, layout)
+            step = self._two_batches.cut(step, chunks, self._config)
         for observer in self.observers:
             observer(step)
         return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,8 +22,6 @@ class Runtime:
     weights: WeightFormat
     workspace: int  # bytes for scores, gathered rows and the like
     max_tokens: int = 8192  # bound on this rank's tokens in a forward pass
-    overlap_shared_expert: bool = True  # on CUDA: see Streams
-    overlap_indexer: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -37,7 +36,5 @@ class Streams(NamedTuple):
 
     @classmethod
     def of(cls, runtime: Runtime) -> Streams:
-        return cls(
-            SideStream(runtime.device, enabled=runtime.overlap_shared_expert),
-            SideStream(runtime.device, enabled=runtime.overlap_indexer),
-        )
+        enabled = os.environ.get("DSA_ENGINE_SIDE_STREAMS") != "0"  # for measuring the gain
+        return cls(*(SideStream(runtime.device, enabled=enabled) for _ in range(2)))

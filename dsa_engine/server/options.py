@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from dsa_engine.config.checks import integer, list_of, number, shown
-from dsa_engine.config.fields import BOOL, STR, Kind, Options, documented, instance_of, option
-from dsa_engine.system.sizes import parse_bytes
+from dsa_engine.config.checks import Rule, Seconds, at_least
+from dsa_engine.config.fields import Options, documented, option
+from dsa_engine.system.sizes import Size, parse_bytes
 
-
-def check_size(name: str, value: Any) -> None:
-    if parse_bytes(value, name) < 1024:
-        raise ValueError(f"{name} must be 1KiB or more, not {shown(value)}")
-
-
-_SECONDS = Kind(number(above=0), float, metavar="SECONDS")
+Port = Annotated[int, at_least(0, 65535)]
+BodySize = Annotated[Size, Rule("and of at least 1KiB", lambda value: parse_bytes(value, "") >= 1024)]
 
 
 @documented
@@ -28,41 +23,42 @@ class ServerOptions(Options):
         TypeError, ValueError: an option is not possible; the text says what is.
     """
 
-    host: str = option(STR, "127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's.")
-    port: int = option(Kind(integer(0, 65535), int), 8000, "port to listen at; 0: any free one, which the log names.")
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's.")
+    port: Port = option(8000, "port to listen at; 0: any free one, which the log names.")
     served_model_name: list[str] | None = option(
-        Kind(list_of(instance_of(str), "names"), parse=None), None, "names of the model; default: MODEL as it is given."
+        None, "names of the model; default: MODEL as it is given.", metavar="NAME"
     )
     api_key: str | None = option(
-        STR,
         None,
         "key that clients must send (Authorization: Bearer …); default: that of the environment variable "
         "DSA_ENGINE_API_KEY, which other users of the machine do not see, or none.",
     )
-    max_body_size: int | str = option(Kind(check_size, metavar="SIZE"), "16MiB", "maximum size of a request's body.")
-    max_waiting_requests: int = option(
-        Kind(integer(0), int), 1024, "requests beyond --max-num-seqs that may wait; further ones get status 429."
+    max_body_size: BodySize = option("16MiB", "maximum size of a request's body.", metavar="SIZE")
+    max_waiting_requests: Annotated[int, at_least(0)] = option(
+        1024, "requests beyond --max-num-seqs that may wait; further ones get status 429."
     )
-    request_timeout: float | None = option(_SECONDS, None, "seconds after which a request is ended with an error.")
-    shutdown_timeout: float = option(
-        Kind(number(0), float, metavar="SECONDS"),
+    request_timeout: Seconds | None = option(
+        None, "seconds after which a request is ended with an error.", metavar="SECONDS"
+    )
+    shutdown_timeout: Annotated[float, at_least(0)] = option(
         20.0,
         "after SIGTERM or Ctrl-C, seconds for running requests to end; new ones are refused.",
+        metavar="SECONDS",
     )
     disable_log_stats: bool = option(
-        BOOL, False, "no line in the log every ten seconds while requests run: throughput, requests, prefix hits."
+        False, "no line in the log every ten seconds while requests run: throughput, requests, prefix hits."
     )
     chat_template: str | None = option(
-        STR, None, "a file with the chat template to use instead of the model's, or the template itself."
+        None, "a file with the chat template to use instead of the model's, or the template itself."
     )
     trust_request_chat_template: bool = option(
-        BOOL, False, "take chat_template of a request: a program, which may take memory and time without a limit."
+        False, "take chat_template of a request: a program, which may take memory and time without a limit."
     )
     reasoning_parser: str | None = option(
-        STR, None, "form of the model's thoughts, by vLLM's names, or none; default: by model type."
+        None, "form of the model's thoughts, by vLLM's names, or none; default: by model type."
     )
     tool_call_parser: str | None = option(
-        STR, None, "form of the model's tool calls, by vLLM's names, or none; default: by model type."
+        None, "form of the model's tool calls, by vLLM's names, or none; default: by model type."
     )
 
 

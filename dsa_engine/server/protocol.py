@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dsa_engine.config.checks import shown
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.vllm_options import sampling_answer
+from dsa_engine.vllm_options import answer
 
 logger = logging.getLogger(__name__)
 _SAMPLING = {f.name for f in fields(SamplingParams) if f.init}
@@ -178,7 +178,7 @@ _WITHOUT_EFFECT = {
 def _advice(name: str, value: Any) -> str | None:
     """What to do instead of a parameter; "" if it asks for what is done anyway; None if it is unknown."""
     if name not in _ANSWERS:
-        return sampling_answer(name, value)
+        return answer(name, value)
     text, neutral = _ANSWERS[name]
     return "" if any(type(value) is type(one) and value == one for one in neutral) else text
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from dsa_engine.config.checks import is_integer, shown
+from dsa_engine.config.checks import Rule, check
 
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", start=1)}
 _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", start=1)}
+
+
+def _bytes(value: int | str) -> int:
+    """Bytes of a size; 0 for a text that is none."""
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    return int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+
+
+Size = Annotated[int | str, Rule("such as '4GiB' or '512MB'", lambda value: 1 <= _bytes(value) < 2**63)]
 
 
 def parse_bytes(value: int | str, what: str) -> int:
@@ -16,16 +28,8 @@ def parse_bytes(value: int | str, what: str) -> int:
     Raises:
         ValueError: not a positive size.
     """
-    parsed = (
-        0 if isinstance(value, str) or not is_integer(value) else value
-    )  # a float is refused: 1.5 would be one byte
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
-        parsed = int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
-    if not 1 <= parsed < 2**63:
-        raise ValueError(
-            f"{what} must be a positive number of bytes or a size such as '4GiB' or '512MB', not {shown(value)}"
-        )
-    return parsed
+    check(what, value, Size)
+    return _bytes(value)
 
 
 def format_bytes(count: float) -> str:

@@ -18,7 +18,7 @@ from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
 
 if TYPE_CHECKING:
-    from dsa_engine.parallel.config import MeshOptions
+    from dsa_engine.parallel.config import ParallelConfig
     from dsa_engine.parallel.mesh import Mesh
 
 _GAIN = 0.02  # experts move if the largest load of a rank falls by at least this part of the mean
@@ -50,7 +50,7 @@ class LayerPlacements:
         self._planned: dict[tuple[tuple[float, ...], int], Held] = {}  # by loads and groups
 
     @classmethod
-    def of(cls, config: MeshOptions, machines: Sequence[int]) -> LayerPlacements:
+    def of(cls, config: ParallelConfig, machines: Sequence[int]) -> LayerPlacements:
         """The placements that the options describe, on ranks of these machines."""
         ranks, nodes = len(machines), 1 + max(machines)
         methods = {config.moe_dispatch, config.decode_dispatch}

@@ -100,7 +100,7 @@ def test_two_batches(fake_engine: Callable[..., Any]) -> None:
     wholes = {}
     for enabled in (False, True):
         with FakeDevice() as device:
-            options = {"quantization": "dequantize", "enable_dbo": enabled, "dbo_decode_token_threshold": 2}
+            options = {"quantization": "dequantize", "enable_dbo": enabled}
             engine = fake_engine(device, "deepseek_v32", 8, **options)
             added = prefill(device, engine, 65_536)
             assert device.waits == ["event in expert_parallel.py:_counts"] * (4 if enabled else 2)
@@ -252,7 +252,7 @@ def test_two_batches_by_machine(fake_engine: Callable[..., Any], enabled: bool) 
 def test_two_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
     """The model's pass in the graph of a step is cut, and the passes of the MTP module are not; a replay waits for
     nothing new and is launched ahead."""
-    options = {"speculative_config": {"num_speculative_tokens": 3}, "dbo_decode_token_threshold": 2}
+    options = {"speculative_config": {"num_speculative_tokens": 3}}
     with FakeDevice() as device:
         engine = fake_engine(device, "deepseek_v32", 8, enable_dbo=True, **options)
         for _ in range(16):

@@ -92,7 +92,7 @@ def test_the_file_has_every_choice_once(
 
 
 def test_both_halves_of_a_step_are_counted(routed: dict[int, list[int]], demo_cache: object) -> None:
-    dbo = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+    dbo = {"enable_dbo": True}
     with LLM("demo-random", parallel=EmulatedConfig(emulate_world=2), **OPTIONS, **dbo) as llm:
         model = llm.engine.model
         layers = moe_layers(model)
@@ -203,5 +203,5 @@ def test_refusals_at_the_start(
 
 @pytest.mark.parametrize("given", ["", "-", 3])
 def test_a_path_that_is_none(given: Any) -> None:
-    with pytest.raises(ValueError, match="record_expert_loads must be the path of a file, not"):
+    with pytest.raises(ValueError, match="record_expert_loads must be"):
         ParallelConfig(record_expert_loads=given)

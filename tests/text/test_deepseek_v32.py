@@ -237,7 +237,7 @@ def test_what_the_form_refuses(form: ConversationFormat, messages: Any, options:
 
 
 def test_values_that_are_no_flags(form: ConversationFormat) -> None:
-    with pytest.raises(TypeError, match="thinking in chat_template_kwargs must be True or False, not 'yes'"):
+    with pytest.raises(ValueError, match="thinking in chat_template_kwargs must be True or False, not 'yes'"):
         form.render([USER], chat_template_kwargs={"thinking": "yes"})
     with pytest.raises(TypeError, match="response_format must be an object"):
         form.render([USER], response_format="json")

@@ -87,8 +87,6 @@ def start(folder: Path, options: EngineOptions) -> Engine:
             weight_format(config.quantization, options.quantization, dtype, mesh.device),
             workspace,
             options.max_num_batched_tokens,
-            options.overlap_shared_expert,
-            options.overlap_indexer,
         )
         replicas = options.parallel.redundant_experts
         fewer = f"lower redundant_experts {replicas}, or use" if replicas else "use"

@@ -100,16 +100,12 @@ def _host_memory(options: EngineOptions, mesh: Mesh, page_bytes: int) -> int:
     Raises:
         ValueError: it is wanted, and smaller than a page.
     """
-    name, memory = "host_cache_memory", 0
-    if options.kv_offloading_size is not None:
-        name, memory = "kv_offloading_size", int(options.kv_offloading_size * (1 << 30)) // mesh.world_size
-    elif options.host_cache_memory is not None:
-        memory = parse_bytes(options.host_cache_memory, name)
-    else:
+    if options.host_cache_memory is None:
         return 0
+    memory = parse_bytes(options.host_cache_memory, "host_cache_memory")
     if memory < page_bytes:
         raise ValueError(
-            f"{name} {getattr(options, name)!r} is {memory:,} bytes on each rank, less than a page of "
+            f"host_cache_memory {options.host_cache_memory!r} is {memory:,} bytes on each rank, less than a page of "
             f"{page_bytes:,}; raise it, or leave it out"
         )
     return memory

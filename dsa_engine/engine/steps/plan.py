@@ -164,7 +164,6 @@ class StepPlan:
         chunks: Seq[Chunk],
         world_size: int,
         config: ModelConfig,
-        layout: str,
         max_decode_rows: int = 1,
         cuts: Mapping[Request, int] | None = None,
     ) -> StepPlan:
@@ -182,7 +181,7 @@ class StepPlan:
             parts = [(chunk.start, chunk.length)]
             if (cut := cuts.get(chunk.request)) is not None:
                 parts = [(chunk.start, cut - chunk.start), (cut, chunk.end - cut)]
-            of_parts = [split_sequence(*part, count, layout) for part in parts]
+            of_parts = [split_sequence(*part, count) for part in parts]
             for i, pieces in enumerate(chain(*of_rank) for of_rank in zip(*of_parts, strict=True)):
                 # Rotated by request, or the first ranks would get the leftover tokens of all short prompts.
                 plan = plans[chunk.ranks[(i + chunk.request.id) % count]]

@@ -7,6 +7,7 @@ first, which keeps the order of positions. The cut follows from the plan alone, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,10 @@ from dsa_engine.parallel import Mesh
 
 @dataclass(frozen=True)
 class TwoBatches:
-    """The steps that are cut: those in which a rank has at least so many rows."""
+    """The steps that are cut: those in which a rank has at least this number of rows.
+
+    ``DSA_ENGINE_DBO_ROWS``, by default "32,512", has other numbers for decode and prefill.
+    """
 
     decode_rows: int
     prefill_rows: int
@@ -31,9 +35,10 @@ class TwoBatches:
         """None if no step is cut: the option is off, or there is one rank and nothing travels."""
         if not options.enable_dbo or mesh.world_size == 1:
             return None
-        return cls(options.dbo_decode_token_threshold, options.dbo_prefill_token_threshold)
+        decode_rows, prefill_rows = map(int, os.environ.get("DSA_ENGINE_DBO_ROWS", "32,512").split(","))
+        return cls(decode_rows, prefill_rows)
 
-    def cut(self, step: StepPlan, chunks: Sequence[Chunk], config: ModelConfig, layout: str) -> StepPlan:
+    def cut(self, step: StepPlan, chunks: Sequence[Chunk], config: ModelConfig) -> StepPlan:
         """The step with its halves, or as it is if it is too small.
 
         Args:
@@ -46,7 +51,7 @@ class TwoBatches:
         first, second = cut_chunks(chunks, step.decodes)
         if not (any(chunk.length for chunk in first) and second):
             return step
-        of = (len(step.ranks), config, layout, step.max_decode_rows)
+        of = (len(step.ranks), config, step.max_decode_rows)
         begun = {chunk.request for chunk in first}
         cuts = {chunk.request: chunk.start for chunk in second if chunk.request in begun}
         whole = StepPlan.of(chunks, *of, cuts)

@@ -170,14 +170,14 @@ def prefill_plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) ->
     Args:
         chunk: maximum number of tokens of a rank in a step.
     """
-    return [StepPlan.of([one], cp_size, config, "head_tail") for one in _prefill_chunks(tokens, cp_size, chunk)]
+    return [StepPlan.of([one], cp_size, config) for one in _prefill_chunks(tokens, cp_size, chunk)]
 
 
 def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:
     """The same for an engine's own ranks, of which the first context-parallel group computes the prompt."""
     mesh, rows = engine.mesh, 1 + engine.runner.num_drafts
     chunks = _prefill_chunks(tokens, mesh.cp_size, engine.options.max_num_batched_tokens)
-    return [StepPlan.of([one], mesh.world_size, engine.config, mesh.config.cp_layout, rows) for one in chunks]
+    return [StepPlan.of([one], mesh.world_size, engine.config, rows) for one in chunks]
 
 
 def _prefill_chunks(tokens: int, cp_size: int, chunk: int) -> list[Chunk]:
@@ -195,5 +195,5 @@ def _decode_shape(config: ModelConfig, requests: int, context: int, rows: int, l
 @lru_cache(maxsize=256)
 def _one_request(config: ModelConfig, context: int, rows: int) -> Shape:
     one = Chunk(Request(-1, [0] * context, SamplingParams()), context - rows, rows, range(1), rows)
-    (plan,) = StepPlan.of([one], 1, config, "head_tail").ranks
+    (plan,) = StepPlan.of([one], 1, config).ranks
     return Shape.of(plan)

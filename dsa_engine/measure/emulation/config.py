@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from dsa_engine.config.checks import integer, is_integer
+from dsa_engine.config.checks import PositiveInt, check, is_integer
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.device import choose_device
@@ -32,7 +32,7 @@ class EmulatedConfig(ParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("emulate_world", "machine_size"):
-            integer(minimum=1)(name, getattr(self, name))
+            check(name, getattr(self, name), PositiveInt)
         rank, world = self.emulate_rank, self.emulate_world
         if not is_integer(rank) or not 0 <= rank < world:
             raise ValueError(

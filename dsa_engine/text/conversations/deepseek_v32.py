@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.config.checks import flag, shown
+from dsa_engine.config.checks import check, shown
 from dsa_engine.text.conversations.reader import THINK, THINK_END
 from dsa_engine.text.conversations.released_texts import RESPONSE_FORMAT, TOOLS, released_text
 
@@ -82,7 +82,7 @@ def _modes(given: dict[str, Any]) -> tuple[bool, bool]:
     if wrong := sorted(given.keys() - set(_KWARGS)):
         raise ValueError(f"chat_template_kwargs of DeepSeek-V3.2 are {', '.join(_KWARGS)}, not {', '.join(wrong)}")
     for name, value in given.items():
-        flag(f"{name} in chat_template_kwargs", value)
+        check(f"{name} in chat_template_kwargs", value, bool)
     return given.get("thinking", False) or given.get("enable_thinking", False), given.get("drop_thinking", True)
 
 

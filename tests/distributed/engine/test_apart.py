@@ -26,8 +26,7 @@ EACH_ITS_OWN = {
         "host_cache_memory": "256KiB",
         "cache_folder": "pages",
         "enable_dbo": True,
-        "dbo_prefill_token_threshold": 4,
-        "decode_options": {"tp_size": 2, "cache_memory": "448KiB", "dbo_decode_token_threshold": 2},
+        "decode_options": {"tp_size": 2, "cache_memory": "448KiB"},
     },
     "parallel": {"rebalance_every": 3},
 }
@@ -161,7 +160,7 @@ def test_tiers(apart: Callable[..., Any], tmp_path: Path, disk: bool) -> None:
     options = MODEL | ({"cache_folder": str(tmp_path / "pages")} if disk else {})
     case: dict[str, Any] = {"generate": generate, "repeated": 2, "continued": True}
     expected = passes(options, case)
-    own = {"cache_memory": "256KiB", "kv_offloading_size": 4 / 1024, "decode_options": {"cache_memory": "4MiB"}}
+    own = {"cache_memory": "256KiB", "host_cache_memory": "4MiB", "decode_options": {"cache_memory": "4MiB"}}
     prefill, decode = apart(1, 1, case | {"options": options | own})
     for outputs, alone in zip(prefill["outputs"], expected, strict=True):
         assert_same(outputs, alone)

@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "page_size": 4
 LARGE, SMALL = {"cache_memory": "8MiB"}, {"cache_memory": "90KiB"}
 DRAFTS = {"speculative_config": {"num_speculative_tokens": 2}}
 HOST = {"host_cache_memory": "8MiB"}
-TWO_BATCHES = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+TWO_BATCHES = {"enable_dbo": True}
 
 
 def case(model: str, name: str, parallel: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -52,9 +52,7 @@ def case(model: str, name: str, parallel: dict[str, Any], **options: Any) -> dic
 CASES = {
     2: [
         case("plain", "head-tail", {"cp_size": 2}, **LARGE),
-        case(
-            "plain", "contiguous, chunked", {"cp_size": 2, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=9
-        ),
+        case("plain", "chunked", {"cp_size": 2}, **LARGE, max_num_batched_tokens=9),
         case("plain", "host memory, page by page", {"cp_size": 2}, **SMALL, **HOST),
         case("plain", "groups, host memory", {"cp_size": 1}, **SMALL, **HOST),
         case("plain", "disk", {"cp_size": 2}, **LARGE),
@@ -65,9 +63,7 @@ CASES = {
     ],
     4: [
         case("plain", "head-tail", {"cp_size": 4}, **LARGE),
-        case(
-            "plain", "contiguous, chunked", {"cp_size": 4, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=5
-        ),
+        case("plain", "chunked", {"cp_size": 4}, **LARGE, max_num_batched_tokens=5),
         case("plain", "groups, host memory", {"cp_size": 2}, **HOST, cache_memory="56KiB"),
         case("one module", "host memory, padded", {"cp_size": 4}, **SMALL, **HOST, **DRAFTS),
         case("two modules", "groups", {"cp_size": 2}, **LARGE, **DRAFTS),

@@ -54,7 +54,7 @@ def divided(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
 
 CHUNKED = {"max_num_batched_tokens": 7, "max_prefill_share": 1.0}
 SHARED = {"max_num_batched_tokens": 16}
-TWO_BATCHES = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+TWO_BATCHES = {"enable_dbo": True}
 MOVING = divided(2, 1, "all_gather") | {"redundant_experts": 2, "rebalance_every": 2}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [

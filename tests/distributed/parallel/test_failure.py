@@ -107,7 +107,7 @@ def test_ranks_that_differ_are_told_in_what(failing: Failing) -> None:
         ),
         (
             "layout",
-            "the ranks were started differently: cp_layout is 'head_tail' on rank 0, 2 and 'contiguous' on rank 1; "
+            "the ranks were started differently: tp_size is 3 on rank 0, 2 and 1 on rank 1; "
             "timeout is 60 on rank 0, 2 and 50 on rank 1; start",
         ),
         (

@@ -54,7 +54,7 @@ def test_options_of_the_ranks_that_decode(monkeypatch: pytest.MonkeyPatch) -> No
 def test_decode_options_that_are_not_possible(given: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         EngineOptions("demo", parallel=ParallelConfig(prefill_ranks=1), decode_options=given)
-    with pytest.raises(ValueError, match="with prefill_ranks; give that too|cannot differ"):
+    with pytest.raises(ValueError, match="prefill_ranks|cannot differ"):
         EngineOptions("demo", decode_options=given)
 
 

@@ -44,7 +44,7 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
     move."""
     for skew, dbo in ((1.0, False), (8.0, False), (1.0, True)):
         with FakeDevice(memory=MEMORY) as device:
-            options = SIZES | {"enable_dbo": dbo, "dbo_decode_token_threshold": 2, "cudagraph_capture_sizes": [2]}
+            options = SIZES | {"enable_dbo": dbo, "cudagraph_capture_sizes": [2]}
             parallel = {"skew": skew, "rebalance_every": 1000 if dbo else None}
             engine = fake_engine(device, "deepseek_v32", 64, parallel, **options)
             assert len(device.captures) == 4, "contexts from 4,096 to 32,768"

@@ -173,7 +173,7 @@ class Rows:
             for request, count in zip(self.requests, counts, strict=True)
             if count
         ]
-        plan = StepPlan.of(chunks, 1, self.config, "head_tail", max_decode_rows=MAX_ROWS)
+        plan = StepPlan.of(chunks, 1, self.config, max_decode_rows=MAX_ROWS)
         assert plan.decodes == decodes
         if decodes and self.runner.graphs is not None:
             plan = self.runner.graphs.pad(plan)
@@ -259,8 +259,8 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
     # Start, length, ranks, number of logits (-1: the default).
     parts = [(5, 3, range(1), 2), (4, 1, range(1), 0), (7, 2, range(1, 2), -1)]
     chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
-    step = StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=3)
-    assert step.decodes and not StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=2).decodes
+    step = StepPlan.of(chunks, 3, config, max_decode_rows=3)
+    assert step.decodes and not StepPlan.of(chunks, 3, config, max_decode_rows=2).decodes
     padded = step.padded(config, ContextBuckets(fewest=2))
     assert padded.bucket == Bucket(requests=2, rows_per_request=3, context=16) and padded.decodes
     assert [plan.rows for plan in padded.ranks] == [6] * 3 and [plan.num_tokens for plan in padded.ranks] == [4, 2, 0]
@@ -278,7 +278,7 @@ def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Requ
 
     def padded(*parts: tuple[int, int, int]) -> StepPlan:
         chunks = [Chunk(requests[i], start, length, range(1)) for i, start, length in parts]
-        return StepPlan.of(chunks, 1, config, "head_tail", max_decode_rows=2).padded(config, ContextBuckets(fewest=16))
+        return StepPlan.of(chunks, 1, config, max_decode_rows=2).padded(config, ContextBuckets(fewest=16))
 
     step, later = padded((0, 5, 2), (1, 4, 1), (2, 0, 2)), padded((2, 2, 1), (0, 7, 2), (1, 6, 1))
     tables = BlockTables(8, mesh.device)

@@ -61,7 +61,7 @@ def entered() -> Iterator[Stages]:
 def test_tokens_travel_under_the_other_half(entered: Stages, demo_cache: object, dispatch: str, decodes: bool) -> None:
     """Between the start of each exchange and the wait for it, the other half computes: attention or experts. A layer's
     pages may leave when both halves have stored their rows."""
-    options = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+    options = {"enable_dbo": True}
     parallel = EmulatedConfig(emulate_world=2, moe_dispatch=dispatch, decode_dispatch=dispatch)  # type: ignore[arg-type]
     with LLM("demo-random", device="cpu", progress=False, parallel=parallel, max_model_len=512, **options) as llm:
         engine = llm.engine

@@ -142,9 +142,9 @@ def test_options_that_do_not_fit(world: int, options: dict[str, Any], message: s
     ("options", "message"),
     [
         ({"redundant_experts": -1}, "redundant_experts must be an integer of at least 0, not -1"),
-        ({"expert_loads": ""}, "expert_loads must be the path of a file, or loads of each expert, not ''"),
-        ({"expert_loads": 3}, "must be the path of a file, .*, not 3"),
-        ({"expert_loads": (0.0, 0.0)}, "expert_loads must be numbers of at least 0, and one above it"),
+        ({"expert_loads": ""}, "expert_loads must be .*, not ''"),
+        ({"expert_loads": 3}, "expert_loads must be .*, not 3"),
+        ({"expert_loads": (0.0, 0.0)}, "expert_loads must be .* above 0"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

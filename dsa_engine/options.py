@@ -1,0 +1,245 @@
+"""Every option of the engine: type, default and meaning."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from dsa_engine.config.checks import Fraction, PositiveInt, Rule, Seed
+from dsa_engine.config.fields import Options, documented, option, options_of
+from dsa_engine.config.speculative import SpeculativeConfig
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.system.sizes import Size
+from dsa_engine.vllm_options import answer
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+Kernels = Literal["checked", "triton", "reference"]
+GenerationConfig = Literal["auto", "vllm"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8"]
+Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
+Folder = Annotated[str | Path, Rule("that names a folder", lambda value: os.fspath(value) != "")]
+
+
+@documented
+@dataclass(frozen=True)
+class EngineOptions(Options):
+    """The options of :class:`dsa_engine.LLM`, from which those of the scripts and of ``dsa-engine`` are made.
+
+    Raises:
+        TypeError, ValueError: an option is not known or not possible; the text says what is.
+    """
+
+    model: str | Path = option(
+        "demo",
+        "a Hugging Face folder (config.json, safetensors, tokenizer files); a hub id whose files are in the local "
+        'Hugging Face cache; "demo", a small trained model; "demo-random", an untrained one; or, with load_format '
+        '"dummy", "deepseek_v32", "deepseek_v3" or "glm_moe_dsa" of the released sizes.',
+    )
+    _: KW_ONLY
+    dtype: Dtype = option("auto", '"auto" is the checkpoint\'s on CUDA and float32 on a CPU.')
+    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
+    quantization: Quantization | None = option(
+        None,
+        "format in which the weights of linear layers and experts are held and multiplied. Default: the checkpoint's, "
+        'if the device can multiply in it. "dequantize": FP8 is expanded to ``dtype`` on load. "fp8", "int8", '
+        '"int4-experts": this format, or an error.',
+    )
+    load_format: LoadFormat = option(
+        "auto",
+        '"auto" reads the checkpoint; "dummy" makes random weights of the right shape and reads only config.json.',
+    )
+    hf_overrides: dict[str, Any] = option(
+        dict, 'keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.'
+    )
+    generation_config: GenerationConfig = option(
+        "auto",
+        'source of default sampling parameters: "auto" is generation_config.json, "vllm" the defaults of '
+        "SamplingParams.",
+    )
+    trust_remote_code: bool = option(
+        False, "let the tokenizer run Python code of the model folder, as in vLLM; read that code first."
+    )
+    kv_cache_dtype: KVCacheDtype = option(
+        "auto",
+        '"auto" caches in the dtype of the run; "fp8" takes 656 bytes per latent row and 132 per index key of '
+        'DeepSeek-V3.2, with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+    )
+    max_model_len: PositiveInt | None = option(
+        None, "maximum number of tokens of prompt and output together; default: the model's."
+    )
+    max_num_seqs: PositiveInt = option(64, "maximum number of requests that run at once.")
+    stream_interval: PositiveInt = option(
+        1, "tokens that a piece of a stream waits for, after the first token; more of them cost the host less."
+    )
+    max_num_batched_tokens: PositiveInt = option(
+        8192, "prefill chunk per rank; a step takes up to cp_size times as many."
+    )
+    max_prefill_share: Fraction = option(
+        0.5,
+        "maximum fraction of prefill steps while any request decodes, in (0, 1]; 1 puts prefill first: best for the "
+        "time to first token, worst for the time per token.",
+    )
+    page_size: PositiveInt = option(64, "tokens per cache page.")
+    enable_prefix_caching: bool = option(
+        True, "use the cache pages of earlier requests whose tokens begin alike; they stay until the memory is needed."
+    )
+    kv_events_config: dict[str, Any] = option(
+        dict,
+        "publish which pages the prefix cache holds, over ZMQ as vLLM does, for routers that follow it: "
+        '``{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": ""}``.',
+    )
+    cache_memory: Size | None = option(
+        None,
+        'bytes of the caches on each rank, or a size such as "4GiB"; default: on CUDA what gpu_memory_utilization '
+        "leaves, on a CPU half of what is free, at most 4 GiB.",
+        metavar="SIZE",
+    )
+    host_cache_memory: Size | None = option(
+        None,
+        'bytes of host memory on each rank, or a size such as "200GiB", for pages that leave the device and may be '
+        "needed again; default: none.",
+        metavar="SIZE",
+    )
+    cache_folder: Folder | None = option(
+        None,
+        "a folder for the pages of prompts, which other runs and other processes with the same model use too; every "
+        "rank must see the same folder. Default: none.",
+    )
+    cache_folder_size: Size | None = option(
+        None,
+        'maximum size of the cache_folder, such as "500GiB": the least recently used pages are deleted; default: no '
+        "limit.",
+        metavar="SIZE",
+    )
+    gpu_memory_utilization: Fraction = option(
+        0.92,
+        "fraction of a GPU's memory for weights, activations, workspace and caches together, in (0, 1]; the caches get "
+        "the remainder. Without effect if cache_memory is given, and on a CPU.",
+    )
+    workspace: Size | None = option(
+        None,
+        "bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.",
+        metavar="SIZE",
+    )
+    speculative_config: dict[str, Any] = option(
+        dict,
+        "draft several tokens a step and check them, as in vLLM: ``{}`` does not, "
+        '``{"method": "mtp", "num_speculative_tokens": 1}`` does; see '
+        ":class:`dsa_engine.config.speculative.SpeculativeConfig`.",
+    )
+    enforce_eager: bool = option(False, "run decode kernel by kernel on CUDA, without CUDA graphs.")
+    cudagraph_capture_sizes: list[PositiveInt] | None = option(
+        None,
+        "numbers of requests of a rank, rounded up to powers of two, whose CUDA graphs are captured at the start, for "
+        "contexts of every length; others are captured when they first occur, while all requests wait. Default: every "
+        "number up to max_num_seqs; an empty list: none.",
+        metavar="N,N,…",
+    )
+    kernels: Kernels = option(
+        "checked",
+        'on CUDA: "checked" compares every kernel that the model uses with its reference in PyTorch, the first time '
+        "that an engine starts with this device, driver and version, and replaces a wrong kernel by its reference; "
+        '"triton" trusts the kernels; "reference" runs the references only.',
+    )
+    async_scheduling: bool = option(
+        True,
+        "on CUDA, launch a decode step before the tokens of the previous step are read, so that the device does not "
+        "wait for the host; False shows the gain.",
+    )
+    enable_dbo: bool = option(
+        False,
+        "cut large steps of several ranks in two batches: one computes attention while the tokens of the other travel "
+        "to their experts and back.",
+    )
+    seed: Seed = option(0, "seed of dummy weights and of requests without a seed.")
+    progress: bool = option(
+        True, "show progress: a bar on a terminal or in a notebook, elsewhere a line in the log every ten seconds."
+    )
+    decode_options: dict[str, Any] = option(
+        dict,
+        "with ``prefill_ranks``: options of the ranks that decode, where they differ, for example "
+        '``{"tp_size": 2, "cache_memory": "60GiB"}``.',
+    )
+    parallel: ParallelConfig = option(
+        ParallelConfig, "a :class:`dsa_engine.ParallelConfig`: how to use the ranks of a torchrun world."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            SpeculativeConfig(**self.speculative_config)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"speculative_config: {error}") from error
+        given = [name for name in ("host_cache_memory", "cache_folder") if getattr(self, name) is not None]
+        if given and not self.enable_prefix_caching:
+            raise ValueError(f"{given[0]} needs enable_prefix_caching=True: it holds pages of the prefix cache")
+        if self.cache_folder_size is not None and self.cache_folder is None:
+            raise ValueError("cache_folder_size is the size of a cache_folder; give that too, or leave it out")
+        if self.decode_options:
+            options_of_decode(self)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None: not at all."""
+        return SpeculativeConfig(**self.speculative_config) if self.speculative_config else None
+
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        if any(name == f.name for f, _ in options_of(ParallelConfig)):
+            return f"it is one of ParallelConfig: parallel=ParallelConfig({name}={value!r})"
+        return answer(name, value)
+
+
+# What may differ on the ranks that decode: nothing that changes a token, a cache row or what callers may ask for.
+_ENGINE_OF_DECODE = (
+    "cache_memory",
+    "gpu_memory_utilization",
+    "workspace",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "async_scheduling",
+    "enable_dbo",
+)
+_PARALLEL_OF_DECODE = (
+    "tp_size",
+    "decode_dispatch",
+    "moe_chunk_size",
+    "redundant_experts",
+    "route_shared_expert",
+    "expert_loads",
+    "record_expert_loads",
+    "rebalance_every",
+)
+# What the ranks that prefill have alone: tiers hold pages of prompts, and two parts cannot write one file.
+_ENGINE_OF_PREFILL = ("host_cache_memory", "cache_folder", "cache_folder_size")
+
+
+def options_of_decode(options: EngineOptions) -> EngineOptions:
+    """The options that are in force on the ranks that decode, with ``prefill_ranks``.
+
+    Raises:
+        TypeError, ValueError: ``decode_options`` names an option that the parts share, or a value that is not possible.
+    """
+    own, allowed = options.decode_options, (*_ENGINE_OF_DECODE, *_PARALLEL_OF_DECODE)
+    if unknown := [name for name in own if name not in allowed]:
+        raise ValueError(
+            f"decode_options: {unknown[0]!r} cannot differ between the ranks that prefill and those that decode; "
+            f"options that can are {', '.join(allowed)}"
+        )
+    if own and options.parallel.prefill_ranks is None:
+        raise ValueError("decode_options need prefill_ranks; give that too, or leave them out")
+    parallel: dict[str, Any] = {"record_expert_loads": None} | {
+        name: own[name] for name in _PARALLEL_OF_DECODE if name in own
+    }
+    engine: dict[str, Any] = dict.fromkeys(_ENGINE_OF_PREFILL)
+    engine |= {name: own[name] for name in _ENGINE_OF_DECODE if name in own}
+    try:
+        return replace(options, parallel=replace(options.parallel, **parallel), decode_options={}, **engine)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"decode_options: {error}") from error

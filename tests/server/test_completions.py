@@ -118,7 +118,7 @@ def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:
         ({"prompt": "a", "temperature": "warm"}, "temperature must be a finite number"),
         ({"prompt": "a", "n": 10**30}, "n must be"),
         ({"prompt": ["a"] * 1000, "n": 1000}, "n must be at most 4096 / 1000"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "a token id in logit_bias"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must be"),
         ({"prompt": "a", "stream": "yes"}, "stream: "),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options need stream"),
         ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),

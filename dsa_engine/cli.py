@@ -16,19 +16,19 @@ class Command(NamedTuple):
     Attributes:
         about: its line in the help.
         function: takes the parsed options; "module:function" in ``commands/``.
-        options: adds the options to a parser; "module:function", none of which imports torch.
+        options: adds the options to a parser, and imports no torch; "add_arguments" of the same module by default.
     """
 
     about: str
     function: str
-    options: str
+    options: str | None = None
 
     def load(self) -> Any:
         """Imports the function."""
         return _imported(self.function)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _imported(self.options)(parser)
+        _imported(self.options or f"{self.function.partition(':')[0]}:add_arguments")(parser)
 
 
 def _imported(name: str) -> Any:
@@ -37,29 +37,19 @@ def _imported(name: str) -> Any:
 
 
 COMMANDS = {
-    "generate": Command(
-        "generate from a prompt and print the text as it comes", "generate:run_generate", "generate:add_arguments"
-    ),
-    "chat": Command("a conversation on the terminal", "chat:run_chat", "chat:add_arguments"),
-    "serve": Command("OpenAI's API over HTTP, for any number of clients", "serve:run_serve", "serve:add_arguments"),
-    "route": Command("how vllm-router is put in front of several servers", "route:run_route", "route:add_arguments"),
-    "info": Command(
-        "parameters, bytes per dtype, cache bytes per token, and what fits", "info:run_info", "info:add_arguments"
-    ),
+    "generate": Command("generate from a prompt and print the text as it comes", "generate:run_generate"),
+    "chat": Command("a conversation on the terminal", "chat:run_chat"),
+    "serve": Command("OpenAI's API over HTTP, for any number of clients", "serve:run_serve"),
+    "route": Command("how vllm-router is put in front of several servers", "route:run_route"),
+    "info": Command("parameters, bytes per dtype, cache bytes per token, and what fits", "info:run_info"),
     "plan": Command(
-        "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits",
-        "planner.command:run_plan",
-        "planner.command:add_arguments",
+        "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits", "planner.command:run_plan"
     ),
     "make-checkpoint": Command(
-        "random weights in the released layout, for any configuration",
-        "make_checkpoint:run_make_checkpoint",
-        "make_checkpoint:add_arguments",
+        "random weights in the released layout, for any configuration", "make_checkpoint:run_make_checkpoint"
     ),
     "convert": Command(
-        "a checkpoint in another format: FP8 to plain weights, or to FP8, INT8 or INT4 experts",
-        "convert:run_convert",
-        "convert:add_arguments",
+        "a checkpoint in another format: FP8 to plain weights, or to FP8, INT8 or INT4 experts", "convert:run_convert"
     ),
     "cache list": Command(
         "what a cache_folder holds: for each key model, formats, pages, bytes and last use",
@@ -71,12 +61,8 @@ COMMANDS = {
         "cache:run_clear",
         "cache:add_clear_arguments",
     ),
-    "env": Command("versions, devices and paths, for a bug report", "env:run_env", "env:add_arguments"),
-    "doctor": Command(
-        "check whether the engine runs correctly on this machine",
-        "doctor.command:run_doctor",
-        "doctor.command:add_arguments",
-    ),
+    "env": Command("versions, devices and paths, for a bug report", "env:run_env"),
+    "doctor": Command("check whether the engine runs correctly on this machine", "doctor.command:run_doctor"),
     "bench prefill": Command(
         "a long prompt alone: time, tokens/s, memory and stages of each rank",
         "bench.prefill_command:run_prefill",
@@ -95,7 +81,6 @@ COMMANDS = {
     "bench serve": Command(
         "requests that arrive over time, at any OpenAI server: throughput, latencies, prefix hits",
         "bench.serving.command:run_serving",
-        "bench.serving.command:add_arguments",
     ),
 }
 _GROUPS = {

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from dsa_engine.arguments import add_engine_arguments, llm_from
-from dsa_engine.commands.early import Early, check_stdout, leads, standard_input
+from dsa_engine.commands.early import Early, leads
 from dsa_engine.commands.sampling import add_chat_arguments, add_sampling_arguments, sampling_params
 from dsa_engine.sampling_params import SamplingParams
 
@@ -35,8 +35,6 @@ def run_chat(args: argparse.Namespace) -> None:
     """
     sampling_params(args)  # checks them before anything is loaded
     if leads():
-        check_stdout()
-        standard_input("chat")
         _prompt(Early(args).conversation_format(), [*_beginning(args), {"role": "user", "content": "Hello"}], args)
     llm = llm_from(args)
     if not llm.engine.mesh.is_front:

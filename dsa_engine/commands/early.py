@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsa_engine.arguments import engine_options
 from dsa_engine.parallel.launch_environment import launched_rank
@@ -37,13 +36,6 @@ class Early:
         config = ModelConfig.from_pretrained(self.folder, self._options.hf_overrides)
         self._model_type = config.model_type
         self.max_model_len, self._vocab_size = limited_model_len(config, self._options), config.vocab_size
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the folder has a tokenizer."""
-        from dsa_engine.text.tokenizer import Tokenizer
-
-        return Tokenizer.lies_in(self.folder)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises ``ValueError`` if the folder has none, or a damaged one."""
@@ -77,16 +69,3 @@ class Early:
 def leads() -> bool:
     """Whether this is rank 0, which alone has a prompt and prints."""
     return launched_rank()[0] == 0
-
-
-def check_stdout() -> None:
-    """Raises ``ValueError`` if standard output is closed."""
-    if sys.stdout is None:
-        raise ValueError("standard output is closed, and the text goes there; leave it open or redirect it to a file")
-
-
-def standard_input(needed_by: str) -> Any:
-    """Standard input; raises ``ValueError`` if it is closed."""
-    if sys.stdin is None:
-        raise ValueError(f"standard input is closed, and {needed_by} reads it; leave it open or redirect a file to it")
-    return sys.stdin

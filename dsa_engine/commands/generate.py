@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from dsa_engine.arguments import add_engine_arguments, llm_from, read_text
-from dsa_engine.commands.early import Early, check_stdout, leads, standard_input
+from dsa_engine.commands.early import Early, leads
 from dsa_engine.commands.sampling import add_chat_arguments, add_sampling_arguments, sampling_params
 
 
@@ -58,7 +58,6 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def _prompt(args: argparse.Namespace) -> list[int]:
     """The prompt's token ids, checked before weights are loaded."""
-    check_stdout()
     early = Early(args)
     if args.prompt_ids is not None:
         ids = args.prompt_ids
@@ -77,7 +76,7 @@ def _given_text(args: argparse.Namespace) -> str:
     text = args.prompt
     if text == "-":
         try:
-            text = standard_input("--prompt -").read()
+            text = sys.stdin.read()
         except UnicodeDecodeError as error:
             raise ValueError(f"standard input is no text in {error.encoding}: {error.reason}") from error
     if not text:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from dsa_engine.arguments import json_object
+from dsa_engine.config.fields import options_of
 from dsa_engine.sampling_params import SamplingParams
 
 _NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -24,29 +25,18 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"give a JSON object, not {text!r}: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"give a JSON object, not {text!r}")
-    return value
+        return json_object(text, "it")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options; :func:`sampling_params` reads them."""
-    source = "default: that of generation_config.json, else"
-    parser.add_argument("--max-tokens", type=int, help=f"maximum number of tokens to generate; {source} 128")
-    parser.add_argument("--temperature", type=float, help=f"0: the most likely token; {source} 0")
-    parser.add_argument(
-        "--top-p", type=float, help=f"keep the likeliest tokens up to this total probability; {source} 1"
-    )
-    parser.add_argument("--top-k", type=int, help=f"keep this many of the likeliest tokens, 0: all; {source} 0")
-    parser.add_argument(
-        "--min-p", type=float, help=f"keep tokens of at least this fraction of the highest probability; {source} 0"
-    )
-    parser.add_argument(
-        "--repetition-penalty", type=float, help=f"above 1: tokens of the text so far become less likely; {source} 1"
-    )
+    for f, _ in options_of(SamplingParams):
+        if f.name in _NAMES:
+            default = _ELSE.get(f.name, f.default)
+            about = f"{f.metadata['doc'].rstrip('.')}; default: that of generation_config.json, else {default}"
+            parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), help=about)
 
 
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> SamplingParams:

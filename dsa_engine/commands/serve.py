@@ -70,10 +70,12 @@ def _ignore_signals() -> None:
 
 def _checked(args: argparse.Namespace, options: ServerOptions) -> socket.socket:
     """Checks what can be wrong before the weights are loaded, which takes minutes; returns the socket, bound."""
+    from dsa_engine.text.tokenizer import Tokenizer
+
     early = Early(args)
     read_template(options.chat_template)
     parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}
-    if early.has_tokenizer:
+    if Tokenizer.lies_in(early.folder):
         early.conversation_format(**parsers)
     elif any(parsers.values()):
         raise ValueError(f"reasoning_parser and tool_call_parser need a tokenizer, and {early.folder} has none")

@@ -92,8 +92,8 @@ def test_token_ids_of_a_folder_without_a_tokenizer(
         (["--prompt-ids", "5,x"], "error: argument --prompt-ids: give token ids separated by commas"),
         (["--prompt-ids", "5", "--chat"], "error: --chat takes a text"),
         (["--prompt", "x", "--chat-template-kwargs", "{}"], "error: --chat-template-kwargs is for conversations; give"),
-        (["--prompt", "x", "--chat", "--chat-template-kwargs", "5"], "give a JSON object, not '5'"),
-        (["--prompt", "x", "--chat", "--chat-template-kwargs", "{"], "give a JSON object, not '{'"),
+        (["--prompt", "x", "--chat", "--chat-template-kwargs", "5"], "must be a JSON object"),
+        (["--prompt", "x", "--chat", "--chat-template-kwargs", "{"], "is not valid JSON"),
         (["--prompt-ids", "5", "--prompt", "x"], "not allowed with argument"),
         (["--prompt", "x", "--model", str(folder)], "has no tokenizer"),
     ):
@@ -119,30 +119,24 @@ def unloadable(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (
             ["generate", "--prompt", ""],
             "",
-            "error: the prompt is empty; give some text with --prompt, or --prompt-file",
+            "the prompt is empty",
         ),
-        (["generate", "--prompt", "-"], "", "error: the prompt is empty; give some text"),
-        (
-            ["generate", "--prompt", "-"],
-            None,
-            "error: standard input is closed, and --prompt - reads it; leave it open",
-        ),
+        (["generate", "--prompt", "-"], "", "the prompt is empty"),
         (
             ["generate", "--prompt", "a\udcff"],
             "",
-            "error: the text has half a surrogate pair, which is no character, at",
+            "surrogate",
         ),
         (
             ["generate", "--prompt-ids", "5,320"],
             "",
-            "error: token id 320 is out of range; the vocabulary has ids 0 … 319",
+            "token id 320",
         ),
-        (["generate", "--prompt-ids", ""], "", "error: the prompt is empty; give at least one token"),
-        (["generate", "--prompt", "x" * 200], "", "error: the prompt has 201 tokens, max_model_len is 200, of which"),
+        (["generate", "--prompt-ids", ""], "", "the prompt is empty"),
+        (["generate", "--prompt", "x" * 200], "", "201 tokens, max_model_len is 200"),
         (["generate", "--prompt", "x", "--chat"], "", "has no chat template; use generate() with a prompt"),
         (["chat"], "hello", "has no chat template; use generate() with a prompt"),
-        (["chat"], None, "error: standard input is closed, and chat reads it; leave it open"),
-        (["bench", "prefill", "--seq-len", "50,201"], "", "error: the prompt has 201 tokens, max_model_len is 200;"),
+        (["bench", "prefill", "--seq-len", "50,201"], "", "201 tokens, max_model_len is 200"),
         (
             ["bench", "tpot", "--input-len", "150", "--output-len", "51"],
             "",
@@ -155,23 +149,13 @@ def test_what_is_known_is_said_before_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
-    stdin: str | None,
+    stdin: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--model", str(unloadable), "--device", "cpu", "--max-model-len", "200"])
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["chat"]])
-def test_closed_standard_output(
-    unloadable: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--model", str(unloadable), "--device", "cpu"])
-    assert capsys.readouterr().err.startswith("error: standard output is closed, and the text goes there; leave it")
 
 
 def test_a_command_without_output_and_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:

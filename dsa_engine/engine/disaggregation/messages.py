@@ -106,6 +106,3 @@ class LineBroken:
     """The other side cannot be reached, for this reason."""
 
     error: str
-
-
-SideMessage = Offer | Begun | Handover | Reset | Room | Arrived | Tokens | Back | LineBroken

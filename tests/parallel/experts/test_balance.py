@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -91,18 +90,6 @@ def test_64_replicas_even_out_a_zipf_load() -> None:
         loads = LOADS[name]
         assert imbalance(loads, [range(first, first + 4) for first in range(0, EXPERTS, 4)]) > 2
         assert imbalance(loads, balance_layer(loads, 320, 1, 1, 64)) < 1.003
-
-
-def test_the_table_of_docs_running() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in text.partition("| loads | in order |")[2].splitlines()[2:5]]
-    loads = {"Zipf, exponent 0.5": zipf(0.5), "exponential": LOADS["exponential"], "Zipf, exponent 1": LOADS["zipf 1"]}
-    assert [row[0] for row in rows] == list(loads)
-    for name, *shown in rows:
-        plans = [[range(first, first + 4) for first in range(0, EXPERTS, 4)]]
-        plans += [balance_layer(loads[name], EXPERTS + replicas, 1, 1, 64) for replicas in (0, 16, 32, 64)]
-        plans.append(balance_layer(loads[name], EXPERTS + 64, 8, 8, 64))
-        assert shown == [f"{imbalance(loads[name], plan):.2f}" for plan in plans], name
 
 
 @st.composite

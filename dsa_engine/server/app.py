@@ -63,15 +63,6 @@ class Server:
             self._conversation = conversation_format(llm.folder, facts.model_type, **parsers, tokenizer=llm.tokenizer)
         self._chat_template = read_template(options.chat_template)
 
-    @property
-    def alive(self) -> bool:
-        """Whether the engine runs."""
-        try:
-            self.llm.check()
-        except EngineError:
-            return False
-        return True
-
     def model(self, name: str | None) -> str:
         """The name of the model that a request asks for; raises :class:`ApiError` if it is not here."""
         if name is not None and name not in self.names:
@@ -199,7 +190,10 @@ def _api(server: Server) -> APIRouter:
 
     @api.get("/metrics")
     async def metrics() -> Response:
-        state = await server.llm.state() if server.alive else None
+        try:
+            state = await server.llm.state()
+        except EngineError:  # it has ended
+            state = None
         return Response(server.metrics.text(state), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return api

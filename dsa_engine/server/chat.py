@@ -10,14 +10,15 @@ from typing import Any
 from dsa_engine.config.checks import shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.client import EngineClient
+from dsa_engine.server.generation import Form
 from dsa_engine.server.parts import chat_logprobs, prompt_logprobs
-from dsa_engine.server.protocol import ChatRequest, StreamOptions
+from dsa_engine.server.protocol import ChatRequest
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
 from dsa_engine.text.conversations.deltas import message_of
 
 
-class ChatForm:
-    """One request to ``/v1/chat/completions``; see :class:`.generation.Form`.
+class ChatForm(Form):
+    """One request to ``/v1/chat/completions``.
 
     Args:
         llm: the engine.
@@ -38,9 +39,8 @@ class ChatForm:
         model: str,
         chat_template: str | None = None,
     ):
-        self._asked, self.names = asked, tuple(asked.model_fields_set)
-        self.stream, how = asked.stream, asked.stream_options or StreamOptions()
-        self.include_usage, self.continuous_usage = how.include_usage, how.continuous_usage_stats
+        super().__init__(asked)
+        self._asked = asked
         self._tools = _tools(asked)
         self.params = asked.sampling({"max_tokens": None} | llm.default_sampling, **_sampling(asked))
         if conversation.needs_special_tokens:

@@ -10,14 +10,15 @@ from typing import Any
 from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.client import EngineClient
+from dsa_engine.server.generation import Form
 from dsa_engine.server.parts import completion_logprobs, prompt_logprobs
-from dsa_engine.server.protocol import CompletionRequest, StreamOptions
+from dsa_engine.server.protocol import CompletionRequest
 
 MAX_OUTPUTS = 4096  # in one request
 
 
-class CompletionForm:
-    """One request to ``/v1/completions``; see :class:`.generation.Form`.
+class CompletionForm(Form):
+    """One request to ``/v1/completions``.
 
     Args:
         llm: the engine.
@@ -29,9 +30,8 @@ class CompletionForm:
     """
 
     def __init__(self, llm: EngineClient, asked: CompletionRequest, model: str):
-        self._asked, self.names = asked, tuple(asked.model_fields_set)
-        self.stream, how = asked.stream, asked.stream_options or StreamOptions()
-        self.include_usage, self.continuous_usage = how.include_usage, how.continuous_usage_stats
+        super().__init__(asked)
+        self._asked = asked
         given, more = asked.model_extra or {}, {}
         self._nothing = asked.echo and given.get("max_tokens") == 0
         if self._nothing:  # only the prompt is wanted; the engine computes one token, which is dropped

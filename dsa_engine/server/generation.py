@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from fastapi.responses import Response
@@ -18,6 +19,7 @@ from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError, bad_request, failed
 from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.parts import StreamUsage, failure_of, usage_of
+from dsa_engine.server.protocol import GenerationBody, StreamOptions
 
 logger = logging.getLogger(__name__)
 to_json = msgspec.json.Encoder().encode
@@ -29,37 +31,34 @@ _EVENTS = [
 ]
 
 
-class Form(Protocol):
-    """How an endpoint writes outputs.
+class Form(ABC):
+    """What a request asks for, and how its endpoint writes outputs.
 
     Attributes:
+        asked: the request.
         prompts: what the engine gets.
         params: the same for all prompts.
-        stream: whether outputs are sent as they come.
-        include_usage, continuous_usage: whether a last chunk, or every chunk, has the usage.
-        names: the parameters of the request, for its errors.
         chunk_head: what all chunks of a stream begin with.
     """
 
     prompts: list[dict[str, Any]]
     params: SamplingParams
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    names: tuple[str, ...]
     chunk_head: dict[str, Any]
 
+    def __init__(self, asked: GenerationBody):
+        self.asked = asked
+
+    @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer, without its usage."""
-        ...
 
+    @abstractmethod
     def begin(self, prompts: Sequence[list[int]]) -> None:
         """Called with the token ids of the prompts before the first piece."""
-        ...
 
+    @abstractmethod
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
         """The chunks of a stream that a piece makes, without head and usage; none if it has nothing to show."""
-        ...
 
 
 class ClientLeft(Exception):
@@ -108,14 +107,14 @@ class Generation(Response):
         error: ApiError | None = None
         try:
             with self._admission.admit(self._unfinished), self._counting():
-                work = self._stream(send) if self._form.stream else self._whole()
+                work = self._stream(send) if self._form.asked.stream else self._whole()
                 body = await self._or_departure(work, receive)
         except ClientLeft:
             return
         except ApiError as refusal:
             error = refusal
         except (ValueError, TypeError) as refusal:
-            error = bad_request(refusal, self._form.names)
+            error = bad_request(refusal, self._form.asked.model_fields_set)
         except Exception as unforeseen:
             logger.exception("a request failed")
             error = failed(unforeseen)
@@ -167,6 +166,7 @@ class Generation(Response):
 
     async def _stream(self, send: Send) -> bytes:
         form, n = self._form, self._form.params.n
+        show = form.asked.stream_options or StreamOptions()
         prompts, pieces = await self._llm.prepare_streams(form.prompts, form.params)
         form.begin(prompts)
         usage = StreamUsage(prompts, n)
@@ -184,9 +184,9 @@ class Generation(Response):
                 if reason := failure_of([piece]):
                     raise ApiError(500, f"an output failed: {reason}")
                 chunks = form.chunks(piece)
-                if form.continuous_usage:
+                if show.continuous_usage_stats:
                     chunks = [chunk | {"usage": usage.form} for chunk in chunks]
-                if piece.finish_reason is not None and form.include_usage and not self._unfinished:
+                if piece.finish_reason is not None and show.include_usage and not self._unfinished:
                     chunks.append({"choices": [], "usage": usage.form})
                 if chunks:
                     body = b"".join(b"%b%b\n\n" % (begin, to_json(chunk)[1:]) for chunk in chunks)

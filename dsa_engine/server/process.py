@@ -49,8 +49,9 @@ _ENGINE_ENDED = 1  # exit status; the process has said so
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Relay:
-    """Serves the requests of another process until :meth:`close`, which aborts those that run.
+class Relay(WokenMailbox):
+    """Serves the requests of another process until :meth:`close`, which aborts those that run. Holds the results of a
+    step until they are complete, and sends them as one message.
 
     Args:
         llm: serves calls of any thread: on several ranks, the others follow.
@@ -60,7 +61,8 @@ class Relay:
     """
 
     def __init__(self, llm: LLM):
-        self._llm = llm
+        super().__init__()
+        self._llm, self.reader = llm, self
         self._ids: dict[int, int] = {}  # the engine's ids of requests that run, by the other process's
         self._folder = TemporaryDirectory(prefix="dsa_engine-")
         self.folder = self._folder.name
@@ -104,10 +106,14 @@ class Relay:
 
     def send(self, *messages: NewTokens | Failed | EngineState) -> None:
         """Sends messages together, from any thread; after :meth:`close` nothing happens."""
-        payload = encode(messages)
+        self._items.extend(messages)
+        self.wake([])
+
+    def wake(self, filled: Sequence[WokenMailbox]) -> None:
         with self._sending:
-            if not self._tokens.closed:
-                self._tokens.send(payload)
+            items = [self._items.popleft() for _ in range(len(self._items))]
+            if items and not self._tokens.closed:
+                self._tokens.send(encode(items))
 
     def ended(self, number: int) -> None:
         """Called when a request has ended, with the other process's id."""
@@ -152,14 +158,14 @@ class Relay:
 
 
 class RelayedRequest(Receiver):
-    """A request whose caller is in another process.
+    """A request whose caller is in another process; it is its own mailbox, which gets the error that ends it.
 
     Args:
         number: the other process's id of the request.
     """
 
     def __init__(self, add: Add, number: int, relay: Relay):
-        super().__init__(add, _Outbox(number, relay))
+        super().__init__(add, self)
         self._number, self._relay = number, relay
 
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
@@ -170,25 +176,10 @@ class RelayedRequest(Receiver):
         self._new = NewTokens(self._number, tokens, ending, record)
 
     def hand_over(self) -> None:
-        self.mailbox.put(self._new)
+        self._relay.put(self._new)
 
-
-class _Outbox(WokenMailbox):
-    """Holds a request's results until those of its step are complete."""
-
-    def __init__(self, number: int, relay: Relay):
-        super().__init__()
-        self.reader = self._relay = relay
-        self._number = number
-
-    def wake(self, filled: Sequence[WokenMailbox]) -> None:
-        self._relay.send(*(item for one in filled if isinstance(one, _Outbox) for item in one.taken()))
-
-    def taken(self) -> list[NewTokens | Failed]:
-        """The results so far, which are removed."""
-        items = [Failed.of(self._number, one) if isinstance(one, BaseException) else one for one in self._items]
-        self._items.clear()
-        return items
+    def put(self, error: BaseException, /) -> None:
+        self._relay.put(Failed.of(self._number, error))
 
 
 class HttpProcess:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dsa_engine.config.checks import is_integer, is_number, shown
+from dsa_engine.config.checks import is_number
 
 VERSION = 1
 
@@ -29,7 +27,7 @@ class ExpertLoads:
         loads: ``[layers, experts]``, at least 0. A layer without any load counts as one with equal loads.
 
     Raises:
-        ValueError: sizes that differ, or numbers that cannot be; the text says which.
+        ValueError: sizes that differ, or numbers that cannot be.
     """
 
     model: str
@@ -37,8 +35,15 @@ class ExpertLoads:
     loads: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        for fault in _faults(self.model, self.layers, self.loads):
-            raise ValueError(fault)
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ValueError(f"layers must be ascending numbers from 0, not {list(self.layers)!r:.80}")
+        if len(self.loads) != len(self.layers) or len({len(loads) for loads in self.loads}) != 1:
+            sizes = [len(loads) for loads in self.loads]
+            raise ValueError(f"loads must be as many numbers for each of {len(self.layers)} layers, not {sizes!r:.80}")
+        for layer, loads in zip(self.layers, self.loads, strict=True):
+            for expert, load in enumerate(loads):
+                if not is_number(load) or load < 0:
+                    raise ValueError(f"load of expert {expert} in layer {layer} must be at least 0, not {load!r:.80}")
 
     @property
     def experts(self) -> int:
@@ -46,9 +51,7 @@ class ExpertLoads:
 
     def of_layer(self, layer: int) -> tuple[float, ...] | None:
         """The loads of a layer; None if the file does not have it, or all are 0: equal loads."""
-        if layer not in self.layers:
-            return None
-        loads = self.loads[self.layers.index(layer)]
+        loads = self.loads[self.layers.index(layer)] if layer in self.layers else ()
         return loads if any(loads) else None
 
     @classmethod
@@ -60,57 +63,16 @@ class ExpertLoads:
         """
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
+            if value["version"] != VERSION:
+                raise ValueError(f"version {value['version']!r:.80} is not {VERSION}; count the loads again")
+            return cls(str(value["model"]), tuple(value["layers"]), tuple(map(tuple, value["loads"])))
         except OSError as error:
             raise ValueError(f"expert_loads: cannot read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(f"expert_loads: {path} is not valid JSON ({error})") from error
-        keys = ("version", "model", "layers", "loads")
-        if not isinstance(value, dict) or any(key not in value for key in keys):
-            raise ValueError(f"expert_loads: {path} must hold a JSON object with {', '.join(keys)}, not {shown(value)}")
-        if value["version"] != VERSION or isinstance(value["version"], bool):
-            raise ValueError(
-                f"expert_loads: {path} has version {shown(value['version'])}, this program reads {VERSION}; count the "
-                "loads again"
-            )
-        for fault in _faults(value["model"], value["layers"], value["loads"]):
-            raise ValueError(f"expert_loads: {path}: {fault}")
-        return cls(value["model"], tuple(value["layers"]), tuple(tuple(map(float, layer)) for layer in value["loads"]))
+        except (ValueError, TypeError, KeyError) as error:
+            wanted = "it must hold a JSON object with version, model, layers, loads"
+            raise ValueError(f"expert_loads: cannot read {path}: {error!r}; {wanted}") from error
 
     def text(self) -> str:
         """The content of a file."""
         value = {"version": VERSION, "model": self.model, "layers": self.layers, "loads": self.loads}
         return json.dumps(value) + "\n"
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file, whole or not at all."""
-        temporary = Path(f"{os.fspath(path)}.{os.getpid()}")
-        try:
-            temporary.write_text(self.text(), encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _faults(model: Any, layers: Any, loads: Any) -> Iterator[str]:
-    """Whatever is wrong, most fundamental first."""
-    if not isinstance(model, str):
-        yield f"model must be a name, not {shown(model)}"
-    if not _is_list(layers) or not layers or not all(is_integer(layer) and layer >= 0 for layer in layers):
-        yield f"layers must be a list of numbers of layers, from 0, not {shown(layers)}"
-    elif list(layers) != sorted(set(layers)):
-        yield f"layers must be ascending, each there once, not {shown(layers)}"
-    if not _is_list(loads) or not all(_is_list(layer) and layer for layer in loads):
-        yield f"loads must be a list of the loads of each layer, not {shown(loads)}"
-        return
-    if len(loads) != len(layers):
-        yield f"there are {len(layers)} layers and loads of {len(loads)}; give one list of loads for each layer"
-    for layer, own in zip(layers, loads, strict=False):
-        if len(own) != len(loads[0]):
-            yield f"layer {layers[0]} has loads of {len(loads[0])} experts, layer {layer} of {len(own)}"
-        for expert, load in enumerate(own):
-            if not is_number(load) or load < 0:
-                yield f"the load of expert {expert} in layer {layer} must be a number of at least 0, not {shown(load)}"
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))

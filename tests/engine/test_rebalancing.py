@@ -189,7 +189,7 @@ def test_the_busiest_rank_has_what_was_planned(caplog: pytest.LogCaptureFixture)
     for rebalancing, before, after in on_ranks(RANKS, work):
         print(before, "→", after)
         assert (rebalancing.before, rebalancing.after) == pytest.approx((sum(before) / 4, sum(after) / 4))
-        assert rebalancing.after < rebalancing.before - 0.2
+        assert rebalancing.after < rebalancing.before - 0.1
     (line,) = (record.message for record in caplog.records)
     assert "4 layers rebalanced in" in line and f"mean {rebalancing.before:.2f} → {rebalancing.after:.2f}; " in line
 

@@ -31,7 +31,7 @@ Run = Callable[..., Any]
         ("measure_ttft.py", ["--emulate-rank", "1"], "--emulate-rank needs --emulate-world"),
         ("measure_ttft.py", ["--emulate-world", "25"], "n_routed_experts 24 cannot be divided over 25 ranks"),
         ("measure_ttft.py", ["--emulate-world", "8", "--cp-size", "3"], "cp_size 3 does not divide the world size 8"),
-        ("measure_ttft.py", ["--expert-loads", __file__], "is not valid JSON"),
+        ("measure_ttft.py", ["--expert-loads", __file__], "must hold a JSON object"),
         (
             "bench_prefill.py",
             ["--emulate-world", "2", "--dump-logits", "x.npy"],

@@ -3,7 +3,7 @@
 A text of your own (--prompt-file) may end in the question, such as "What is key 4821?" after a line "key 4821 is 97".
 
 Two processes prefill the document, context parallel, and answer; their results are compared with one process. Start
-it without torchrun: it writes the document, runs one process for the reference, and then starts torchrun on itself.
+it without torchrun: it computes the reference, and then starts torchrun on itself.
 """
 
 from __future__ import annotations
@@ -61,36 +61,24 @@ def main() -> None:
     check_outputs(args.json)
     if "RANK" in os.environ:
         parallel(args)
-    elif args.reference:
-        single(args)
     else:
         start(args)
 
 
 def start(args: argparse.Namespace) -> None:
-    """Runs this script twice more: as one process, and under torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = [*sys.argv[1:], "--reference", str(Path(folder, "single.npy"))]
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={args.nproc_per_node}",
-        ]
-        for command in ([sys.executable], launcher):
-            environment = {"OMP_NUM_THREADS": "1"} | os.environ
-            done = subprocess.run([*command, __file__, *options], env=environment)
-            if done.returncode:
-                sys.exit(done.returncode)
-
-
-def single(args: argparse.Namespace) -> None:
-    """The reference: the same prefill in one process."""
+    """Prefills the document in this process, for the reference, and then runs this script under torchrun."""
     llm = load(args)
     asked = question(llm.tokenizer, args)
     print(f"document: {len(asked.prompt):,} tokens, {asked.about}; reference prefill in one process …", flush=True)
-    np.save(args.reference, llm.engine.prefill(asked.prompt).numpy())
+    with tempfile.TemporaryDirectory() as folder:
+        reference = str(Path(folder, "single.npy"))
+        np.save(reference, llm.engine.prefill(asked.prompt).numpy())
+        llm.close()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={args.nproc_per_node}", __file__, *sys.argv[1:], "--reference", reference]
+        done = subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ)
+        if done.returncode:
+            sys.exit(done.returncode)
 
 
 def parallel(args: argparse.Namespace) -> None:
@@ -112,20 +100,10 @@ def parallel(args: argparse.Namespace) -> None:
         figures = {"largest_difference": difference, "relative_difference": relative, "output_ids": output.token_ids}
         figures |= {"answer": output.text, "fact": asked.fact, "right": right}
         write_json(args.json, {**where, **result.to_json(), **figures})
-    rows = [
-        (
-            rank,
-            format_bytes(peak),
-            f"{pairs:,}",
-            f"{pairs * len(result.attention_pairs) / sum(result.attention_pairs):.4f}",
-        )
-        for rank, (peak, pairs) in enumerate(zip(result.peak_memory_bytes, result.attention_pairs, strict=True))
-    ]
     print(f"\nprefill of {len(prompt):,} tokens on {engine.mesh.world_size} ranks\n")
-    print(format_table(("rank", "peak memory", "attention pairs", "of the mean"), rows))
     seconds = result.seconds[0]
     summary = [
-        ("tokens", f"{len(prompt):,}"),
+        ("peak memory of a rank", format_bytes(max(result.peak_memory_bytes))),
         ("TTFT", f"{seconds:.2f} s"),
         ("prefill", f"{len(prompt) / seconds:,.0f} tokens/s"),
         ("attention imbalance (max/mean)", f"{result.imbalance:.5f}"),
@@ -148,9 +126,10 @@ def parallel(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> LLM:
-    """The demo model in float32, so that ranks can be compared; on the CPU unless every rank has a GPU."""
+    """The demo model in float32, so that ranks can be compared; on the CPU unless every rank has a GPU. Caches are
+    small, as the process of the reference keeps its own while the ranks run."""
     enough = torch.cuda.device_count() >= args.nproc_per_node
-    return LLM("demo", dtype="float32", device="cuda" if enough else "cpu")
+    return LLM("demo", dtype="float32", device="cuda" if enough else "cpu", cache_memory="1GiB")
 
 
 EVERY = 8  # lines of text between two facts

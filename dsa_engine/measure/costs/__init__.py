@@ -3,5 +3,4 @@
 * `work.py`: operations and bytes of every stage of one layer, for the rows that a rank computes
 * `weights.py`: bytes of a rank's weights, by layer and stage
 * `model_costs.py`: a forward pass, a decode step with its drafts, a prefill
-* `batch_schedule.py`: collectives of MoE layers under computation, with one batch or two
 """

@@ -50,7 +50,6 @@ def dequantize_blocks_reference(
     start: tuple[int, int] = (0, 0),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The definition; see :func:`dequantize_blocks`."""
     row_block, column_block = (
         (torch.arange(size, device=weight.device) + offset % block) // block
         for size, block, offset in zip(weight.shape, block_size, start, strict=True)
@@ -67,7 +66,6 @@ def dequantize_blocks_reference(
 def quantize_blocks_reference(
     weight: torch.Tensor, block_size: tuple[int, int], power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition; see :func:`quantize_blocks`."""
     rows, columns = weight.shape
     block_rows, block_columns = block_size
     down, across = scale_shape((rows, columns), block_size)

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 MINUS_INF = tl.constexpr(-2139095041)  # keys
-PLUS_INF = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7F800001)
 
 

@@ -61,13 +61,8 @@ def lightning_indexer(
     """Selects for every query the k best tokens that it sees.
 
     Args:
-        q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
-        weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
-        pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``.
-        block_tables: ``[sequences, max_pages]`` int32.
-        segments: segments of the queries.
+        q, weights, pool, block_tables, segments, key_format: as in :func:`.indexer_scores.indexer_scores`.
         k: number of tokens to select.
-        key_format: format of the pool, of q's dtype.
         workspace: bytes for scores and intermediate products.
 
     Returns:

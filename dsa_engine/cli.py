@@ -65,17 +65,17 @@ COMMANDS = {
     "doctor": Command("check whether the engine runs correctly on this machine", "doctor.command:run_doctor"),
     "bench prefill": Command(
         "a long prompt alone: time, tokens/s, memory and stages of each rank",
-        "bench.prefill_command:run_prefill",
+        "bench.command:run_prefill",
         "bench.options:add_prefill_arguments",
     ),
     "bench ttft": Command(
         "time to first token, through the generate API, without prefix hits",
-        "bench.latency_command:run_ttft",
+        "bench.command:run_ttft",
         "bench.options:add_ttft_arguments",
     ),
     "bench tpot": Command(
         "time per output token, through the generate API",
-        "bench.latency_command:run_tpot",
+        "bench.command:run_tpot",
         "bench.options:add_tpot_arguments",
     ),
     "bench serve": Command(

@@ -101,7 +101,7 @@ def parallel(args: argparse.Namespace) -> None:
         figures |= {"answer": output.text, "fact": asked.fact, "right": right}
         write_json(args.json, {**where, **result.to_json(), **figures})
     print(f"\nprefill of {len(prompt):,} tokens on {engine.mesh.world_size} ranks\n")
-    seconds = result.seconds[0]
+    seconds = result.ttft[0]
     summary = [
         ("peak memory of a rank", format_bytes(max(result.peak_memory_bytes))),
         ("TTFT", f"{seconds:.2f} s"),

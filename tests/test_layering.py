@@ -225,7 +225,7 @@ def test_the_tree_keeps_its_layers() -> None:
         ("dsa_engine.checkpoint.reader", "from dsa_engine.model.layers import Runtime", "above it"),
         ("dsa_engine.llm", "def f():\n    from dsa_engine.measure import plots", "above it"),
         ("dsa_engine.brand_new", "", "has no layer"),
-        ("dsa_engine.commands.bench.plots", "from demo_model import recipe", "not installed"),
+        ("dsa_engine.commands.bench.report", "from demo_model import recipe", "not installed"),
         ("scripts.demo_model.loop", "from demo_model import recipe", None),
     ],
 )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from dsa_engine.commands.bench.result import Result
 from dsa_engine.measure.report import percentiles
-from dsa_engine.measure.reported_latency import Latency
 
 
 def test_times_and_rates() -> None:
-    measured = Latency("ttft", [0.2, 0.1, 0.3], tokens=100, ranks=4)
-    result = measured.to_json("input_throughput")
+    times: dict[str, Any] = {"ttft": [0.2, 0.1, 0.3], "prefill": [0.2], "tpot": [0.05]}
+    result = Result(input_len=50, batch_size=2, ranks=4, peak_memory_bytes=[1], stages={}, **times).to_json()
     assert result["median_ttft_ms"] == pytest.approx(200) and result["p99_ttft_ms"] == pytest.approx(298)
-    assert result["input_throughput"] == pytest.approx(500)
+    assert result["ttft_samples_ms"] == [200, 100, 300] and "median_itl_ms" not in result
+    assert result["input_throughput"] == pytest.approx(500) and result["output_throughput"] == pytest.approx(40)
     assert result["input_throughput_per_device"] == pytest.approx(125)
 
 

@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dsa_engine import LLM
-from dsa_engine.commands.bench import plots
-from dsa_engine.commands.bench.prefill_benchmark import PrefillResult
+from dsa_engine.commands.bench import report
+from dsa_engine.commands.bench.result import Result
 from dsa_engine.measure.report import caption, run_report, write_json
 
 
-def prefill(input_len: int, seconds: float) -> PrefillResult:
+def prefill(input_len: int, seconds: float) -> Result:
     stages = {"MLA prolog": seconds / 2, "LM head": 0.0, "other": seconds / 2}
-    return PrefillResult(input_len, 1, [seconds], [1], [1], 1.0, [0], [stages], seconds, torch.zeros(1))
+    times = {"ttft": [seconds], "prefill": [seconds]}
+    return Result(input_len=input_len, ranks=1, peak_memory_bytes=[1], stages={"prefill": [stages]}, **times)
 
 
 def test_prefills_and_their_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures: list[Any] = []
-    save = plots.save
-    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure) or save(figure, path))
-    plots.plot_prefill([prefill(4096, 2.0), prefill(8192, 6.0)], str(tmp_path / "x.png"), "a title")
+    save = report.save
+    monkeypatch.setattr(report, "save", lambda figure, path: figures.append(figure) or save(figure, path))
+    report.plot_prefill([prefill(4096, 2.0), prefill(8192, 6.0)], str(tmp_path / "x.png"), "a title")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     times, bars = figures[0].axes
     assert times.figure.get_suptitle() == "a title" and list(times.lines[0].get_ydata()) == [2.0, 6.0]

@@ -13,7 +13,7 @@ import pytest
 
 from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, llm_from
-from dsa_engine.commands.bench import generation_benchmark, latency_command, prefill_command
+from dsa_engine.commands.bench import command, generation_benchmark
 
 Run = Callable[..., Any]
 
@@ -50,9 +50,9 @@ def test_what_was_measured_is_not_lost_to_an_interrupt(
 ) -> None:
     """The file and the tables have the first length; Ctrl-C, or a limit in time, came in the second."""
     where, name = {
-        "measure_tpot.py": (latency_command, "measure_latency"),
+        "measure_tpot.py": (command, "measure_latency"),
         "compare_overlaps.py": (generation_benchmark, "measure_latency"),
-        "bench_prefill.py": (prefill_command, "measure_prefill"),
+        "bench_prefill.py": (command, "measure_prefill"),
     }[script]
     measure, calls = getattr(where, name), iter(range(2))
 
@@ -69,7 +69,7 @@ def test_what_was_measured_is_not_lost_to_an_interrupt(
     result = json.loads(report.read_text())
     assert result["complete"] is False
     assert [r["input_len"] for r in result["results"]] == [64]
-    table = {"measure_tpot.py": "64 × 1", "compare_overlaps.py": "(1.00x)", "bench_prefill.py": "64 tokens: TTFT"}
+    table = {"measure_tpot.py": "64 × 1", "compare_overlaps.py": "(1.00x)", "bench_prefill.py": "64 × 1"}
     assert table[script] in done.stdout and not re.search(r"(?<!ms at )(?<![\d.])128(?![\d.])", done.stdout)
 
 

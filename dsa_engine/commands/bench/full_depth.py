@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
+from dsa_engine.commands.bench.result import Result
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.llm import LLM
-from dsa_engine.measure.reported_latency import Latency
+from dsa_engine.measure.stage_timer import mean_stages
 
 # The stages of a decoder layer of each kind; all others are outside the layers.
 _EVERY_LAYER = ("MLA prolog", "sparse flash attention", "MLA epilog", "communication")
@@ -62,17 +64,24 @@ class FullDepth:
         same = full.num_hidden_layers == engine.config.num_hidden_layers
         return None if same else cls(engine.config, full)
 
-    def scale(self, latency: Latency, stages: dict[str, float]) -> float:
-        """Milliseconds at full depth; see :meth:`dsa_engine.measure.reported_latency.Latency.scaled`."""
-        return latency.scaled(stages, self.factors)
+    def scale(self, result: Result) -> dict[str, float]:
+        """Milliseconds of TTFT and TPOT at full depth: each stage's part of the median times the stage's factor."""
+        scaled = {}
+        for metric, phase, seconds in (("ttft", "prefill", result.ttft), ("tpot", "decode", result.tpot)):
+            if seconds:
+                stages = mean_stages(result.stages[phase])
+                growth = sum(s * self.factors.get(name, 1.0) for name, s in stages.items()) / sum(stages.values())
+                scaled[metric] = statistics.median(seconds) * growth * 1e3
+        return scaled
 
-    def to_json(self, scaled: dict[str, float]) -> dict[str, Any]:
-        """The key of a report: milliseconds by name of the metric."""
+    def to_json(self, result: Result) -> dict[str, Any]:
+        """The key of a report."""
+        times = {f"{metric}_ms": ms for metric, ms in self.scale(result).items()}
         about = {"num_hidden_layers": self.layers, "measured_layers": self.measured}
-        times = {f"{metric}_ms": ms for metric, ms in scaled.items()}
-        return {"scaled_to_full_depth": {**about, **times}}
+        return {"scaled_to_full_depth": about | times}
 
-    def line(self, what: str, metric: str, scaled: dict[str, float]) -> str:
+    def line(self, result: Result, metric: str) -> str:
         """The scaled time of ``metric``, for people."""
         depth = f"with all {self.layers} layers instead of {self.measured}"
-        return f"SCALED, not measured: {what} {depth}: {metric.upper()} {scaled[metric]:,.1f} ms"
+        ms = self.scale(result).get(metric, float("nan"))
+        return f"SCALED, not measured: {result.size} {depth}: {metric.upper()} {ms:,.1f} ms"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dsa_engine.commands.bench.generation_benchmark import LatencyResult
+from dsa_engine.commands.bench.result import Result
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.ceilings import Ceilings
@@ -30,15 +31,15 @@ class PeakFractions:
         self._costs = ModelCosts.of(engine)
         self.ceilings = Ceilings.measure(engine.mesh.device, engine.dtype)
 
-    def decode(self, result: LatencyResult) -> dict[str, Any]:
+    def decode(self, result: Result) -> dict[str, Any]:
         """Work of a decode step in the middle of the output; empty if none was measured."""
-        if result.itl is None:
+        if not result.itl:
             return {}
         self._raise()
         drafts, ranks = result.num_speculative_tokens, self._engine.mesh.world_size
         context = result.input_len + max(1, result.output_len // 2) + drafts
         step = Decode(cdiv(result.batch_size, ranks), result.batch_size, context, drafts)
-        stages, seconds = self._costs.decode(step), result.itl.median
+        stages, seconds = self._costs.decode(step), statistics.median(result.itl)
         work = total(stages)
         read = {"weights": work.weights, "index_keys": work.index_keys, "latent_rows": work.latent_rows}
         rate = work.bytes_read / seconds
@@ -72,11 +73,11 @@ class PeakFractions:
             }
         }
 
-    def of(self, result: LatencyResult) -> dict[str, Any]:
-        """Work of prefill and decode, as far as they were measured."""
+    def of(self, result: Result) -> dict[str, Any]:
+        """Work of prefill and decode, where they were measured."""
         work, drafts = {}, result.num_speculative_tokens
         if result.prefill:
-            work = self.prefill(result.input_len, result.prefill.median, result.batch_size, drafts)
+            work = self.prefill(result.input_len, statistics.median(result.prefill), result.batch_size, drafts)
         return work | self.decode(result)
 
     def _raise(self) -> None:
@@ -92,7 +93,7 @@ def total(stages: Stages) -> Work:
 
 
 def print_peak_fractions(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceilings: Ceilings) -> None:
-    """Prints the results of :class:`PeakFractions` as tables, a row per size, as far as they were measured."""
+    """Prints the results of :class:`PeakFractions` as tables, a row per size, where they were measured."""
     decodes = [(size, one["decode_step"]) for size, one in zip(sizes, listed, strict=True) if "decode_step" in one]
     if decodes:
         rows = [

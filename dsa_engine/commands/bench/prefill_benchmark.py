@@ -8,45 +8,29 @@ from typing import Any
 
 import torch
 
+from dsa_engine.commands.bench.result import Result
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
 from dsa_engine.measure.costs.model_costs import prefill_plans_of
 from dsa_engine.measure.device import peak_bytes, reset_peak
-from dsa_engine.measure.reported_latency import Latency
-from dsa_engine.measure.stage_timer import StageTimer, milliseconds
+from dsa_engine.measure.stage_timer import StageTimer
 
 
-@dataclass(frozen=True)
-class PrefillResult:
-    """A measured prefill. Lists have one value per rank; in an emulated run, only that rank's.
+@dataclass(frozen=True, kw_only=True)
+class PrefillResult(Result):
+    """A measured prefill. Lists have one value per rank; in an emulated run, only that rank's."""
 
-    Stages and bytes come from one more run, which was watched and is not among the timed ones.
-    """
-
-    input_len: int
-    world_size: int
-    seconds: list[float]  # one per repeat
-    peak_memory_bytes: list[int]
     attention_pairs: list[int]  # query-key pairs under the causal mask
     imbalance: float  # largest attention work of a rank over the mean of all ranks
-    bytes_sent: list[int]  # payload put into collectives
-    stage_seconds: list[dict[str, float]]
+    bytes_sent: list[int]  # payload put into collectives, in the watched run
     watched_seconds: float  # the watched run on the slowest rank, watching included
     logits: torch.Tensor  # float32 [vocab], after the last token; without meaning for an emulated rank
 
-    @property
-    def ttft(self) -> Latency:
-        return Latency("ttft", self.seconds, self.input_len, self.world_size)
-
     def to_json(self) -> dict[str, Any]:
-        return {
-            "input_len": self.input_len,
-            **self.ttft.to_json("input_throughput"),
-            "peak_memory_bytes": self.peak_memory_bytes,
+        return super().to_json() | {
             "attention_pairs": self.attention_pairs,
             "bytes_sent": self.bytes_sent,
             "imbalance": self.imbalance,
-            "stage_ms": [milliseconds(rank) for rank in self.stage_seconds],
             "watched_ms": self.watched_seconds * 1e3,
         }
 
@@ -63,10 +47,10 @@ def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repea
     reset_peak(mesh.device)
     for _ in range(warmup):
         engine.prefill(prompt)
-    seconds = []
+    mine = []
     for _ in range(repeat):
         barrier(engine)
-        seconds.append(_timed(engine, prompt)[0])
+        mine.append(_timed(engine, prompt)[0])
     peak = float(peak_bytes(mesh.device))
     barrier(engine)
     sent = -sum(group.bytes_sent for group in mesh.groups)
@@ -76,17 +60,20 @@ def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repea
     stages = timer.seconds()
     plans = prefill_plans_of(engine, len(prompt))
     pairs = [sum(step) for step in zip(*(plan.attention_pairs() for plan in plans), strict=True)]
-    ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
+    ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *mine])
     first = 3 + len(stages)
+    seconds = [max(row[first + i] for row in ranks) for i in range(repeat)]  # the slowest rank's
     return PrefillResult(
         input_len=len(prompt),
-        world_size=mesh.world_size,
-        seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # the slowest rank's
+        ranks=mesh.world_size,
+        ttft=seconds,
+        prefill=seconds,
         peak_memory_bytes=[int(row[0]) for row in ranks],
+        stages={"prefill": [dict(zip(stages, row[3:first], strict=True)) for row in ranks]},
+        num_speculative_tokens=engine.runner.num_drafts,
         attention_pairs=[pairs[rank] for rank in mesh.processes.ranks],
         imbalance=max(pairs) * len(pairs) / sum(pairs),
         bytes_sent=[int(row[1]) for row in ranks],
-        stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in ranks],
         watched_seconds=max(row[2] for row in ranks),
         logits=logits,
     )

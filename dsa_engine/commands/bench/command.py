@@ -1,0 +1,146 @@
+"""``dsa-engine bench prefill|ttft|tpot``, which are also ``scripts/bench_prefill.py`` and ``scripts/measure_*.py``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import product
+
+import numpy as np
+
+from dsa_engine.arguments import json_object, read_text
+from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
+from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
+from dsa_engine.commands.bench.report import Report
+from dsa_engine.commands.early import Early
+from dsa_engine.engine.engine import Engine
+from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
+from dsa_engine.measure.emulation.arguments import measured_llm
+from dsa_engine.measure.plots import check_plot
+from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.stage_timer import chrome_trace
+from dsa_engine.measure.timed_generation import generate_batch
+from dsa_engine.system.output_files import check_outputs, whole_file
+
+
+def run_prefill(args: argparse.Namespace) -> None:
+    """Prefills every prompt. The files have each result as soon as it is measured; after Ctrl-C the tables show the
+    results so far.
+
+    Raises:
+        ValueError, OSError: an option, a file or a prompt is not possible; then nothing has been measured.
+    """
+    if args.repeat < 1 or args.warmup < 0:
+        raise ValueError(f"--repeat must be at least 1 and --warmup at least 0, not {args.repeat} and {args.warmup}")
+    if args.emulate_world is not None and args.dump_logits:
+        raise ValueError(
+            "--dump-logits with --emulate-world: the logits of an emulated rank mean nothing; leave it out"
+        )
+    check_outputs(args.json, args.dump_logits, args.profile, args.plot)
+    check_plot(args.plot)
+    text = read_text(args.prompt_file) if args.prompt_file else None
+    early = Early(args)
+    early.check([0] * max(args.seq_len) if text is None else early.tokenizer().encode(text))
+    llm = measured_llm(args)
+    engine, leads = llm.engine, llm.engine.mesh.is_leader
+    prompts = [random_prompt(engine, n, args.seed) for n in args.seq_len]
+    if text is not None:
+        prompts = [llm.tokenizer.encode(text)]
+    for prompt in prompts:
+        engine.check(prompt)  # check all before measuring any
+    report = Report(llm, args, "ttft")
+    try:
+        for number, prompt in enumerate(prompts, 1):
+            result = measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat)
+            report.add(result, last=number == len(prompts))
+            if leads and args.dump_logits:
+                with whole_file(args.dump_logits) as path, path.open("wb") as file:
+                    np.save(file, result.logits.numpy())
+            if leads and args.plot:
+                report.plot(args.plot)
+        if args.profile:
+            with chrome_trace(args.profile if leads else None):  # the other ranks run too
+                engine.prefill(prompts[-1])
+    finally:
+        report.show()
+
+
+def run_ttft(args: argparse.Namespace) -> None:
+    """Measures the time to first token; see :func:`_run_latency`."""
+    _run_latency(args, "ttft")
+
+
+def run_tpot(args: argparse.Namespace) -> None:
+    """Measures the time per output token; see :func:`_run_latency`."""
+    _run_latency(args, "tpot")
+
+
+def _run_latency(args: argparse.Namespace, metric: str) -> None:
+    """Measures every length and batch size. The JSON has each result as soon as it is measured; after Ctrl-C the tables
+    show the results so far.
+
+    Args:
+        args: the options of the metric (:mod:`.options`).
+        metric: "ttft" or "tpot": which time the table shows; the JSON holds both.
+
+    Raises:
+        ValueError, OSError: an option or a file is not possible; then nothing has been measured.
+    """
+    fewest = 2 if metric == "tpot" else 1
+    if args.output_len < fewest or args.repeat < 1 or args.warmup < 0:
+        raise ValueError(
+            f"--output-len must be at least {fewest}, --repeat at least 1 and --warmup at least 0, "
+            f"not {args.output_len}, {args.repeat} and {args.warmup}"
+        )
+    check_outputs(args.json, args.profile)
+    _acceptance(args, 0)
+    fill_cache = getattr(args, "fill_cache", None) is not None
+    counts = getattr(args, "num_speculative_tokens", None)
+    if counts and max(counts):
+        given = json_object(args.speculative_config, "--speculative-config")
+        args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
+    Early(args).check_lengths(max(args.input_len), args.output_len)
+    llm = measured_llm(args)
+    engine = llm.engine
+    cases = list(product(args.input_len, args.batch_size, counts or [engine.runner.num_drafts]))
+    for input_len, batch_size, _ in cases:  # check all before measuring any
+        check_latency(engine, input_len, args.output_len, batch_size, fill_cache)
+    report = Report(llm, args, metric)
+    try:
+        for number, (input_len, batch_size, num_drafts) in enumerate(cases, 1):
+            result = measure_latency(
+                llm,
+                input_len,
+                args.output_len,
+                batch_size=batch_size,
+                warmup=args.warmup,
+                repeat=args.repeat,
+                seed=args.seed,
+                fill_cache=fill_cache,
+                num_drafts=num_drafts,
+                acceptance=_acceptance(args, num_drafts),
+            )
+            report.add(result, last=number == len(cases))
+        if args.profile:
+            _profile(engine, args, fill_cache)
+    finally:
+        report.show()
+
+
+def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance | None:
+    """The assumed acceptance of drafts; None: the model decides."""
+    if args.acceptance is not None:
+        try:
+            return AssumedAcceptance(tuple(float(rate) for rate in args.acceptance.split(",")))
+        except ValueError as error:
+            raise ValueError(f"--acceptance {args.acceptance}: {error}") from error
+    meaningless = getattr(args, "fill_cache", None) is not None or args.emulate_world is not None
+    return AssumedAcceptance.default(num_drafts) if meaningless and num_drafts else None
+
+
+def _profile(engine: Engine, args: argparse.Namespace, fill_cache: bool) -> None:
+    """Traces one more run of the last length and batch size; the other ranks run it too."""
+    input_len, batch_size = args.input_len[-1], args.batch_size[-1]
+    prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
+    with chrome_trace(args.profile if engine.mesh.is_leader else None):
+        generate_batch(engine, prompts, args.output_len, fill_cache=fill_cache)

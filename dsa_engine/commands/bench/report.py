@@ -1,0 +1,130 @@
+"""The report of a benchmark: a file with all results so far, tables of them, and the plot of prefills."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from dsa_engine.arguments import reported
+from dsa_engine.commands.bench.full_depth import FullDepth
+from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
+from dsa_engine.commands.bench.result import Result
+from dsa_engine.llm import LLM
+from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
+from dsa_engine.measure.emulation.arguments import heading, title, to_json
+from dsa_engine.measure.plots import load_pyplot, save
+from dsa_engine.measure.report import caption, format_table, run_report, write_so_far
+from dsa_engine.measure.stage_timer import mean_stages
+from dsa_engine.system.sizes import format_bytes
+
+
+class Report:
+    """The results so far. Every rank makes a report, as the ceilings of its device are measured; rank 0 writes it.
+
+    Args:
+        metric: "ttft" or "tpot": which time the table shows; the JSON holds both.
+    """
+
+    def __init__(self, llm: LLM, args: argparse.Namespace, metric: str):
+        engine = llm.engine
+        self._engine, self._path, self._metric = engine, args.json, metric
+        self._depth = FullDepth.of(llm)
+        self._fractions = PeakFractions(engine)
+        load = from_all_ranks(engine, [engine.load_seconds, float(engine.bytes_read)])
+        self._about = {
+            **run_report(llm, reported(args), num_processes(engine)),
+            **to_json(engine),
+            "load_seconds": [rank[0] for rank in load],
+            "weight_bytes_read": [int(rank[1]) for rank in load],
+        }
+        self._results: list[Result] = []
+        self._listed: list[dict[str, Any]] = []
+
+    def add(self, result: Result, last: bool) -> None:
+        """Adds a result, and writes all so far, so that a later failure loses none of them."""
+        scaled = self._depth.to_json(result) if self._depth else {}
+        self._results.append(result)
+        self._listed.append(result.to_json() | self._fractions.of(result) | scaled)
+        graphs = {"cuda_graph_memory_bytes": self._engine.graphs.memory_bytes if self._engine.graphs else 0}
+        if self._engine.mesh.is_leader:
+            facts = {**self._about, **graphs, **self._fractions.to_json()}
+            write_so_far(self._path, facts, self._listed, complete=last)
+
+    def plot(self, path: str) -> None:
+        """Draws the prefills so far into a PNG."""
+        plot_prefill(self._results, path, caption(self._about, title(self._engine)))
+
+    def show(self) -> None:
+        """Prints the tables on rank 0; nothing without a result."""
+        if not self._engine.mesh.is_leader or not self._results:
+            return
+        if above := heading(self._engine):
+            print(above + "\n")
+        unit = "input tokens/s" if self._metric == "ttft" else "output tokens/s"
+        times = [f"{which} {self._metric.upper()} ms" for which in ("median", "p90", "p99")]
+        header = ("input", "batch", "drafts", "output", *times, unit, "per device", "peak memory")
+        print(format_table(header, [self._row(*pair) for pair in zip(self._results, self._listed, strict=True)]))
+        _print_speculation(self._results)
+        for phase in ("prefill", "decode"):
+            _print_stages(phase, self._results)
+        print()
+        sizes = [result.size for result in self._results]
+        print_peak_fractions(sizes, self._listed, self._fractions.ceilings)
+        for result in self._results if self._depth else ():
+            print(self._depth.line(result, self._metric))  # type: ignore[union-attr]
+
+    def _row(self, result: Result, json: dict[str, Any]) -> tuple[Any, ...]:
+        size = (f"{result.input_len:,}", result.batch_size, result.num_speculative_tokens, result.output_len)
+        if f"median_{self._metric}_ms" not in json:
+            return (*size, *["-"] * 6)  # the cache had no room for the whole batch to decode at once
+        times = [json[f"{which}_{self._metric}_ms"] for which in ("median", "p90", "p99")]
+        rate = "input_throughput" if self._metric == "ttft" else "output_throughput"
+        return (*size, *times, json[rate], json[f"{rate}_per_device"], format_bytes(max(result.peak_memory_bytes)))
+
+
+def _print_speculation(results: Sequence[Result]) -> None:
+    """Prints how many drafts were accepted; nothing if there were none."""
+    rows = []
+    for result in results:
+        counts, assumed = result.speculation, result.assumed_acceptance
+        if counts is not None and counts.num_drafts:
+            rates = " ".join(f"{rate:.0%}" for rate in counts.acceptance_rates)
+            by = "assumed" if assumed else "the model"
+            rows.append((result.size, f"{counts.mean_acceptance_length:.2f}", rates, by))
+    if rows:
+        print("\n" + format_table(("drafts", "tokens a step", "accepted by position", "decided by"), rows))
+
+
+def _print_stages(phase: str, results: Sequence[Result]) -> None:
+    """Prints the stages of a phase in percent of their sum, a column for each result that has any."""
+    columns = {result.size: mean_stages(result.stages[phase]) for result in results if phase in result.stages}
+    rows = []
+    for name in next(iter(columns.values()), {}):
+        fractions = [seconds[name] / sum(seconds.values()) for seconds in columns.values()]
+        if any(fractions):
+            rows.append((name, *(f"{fraction:.1%}" for fraction in fractions)))
+    if rows:
+        print("\n" + format_table((f"{phase} stage", *columns), rows))
+
+
+def plot_prefill(results: Sequence[Result], path: str, above: str) -> None:
+    """Draws TTFT against length, and the stages of each length as a stacked bar (mean over ranks), into a PNG."""
+    pyplot = load_pyplot()
+    figure, (times, bars) = pyplot.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    figure.suptitle(above, fontsize="medium")
+    lengths = [f"{r.input_len:,}" for r in results]
+    times.plot(lengths, [statistics.median(r.ttft) for r in results], marker="o")
+    times.set(xlabel="prompt tokens", ylabel="median TTFT, s", ylim=(0, None))
+    stages = [mean_stages(r.stages["prefill"]) for r in results]
+    below = [0.0] * len(results)
+    for name in stages[0]:
+        seconds = [one[name] for one in stages]
+        if any(seconds):
+            bars.bar(lengths, seconds, bottom=below, label=name)
+            below = [low + s for low, s in zip(below, seconds, strict=True)]
+    about = "Stages, mean over ranks\n(one run more; to watch it takes time, so the sum may exceed the left)"
+    bars.set(xlabel="prompt tokens", ylabel="s", title=about)
+    bars.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)

@@ -104,18 +104,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     return "\n".join(lines)
 
 
-def format_percentages(title: str, columns: Mapping[str, Mapping[str, float]]) -> str:
-    """A table of seconds by name in percent of their sum: a row for each name that has any, a column for each of
-    ``columns``."""
-    names = list(dict.fromkeys(name for seconds in columns.values() for name in seconds))
-    rows = []
-    for name in names:
-        fractions = [seconds.get(name, 0.0) / (sum(seconds.values()) or 1.0) for seconds in columns.values()]
-        if any(fractions):
-            rows.append((name, *(f"{fraction:.1%}" for fraction in fractions)))
-    return format_table((title, *columns), rows)
-
-
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
     """Mean, median, 90th and 99th percentile, minimum and maximum, in milliseconds, named as ``vllm bench`` names
     them."""

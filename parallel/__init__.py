@@ -1,7 +1,7 @@
 """The division of work over ranks: one strategy per file, over collectives that are the identity in a group of one.
 
 * :mod:`~dsa_engine.parallel.config`: the options
-* :mod:`~dsa_engine.parallel.mesh`: the groups that each rank belongs to, and the machine of each rank
+* :mod:`~dsa_engine.parallel.mesh`: the groups that each rank belongs to, and the node of each rank
 * :mod:`~dsa_engine.parallel.group`: a process group and its collectives
 * :mod:`~dsa_engine.parallel.links`: modelled times of collectives
 * :mod:`~dsa_engine.parallel.context_parallel`: context parallelism, the split of a sequence

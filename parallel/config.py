@@ -43,8 +43,8 @@ class ParallelConfig(Options):
     moe_dispatch: MoeDispatch = option(
         "all_to_all",
         'in prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every '
-        'rank all tokens and sums the results (static shapes); "by_machine" is as "all_to_all", but a token crosses to '
-        'a machine once, and is passed on inside; "auto" takes what modelled links say is fastest for a step\'s size.',
+        'rank all tokens and sums the results (static shapes); "by_node" is as "all_to_all", but a token crosses to '
+        'a node once, and is passed on inside; "auto" takes what modelled links say is fastest for a step\'s size.',
     )
     decode_dispatch: MoeDispatch = option(
         "all_gather",
@@ -54,7 +54,7 @@ class ParallelConfig(Options):
     moe_combine_dtype: CombineDtype = option(
         "auto",
         'numbers of the experts\' sums on their way back: "auto" is the dtype of the run; "fp8" sends codes and '
-        "scales, about half of bfloat16's bytes, in an all-to-all and between machines. A sum that travels is rounded "
+        "scales, about half of bfloat16's bytes, in an all-to-all and between nodes. A sum that travels is rounded "
         "once: docs/QUANTIZATION.md has the cost in accuracy, and tokens depend on how experts are divided over ranks. "
         '"all_gather" adds sums on their way, which codes do not allow, and keeps the dtype of the run.',
     )
@@ -110,7 +110,7 @@ class ParallelConfig(Options):
         if self.moe_combine_dtype == "fp8" and self.moe_dispatch == self.decode_dispatch == "all_gather":
             raise ValueError(
                 "moe_combine_dtype 'fp8': moe_dispatch and decode_dispatch are both 'all_gather', which adds sums on "
-                "their way back, and codes cannot be added; use 'all_to_all', 'by_machine' or 'auto' for one of them, "
+                "their way back, and codes cannot be added; use 'all_to_all', 'by_node' or 'auto' for one of them, "
                 "or leave it out"
             )
 

@@ -35,7 +35,7 @@ def choose_device(device: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(
             f"device cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices; "
-            "start as many ranks on a machine as it has devices, or give 'cpu'"
+            "start as many ranks on a node as it has devices, or give 'cpu'"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

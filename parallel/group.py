@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from dsa_engine.parallel.gather_by_machine import TwoLevels
+    from dsa_engine.parallel.gather_by_node import TwoLevels
 
 Result = TypeVar("Result")
 
@@ -64,7 +64,7 @@ class Group:
     @property
     def parts(self) -> tuple[Group, ...]:
         """The groups that carry collectives of this one; none, if it carries all of them itself."""
-        return () if self.levels is None else (self.levels.rail, self.levels.machine)
+        return () if self.levels is None else (self.levels.rail, self.levels.node)
 
     def goes_by_rail(self, nbytes: int) -> bool:
         """Whether gathers and sums with so many bytes of a rank go along rails. These bring rows by rail; a copy puts

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from dsa_engine.parallel.agreement import compare
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import MoeDispatch
-from dsa_engine.parallel.experts.by_machine import MachineGroups
+from dsa_engine.parallel.experts.by_node import NodeGroups
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.rails import has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
-from dsa_engine.parallel.gather_by_machine import gather_group, with_small_parts
+from dsa_engine.parallel.gather_by_node import gather_group, with_small_parts
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 from dsa_engine.parallel.side_stream import SideStream
@@ -52,8 +52,8 @@ class Mesh:
 
     Attributes:
         rank, world_size: this process's number in the mesh, and the size of the mesh.
-        machines: the number of each rank's machine, counted from 0.
-        machine_groups: the groups of dispatches by machine; None: no option wants them, or machines have one level.
+        nodes: the number of each rank's node, counted from 0.
+        node_groups: the groups of dispatches by node; None: no option wants them, or nodes have one level.
         experts: the experts of each rank.
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
@@ -91,8 +91,8 @@ class Mesh:
         self._ranks = ranks
         self.run_ranks = self.global_ranks
         self._handles: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}  # by ranks and communicator
-        self.machines = (0,) * world_size
-        self.machine_groups: MachineGroups | None = None
+        self.nodes = (0,) * world_size
+        self.node_groups: NodeGroups | None = None
         self.experts = self._divide_experts()
         self.world = self._group(world_size)
         self.ep = self._group(world_size, EXPERTS)
@@ -145,14 +145,14 @@ class Mesh:
         if same is not None and len(members) > 1:
             compare({"the kind of device": chosen.type, **same()}, members, rank, config.timeout)
         mesh = cls(config, members.index(rank), len(members), chosen, ranks)
-        mesh.set_machines(mesh._exchange_machines())
+        mesh.set_nodes(mesh._exchange_nodes())
         return mesh
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All but ``host``: world, ep, cp, tp, and those inside and between machines of cp and experts."""
-        by_machine = (self.machine_groups.machine, self.machine_groups.rail) if self.machine_groups else ()
-        return self.world, self.ep, self.cp, self.tp, *by_machine, *self.cp.parts, *self.ep.parts
+        """All but ``host``: world, ep, cp, tp, and those inside and between nodes of cp and experts."""
+        by_node = (self.node_groups.node, self.node_groups.rail) if self.node_groups else ()
+        return self.world, self.ep, self.cp, self.tp, *by_node, *self.cp.parts, *self.ep.parts
 
     @property
     def processes(self) -> Group:
@@ -185,38 +185,38 @@ class Mesh:
         method = self.config.decode_dispatch if decodes else self.config.moe_dispatch
         return "all_gather" if decodes and method == "auto" and self.device.type == "cuda" else method
 
-    def set_machines(self, machines: Sequence[int]) -> None:
-        """Sets the machine of each rank; warns if the neighbours of a tensor-parallel group are on different ones.
+    def set_nodes(self, nodes: Sequence[int]) -> None:
+        """Sets the node of each rank; warns if the neighbours of a tensor-parallel group are on different ones.
         Every rank of the mesh calls it, before any layer is made."""
-        self.machines = tuple(machines)
+        self.nodes = tuple(nodes)
         size = self.config.tp_size
         for first in range(0, self.world_size, size):
-            if len(set(self.machines[first : first + size])) > 1 and self.is_leader:
+            if len(set(self.nodes[first : first + size])) > 1 and self.is_leader:
                 warnings.warn(
                     f"tp_size {size}: ranks {first} to {first + size - 1} share embedding, output projection and LM "
-                    "head, but not a machine, and the links between machines are slow; choose a tp_size that divides "
-                    "the ranks of a machine",
+                    "head, but not a node, and the links between nodes are slow; choose a tp_size that divides "
+                    "the ranks of a node",
                     stacklevel=3,
                 )
                 break
         cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
-        self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
-        self.ep = with_small_parts(self.ep, self.machines, self.device, self._part)
+        self.cp = gather_group(self.cp, cp_groups, self.nodes, self.device, self._part)
+        self.ep = with_small_parts(self.ep, self.nodes, self.device, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
-        if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
-            self.machine_groups = self._make_machine_groups()
-        elif "by_machine" in methods and self.world_size > 1 and self.is_leader:
-            which = "all ranks are on one machine" if len(set(self.machines)) == 1 else "every machine has one rank"
-            logger.info("the dispatch 'by_machine' is 'all_to_all' here, as %s", which)
+        if has_two_levels(self.nodes) and methods & {"by_node", "auto"}:
+            self.node_groups = self._make_node_groups()
+        elif "by_node" in methods and self.world_size > 1 and self.is_leader:
+            which = "all ranks are on one node" if len(set(self.nodes)) == 1 else "every node has one rank"
+            logger.info("the dispatch 'by_node' is 'all_to_all' here, as %s", which)
 
-    def _make_machine_groups(self) -> MachineGroups:
-        numbers = range(1 + max(self.machines))
-        inside = [[rank for rank, machine in enumerate(self.machines) if machine == number] for number in numbers]
-        machine, rail = self._part(inside, EXPERTS), self._part(rails_of(self.machines), EXPERTS)
-        return MachineGroups(machine, rail, self.machines, *(SideStream(self.device) for _ in range(2)))
+    def _make_node_groups(self) -> NodeGroups:
+        numbers = range(1 + max(self.nodes))
+        inside = [[rank for rank, node in enumerate(self.nodes) if node == number] for number in numbers]
+        node, rail = self._part(inside, EXPERTS), self._part(rails_of(self.nodes), EXPERTS)
+        return NodeGroups(node, rail, self.nodes, *(SideStream(self.device) for _ in range(2)))
 
-    def _exchange_machines(self) -> list[int]:
-        """Gathers digests of host names; machines are numbered in the order of their first rank."""
+    def _exchange_nodes(self) -> list[int]:
+        """Gathers digests of host names; nodes are numbered in the order of their first rank."""
         digest = blake2b(socket.gethostname().encode(), digest_size=7).digest()
         names = self.all_gather_int(int.from_bytes(digest, "big"))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}

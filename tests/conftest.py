@@ -25,7 +25,7 @@ from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.device import is_lost
 from oracles import BASE, Oracle, check_logits, make_ids, write_oracle
 
-# Time decides no test: on a busy machine an example may take any time.
+# Time decides no test: on a busy node an example may take any time.
 hypothesis.settings.register_profile("dsa_engine", deadline=None)
 hypothesis.settings.load_profile("dsa_engine")
 

@@ -191,15 +191,15 @@ def start(tmp_path: Path, *command: str) -> list[list[str]]:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]"}
-    machine = {"MACHINES": "2", "NUMBER": "1", "FIRST_HOST": "node1", "NETWORK": "ib0"}
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | (slurm if "bash" in command else machine)
+    node = {"NODES": "2", "NUMBER": "1", "FIRST_HOST": "node1", "NETWORK": "ib0"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | (slurm if "bash" in command else node)
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     return [line.split() for line in done.stdout.splitlines()]
 
 
 def test_recipes_for_clusters(tmp_path: Path) -> None:
     """The files of docs/CLUSTERS.md are well formed, and start torchrun with commands and options that exist. Every
-    machine has its number, and the first one serves."""
+    node has its number, and the first one serves."""
     serve = ["-m", "dsa_engine", "serve", "/srv/DeepSeek-V3.2", "--tp-size=8", "--kv-cache-dtype=fp8", "--host=0.0.0.0"]
     (by_hand,) = start(tmp_path, "sh", "docs/clusters/start.sh", *serve)
     assert by_hand.pop(0) == "ib0"

@@ -53,8 +53,8 @@ def test_an_argument_is_an_option(words: tuple[str, ...], name: str, value: Any)
 
 
 def test_parallel_arguments() -> None:
-    words = ("--cp-size", "2", "--moe-dispatch", "by_machine", "--decode-dispatch", "auto", "--timeout", "5")
-    options = {"moe_dispatch": "by_machine", "decode_dispatch": "auto", "timeout": 5.0}
+    words = ("--cp-size", "2", "--moe-dispatch", "by_node", "--decode-dispatch", "auto", "--timeout", "5")
+    options = {"moe_dispatch": "by_node", "decode_dispatch": "auto", "timeout": 5.0}
     assert parallel_from(parsed(*words)) == ParallelConfig(cp_size=2, **options)  # type: ignore[arg-type]
 
 

@@ -80,12 +80,12 @@ def _keys(folder: Path) -> list[Path]:
         names = list(folder.iterdir())
     except OSError as error:
         raise ValueError(f"cannot read the folder {folder}: {error.strerror or error}") from error
-    found = sorted(keys(folder))
-    if names and not found:
+    present = sorted(keys(folder))
+    if names and not present:
         raise ValueError(f"{folder} is no folder of pages; give what engines have as cache_folder")
     if not names:
         print(f"{folder} is empty")
-    return found
+    return present
 
 
 def _about(key: Path) -> dict[str, object]:

@@ -15,8 +15,8 @@ from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.engine.steps.two_batches import TwoBatches
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -28,14 +28,14 @@ class ModelRunner:
 
     Args:
         seed: the engine's, for requests that have no seed.
-        two_batches: which steps are cut in two; None: none.
+        micro_batches: which steps are cut in two; None: none.
         relaxed: replaces sampled tokens by likely drafts; None accepts drafts strictly.
 
     Attributes:
         graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
         num_drafts: number of tokens that MTP modules draft for a request in a step; 0: the modules do not run.
         drafter: drafts them; None in a model without modules.
-        observers: each is called with the plan of every forward pass, before it runs.
+        hooks: each is called with the plan of every forward pass, before it runs.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ModelRunner:
         seed: int,
         graphs: DecodeGraphs | None = None,
         relaxed: RelaxedAcceptance | None = None,
-        two_batches: TwoBatches | None = None,
+        micro_batches: MicroBatches | None = None,
     ):
         self._model = model
         self._cache = cache
@@ -54,10 +54,10 @@ class ModelRunner:
         self._sampler = Sampler(self._config, self._mesh, seed, relaxed)
         self._relaxed = relaxed is not None
         self.graphs = graphs
-        self._two_batches = two_batches
+        self._micro_batches = micro_batches
         self.num_drafts = 0
-        self.observers: list[Callable[[StepPlan], None]] = []
-        self.drafter = Drafter(model, cache, self.observers, seed) if model.mtp else None
+        self.hooks: list[Callable[[StepPlan], None]] = []
+        self.drafter = Drafter(model, cache, self.hooks, seed) if model.mtp else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,10 +69,10 @@ class ModelRunner:
         step = StepPlan.of(chunks, self._mesh.world_size, self._config, 1 + self.num_drafts)
         if self.graphs is not None and self._is_static(step) and self._fits_graph(step):
             step = self.graphs.pad(step, self.num_drafts)
-        if self._two_batches is not None:
-            step = self._two_batches.cut(step, chunks, self._config)
-        for observer in self.observers:
-            observer(step)
+        if self._micro_batches is not None:
+            step = self._micro_batches.cut(step, chunks, self._config)
+        for hook in self.hooks:
+            hook(step)
         return step
 
     def _fits_graph(self, step: StepPlan) -> bool:

@@ -1,4 +1,4 @@
-"""Results for people and for machines: tables on stdout, JSON with what is needed to compare runs."""
+"""Results for people and for nodes: tables on stdout, JSON with what is needed to compare runs."""
 
 from __future__ import annotations
 

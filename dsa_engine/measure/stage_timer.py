@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.model.profile_stages import STAGES, set_observer
+from dsa_engine.model.profile_stages import STAGES, set_hook
 from dsa_engine.system.output_files import whole_file
 
 _active: StageTimer | None = None
@@ -88,7 +88,7 @@ class StageTimer:
 
     def __enter__(self) -> StageTimer:
         global _active
-        set_observer(self)
+        set_hook(self)
         _active = self
         self._mark()
         return self
@@ -98,7 +98,7 @@ class StageTimer:
         self._stack.append("")  # the time up to the next entry belongs to no stage
         self._mark()
         self._stack.pop()
-        set_observer(None)
+        set_hook(None)
         _active = None
 
     def enter(self, name: str) -> None:

@@ -15,7 +15,7 @@ from dsa_engine.checkpoint import Source
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.in_turn import Pass, in_turn
+from dsa_engine.model.interleaved import Pass, run_interleaved
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.mtp import MTPModule
@@ -77,8 +77,8 @@ class Model(Weighted):
             layers: the layers to run, for trying out their kernels; the first must have an indexer. Default: all.
         """
         if batch.halves is None:
-            return in_turn([self._pass(batch, cache, layers)])[0]
-        joined = torch.cat(in_turn([self._pass(half, cache, layers) for half in batch.halves.batches]))
+            return run_interleaved([self._pass(batch, cache, layers)])[0]
+        joined = torch.cat(run_interleaved([self._pass(half, cache, layers) for half in batch.halves.batches]))
         return joined if batch.halves.order is None else joined[batch.halves.order]
 
     def _pass(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None) -> Pass[torch.Tensor]:

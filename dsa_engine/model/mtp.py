@@ -31,7 +31,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.in_turn import in_turn
+from dsa_engine.model.interleaved import run_interleaved
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
@@ -82,5 +82,5 @@ class MTPModule(Weighted):
         with stage("MLA prolog"):
             joined = (rms_norm(embedded, self.embedding_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps))
             x = F.linear(torch.cat(joined, dim=-1), self.projection)
-        ((delta, residual, _),) = in_turn([self.layer([x], None, batch, cache, None)])
+        ((delta, residual, _),) = run_interleaved([self.layer([x], None, batch, cache, None)])
         return add_delta(delta, residual, self.norm, self.eps)[0]

@@ -1,4 +1,4 @@
-"""The named stages of a forward pass: ranges in PyTorch's profiler, and events for an observer of the pass."""
+"""The named stages of a forward pass: ranges in PyTorch's profiler, and events for an hook of the pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STAGES = (
 )
 
 
-class StageObserver(Protocol):
+class StageHook(Protocol):
     """Gets a call where a stage begins and ends, such as :class:`dsa_engine.measure.stage_timer.StageTimer`."""
 
     def enter(self, name: str) -> None: ...
@@ -35,37 +35,37 @@ class StageObserver(Protocol):
     def leave(self) -> None: ...
 
 
-_observer: StageObserver | None = None
+_hook: StageHook | None = None
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
     """Marks the work inside as ``name``, one of :data:`STAGES`; a stage inside another takes its time out of it."""
-    observer = _observer
-    if observer is not None:
-        observer.enter(name)
+    hook = _hook
+    if hook is not None:
+        hook.enter(name)
     # A range costs 18 µs of host time, which bounds a decode step: only for a profiler that is running.
     profiled = torch.autograd.profiler._is_profiler_enabled
     try:
         with torch.profiler.record_function(name) if profiled else nullcontext():
             yield
     finally:
-        if observer is not None:
-            observer.leave()
+        if hook is not None:
+            hook.leave()
 
 
-def set_observer(observer: StageObserver | None) -> None:
-    """Makes ``observer`` the observer of all stages; None removes it.
+def set_hook(hook: StageHook | None) -> None:
+    """Makes ``hook`` the hook of all stages; None removes it.
 
     Raises:
-        RuntimeError: there is another observer.
+        RuntimeError: there is another hook.
     """
-    global _observer
-    if observer is not None and _observer is not None:
+    global _hook
+    if hook is not None and _hook is not None:
         raise RuntimeError("a StageTimer is already running; leave it first")
-    _observer = observer
+    _hook = hook
 
 
 def observed() -> bool:
-    """Whether the stages have an observer: a step is then run kernel by kernel, and read at once."""
-    return _observer is not None
+    """Whether the stages have an hook: a step is then run kernel by kernel, and read at once."""
+    return _hook is not None

@@ -128,17 +128,17 @@ class Generation(Response):
 
     async def _or_departure(self, work: Coroutine[Any, Any, bytes], receive: Receive) -> bytes:
         """Does the work, unless the client leaves before or its time is over: then its requests are aborted."""
-        running, left = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+        running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
         try:
-            await asyncio.wait((running, left), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, gone), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 return running.result()
-            if left.done():
+            if gone.done():
                 raise ClientLeft
             limit = f"{self._timeout_s:g} seconds (--request-timeout)"
             raise ApiError(504, f"the request took more than {limit}", code="timeout")
         finally:
-            left.cancel()
+            gone.cancel()
             if not running.done():
                 running.cancel()
                 await asyncio.wait((running,))

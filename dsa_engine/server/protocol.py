@@ -15,7 +15,7 @@ from dsa_engine.vllm_options import answer
 
 logger = logging.getLogger(__name__)
 _SAMPLING = {f.name for f in fields(SamplingParams) if f.init}
-_MOST_NAMES = 100  # that are logged
+_MAX_LOGGED_NAMES = 100  # that are not known
 _ignored: set[str] = set()
 
 
@@ -185,7 +185,7 @@ def _advice(name: str, value: Any) -> str | None:
 
 def _ignore(name: str, known: set[str]) -> None:
     """Logs an unknown parameter once."""
-    if name in _ignored or len(_ignored) >= _MOST_NAMES:
+    if name in _ignored or len(_ignored) >= _MAX_LOGGED_NAMES:
         return
     _ignored.add(name)
     near = difflib.get_close_matches(name, known, n=1)

@@ -28,7 +28,7 @@ E4M3_MAX = torch.finfo(FP8).max  # 448
 # Values a program, 32 a thread: 4 loads of 16 bytes in flight hide the latency of memory; nothing else to choose.
 _TILE, _WARPS = 4096, 4
 
-BLOCK = 128  # of tokens as words
+BLOCK = 128  # tokens as words
 
 
 def scales_of(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:

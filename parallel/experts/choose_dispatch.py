@@ -20,16 +20,16 @@ class DispatchChoice:
     nodes of equal size, and as many tokens on every rank as the fullest has. The host's wait for counts isn't modelled.
 
     Args:
-        machines: the node of each rank.
+        nodes: the node of each rank.
         logs: whether this rank logs each choice.
     """
 
-    def __init__(self, machines: Sequence[int], logs: bool = False, links: Links | None = None):
-        self._ranks, self._nodes = len(machines), len(set(machines))
+    def __init__(self, nodes: Sequence[int], logs: bool = False, links: Links | None = None):
+        self._ranks, self._nodes = len(nodes), len(set(nodes))
         self._logs, self._links = logs, links or Links()
         self._methods: list[DispatchMethod] = ["all_gather", "all_to_all"]
-        if has_two_levels(machines):
-            self._methods.append("by_machine")
+        if has_two_levels(nodes):
+            self._methods.append("by_node")
         self._chosen: dict[tuple[int, int, RowBytes, Routing], DispatchMethod] = {}
 
     def method(self, tokens: int, max_pairs: int, row: RowBytes, routing: Routing) -> DispatchMethod:

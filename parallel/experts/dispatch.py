@@ -1,6 +1,6 @@
 """The interface of a dispatch: tokens travel to the ranks that hold their experts, and weighted sums travel back.
 
-`all_to_all.py`, `all_gather.py` and `by_machine.py` are the ways.
+`all_to_all.py`, `all_gather.py` and `by_node.py` are the ways.
 """
 
 from __future__ import annotations

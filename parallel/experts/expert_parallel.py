@@ -9,7 +9,7 @@ chosen several of that rank's experts.
   time.
 * "all_gather": every rank gets every token (`all_gather.py`). The bytes that travel depend on the batch only. Sums add
   in the tokens' dtype, on their way back.
-* "by_machine": as "all_to_all", in two levels: a token crosses to a machine once (`by_machine.py`).
+* "by_node": as "all_to_all", in two levels: a token crosses to a node once (`by_node.py`).
 * "auto": the one of them with the shortest modelled exchange for a step of this size (`choose_dispatch.py`).
 """
 
@@ -33,10 +33,10 @@ from dsa_engine.parallel.experts.all_to_all import (
     in_rounds,
     rounds_needed,
 )
-from dsa_engine.parallel.experts.by_machine import (
-    ByMachineDispatch,
-    MachineGroups,
-    MachineTables,
+from dsa_engine.parallel.experts.by_node import (
+    ByNodeDispatch,
+    NodeGroups,
+    NodeTables,
     Way,
     counts_in_rounds,
     way_numbers,
@@ -54,7 +54,7 @@ class ExpertParallel:
     Attributes:
         group: the ranks that hold the experts.
         placement: the experts of each rank.
-        machines: the groups inside and between machines; None: "by_machine" is "all_to_all".
+        nodes: the groups inside and between nodes; None: "by_node" is "all_to_all".
         choice: chooses for "auto".
         groups, top_groups: those of the model's router.
         even: spread choices evenly over the ranks instead of routing them
@@ -67,17 +67,17 @@ class ExpertParallel:
         self,
         group: Group,
         placement: ExpertPlacement,
-        machines: MachineGroups | None = None,
+        nodes: NodeGroups | None = None,
         choice: DispatchChoice | None = None,
     ):
         self.group = group
-        self.machines = machines
+        self.nodes = nodes
         self.placement = placement
         self.choice = choice
         self.groups, self.top_groups = 1, 1
         self.even = False
         self.coded_sum_bytes: int | None = None
-        self._tables = MachineTables(machines, placement) if machines else None
+        self._tables = NodeTables(nodes, placement) if nodes else None
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ class ExpertParallel:
             tokens: numbers or words, as the experts take them.
             experts: logical experts, int32; −1 is no expert.
             weights: ``[T, k]`` float32.
-            method: "all_to_all", "all_gather", "by_machine" or "auto".
+            method: "all_to_all", "all_gather", "by_node" or "auto".
             max_tokens: the largest token count of a rank of the group.
             max_pairs: bound on the token-expert pairs that a rank serves in a round
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
@@ -114,8 +114,8 @@ class ExpertParallel:
         if method == "all_gather":
             return self._all_gather(tokens, experts, weights, max_tokens, max_pairs)
         experts = self.to_physical(experts)
-        if method == "by_machine" and self.machines is not None:
-            return self._by_machine(tokens, experts, weights, max_pairs, self.machines)
+        if method == "by_node" and self.nodes is not None:
+            return self._by_node(tokens, experts, weights, max_pairs, self.nodes)
         return self._all_to_all(tokens, experts, weights, max_pairs)
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
@@ -149,11 +149,11 @@ class ExpertParallel:
         both = download(torch.stack((sent, received), dim=1))()
         return [RecvPlan.of(*one) for one in both]
 
-    def _ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
+    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> list[Way]:
         """Tells every rank what comes to it along its rail and inside its node, in every round along the rail.
 
         Args:
-            sent: int32 ``[rounds, size, 4]`` (:func:`.by_machine.counts_in_rounds`).
+            sent: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`).
         """
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
         rows = download(way_numbers(by_pair, self.group.index, takers))()
@@ -207,13 +207,13 @@ class ExpertParallel:
             group, self.placement, tokens, experts, weights, source, choice_rows, plans, coded_sums=coded
         )
 
-    def _by_machine(
+    def _by_node(
         self,
         tokens: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
         max_pairs: int,
-        groups: MachineGroups,
+        groups: NodeGroups,
     ) -> Dispatch:
         placement, tables, (size, k) = self.placement, self._tables, (self.group.size, experts.shape[1])
         assert tables is not None
@@ -225,10 +225,10 @@ class ExpertParallel:
             cut = in_rounds(along, rows, rounds)
             source, choice_rows, _ = cut
             ways = self._ways(counts_in_rounds(final, along, cut), groups, tables.takers)
-        inner_rounds = [rounds_needed(way.busiest, max_pairs, tables.largest_machine, k) for way in ways]
+        inner_rounds = [rounds_needed(way.busiest, max_pairs, tables.largest_node, k) for way in ways]
 
         def pass_on(number: int, brought: Received) -> Dispatch:
-            return self._inside(groups.machine, tables.inner, brought, ways[number].inside, inner_rounds[number])
+            return self._inside(groups.node, tables.inner, brought, ways[number].inside, inner_rounds[number])
 
         plans, coded = [way.along for way in ways], self.coded_sum_bytes is not None
 
@@ -237,24 +237,22 @@ class ExpertParallel:
                 groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, plans, 0, coded
             )
 
-        return ByMachineDispatch(groups, rail, pass_on, inner_rounds)
+        return ByNodeDispatch(groups, rail, pass_on, inner_rounds)
 
-    def _inside(
-        self, machine: Group, rank_of: torch.Tensor, brought: Received, whole: RecvPlan, rounds: int
-    ) -> Dispatch:
-        """Passes tokens on inside the machine.
+    def _inside(self, node: Group, rank_of: torch.Tensor, brought: Received, whole: RecvPlan, rounds: int) -> Dispatch:
+        """Passes tokens on inside the node.
 
         Args:
-            rank_of: the index in the machine of each physical expert's rank.
+            rank_of: the index in the node of each physical expert's rank.
         """
-        plan, rows = SendPlan.of(brought.experts, rank_of, machine.size), sum(whole.send)
+        plan, rows = SendPlan.of(brought.experts, rank_of, node.size), sum(whole.send)
         if rounds == 1:
             source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
         else:
             source, choice_rows, counts = in_rounds(plan, rows, rounds)
-            plans = self._plans(machine, counts)
+            plans = self._plans(node, counts)
         rank, (tokens, experts, weights) = self.group.index, brought[:3]
-        return AllToAllDispatch(machine, self.placement, tokens, experts, weights, source, choice_rows, plans, rank)
+        return AllToAllDispatch(node, self.placement, tokens, experts, weights, source, choice_rows, plans, rank)
 
     def _chosen(
         self, tokens: torch.Tensor, choices: int, max_tokens: int, max_pairs: int, sum_bytes: int | None

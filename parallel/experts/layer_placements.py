@@ -29,7 +29,7 @@ class LayerPlacements:
 
     Args:
         ranks: number of ranks that hold experts.
-        nodes: number of machines that groups of experts are to be divided over; 1: experts of a group may lie anywhere.
+        nodes: number of nodes that groups of experts are to be divided over; 1: experts of a group may lie anywhere.
         redundant: number of physical experts more than logical ones.
         loads: of each layer, or the path of their file (`loads_file.py`), or loads of each expert, the same in all
             layers; None: equal loads.
@@ -50,13 +50,13 @@ class LayerPlacements:
         self._planned: dict[tuple[tuple[float, ...], int], Held] = {}  # by loads and groups
 
     @classmethod
-    def of(cls, config: ParallelConfig, machines: Sequence[int]) -> LayerPlacements:
-        """The placements that the options describe, on ranks of these machines."""
-        ranks, nodes = len(machines), 1 + max(machines)
+    def of(cls, config: ParallelConfig, nodes: Sequence[int]) -> LayerPlacements:
+        """The placements that the options describe, on ranks of these nodes."""
+        ranks, count = len(nodes), 1 + max(nodes)
         methods = {config.moe_dispatch, config.decode_dispatch}
-        if not methods & {"by_machine", "auto"} or list(machines) != [rank * nodes // ranks for rank in range(ranks)]:
-            nodes = 1
-        return cls(ranks, nodes, config.redundant_experts, config.expert_loads)
+        if not methods & {"by_node", "auto"} or list(nodes) != [rank * count // ranks for rank in range(ranks)]:
+            count = 1
+        return cls(ranks, count, config.redundant_experts, config.expert_loads)
 
     def loads(self, experts: int, layer: int) -> tuple[float, ...] | None:
         """The loads of a layer; None: equal ones.
@@ -115,7 +115,7 @@ class LayerPlacements:
 
 
 class ExpertDivision:
-    """The experts of all layers on a mesh; made before its machines are known, and used after."""
+    """The experts of all layers on a mesh; made before its nodes are known, and used after."""
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
@@ -163,14 +163,14 @@ class ExpertDivision:
 
     @cached_property
     def _placements(self) -> LayerPlacements:
-        return LayerPlacements.of(self._mesh.config, self._mesh.machines)
+        return LayerPlacements.of(self._mesh.config, self._mesh.nodes)
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:
-        return ExpertParallel(self._mesh.ep, placement, self._mesh.machine_groups, self._choice)
+        return ExpertParallel(self._mesh.ep, placement, self._mesh.node_groups, self._choice)
 
     @cached_property
     def _choice(self) -> DispatchChoice:
-        return DispatchChoice(self._mesh.machines, logs=self._mesh.is_leader)
+        return DispatchChoice(self._mesh.nodes, logs=self._mesh.is_leader)
 
 
 def with_shared(loads: Sequence[float], shared: float) -> tuple[float, ...]:

@@ -42,7 +42,7 @@ class ExpertPlacement:
         self.physical = self._first[-1]
         ranks = [rank for rank, experts in enumerate(self.held) for _ in experts]
         self.rank_of = torch.tensor(ranks, dtype=torch.int32, device=device)
-        # Of each rank, the first physical expert and their number; made here, as a CUDA graph may read them.
+        # Each rank's first physical expert and their number; made here, as a CUDA graph may read them.
         self._spans = torch.tensor([*zip(self._first, map(len, self.held))], device=device)
         self._replicas: torch.Tensor | None = None  # [experts, 1 + n]: see choose_replicas
         if changes or [*chain(*self.held)] != list(range(self.physical)):

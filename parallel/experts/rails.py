@@ -10,49 +10,49 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 
-def rails_of(machines: Sequence[int]) -> list[list[int]]:
+def rails_of(nodes: Sequence[int]) -> list[list[int]]:
     """The ranks of each rail: there are as many rails as the smallest node has ranks, and each node has a rank in
     every rail.
 
     Args:
-        machines: the node of every rank.
+        nodes: the node of every rank.
     """
-    return [[*rail] for rail in _rails(tuple(machines))]
+    return [[*rail] for rail in _rails(tuple(nodes))]
 
 
 @lru_cache(maxsize=64)
-def _rails(machines: tuple[int, ...]) -> list[list[int]]:
-    count = min(Counter(machines).values())
+def _rails(nodes: tuple[int, ...]) -> list[list[int]]:
+    count = min(Counter(nodes).values())
     taken: Counter[int] = Counter()
     rails: list[list[int]] = [[] for _ in range(count)]
-    for rank, machine in enumerate(machines):
-        rails[taken[machine] % count].append(rank)
-        taken[machine] += 1
+    for rank, node in enumerate(nodes):
+        rails[taken[node] % count].append(rank)
+        taken[node] += 1
     return rails
 
 
-def largest_groups(machines: Sequence[int]) -> tuple[int, int]:
+def largest_groups(nodes: Sequence[int]) -> tuple[int, int]:
     """Number of ranks of the largest rail, and of the largest node."""
-    return max(map(len, rails_of(machines))), max(Counter(machines).values())
+    return max(map(len, rails_of(nodes))), max(Counter(nodes).values())
 
 
-def peers_of(rank: int, machines: Sequence[int]) -> dict[int, int]:
+def peers_of(rank: int, nodes: Sequence[int]) -> dict[int, int]:
     """By node, the rank that takes the tokens of ``rank`` there: one of its rail; ``rank`` itself at home."""
-    (rail,) = [rail for rail in _rails(tuple(machines)) if rank in rail]
-    home = [one for one in rail if machines[one] == machines[rank]].index(rank)
+    (rail,) = [rail for rail in _rails(tuple(nodes)) if rank in rail]
+    home = [one for one in rail if nodes[one] == nodes[rank]].index(rank)
     peers = {}
-    for machine in set(machines):
-        there = [one for one in rail if machines[one] == machine]
-        peers[machine] = there[home % len(there)]
-    return peers | {machines[rank]: rank}
+    for node in set(nodes):
+        there = [one for one in rail if nodes[one] == node]
+        peers[node] = there[home % len(there)]
+    return peers | {nodes[rank]: rank}
 
 
-def has_two_levels(machines: Sequence[int]) -> bool:
+def has_two_levels(nodes: Sequence[int]) -> bool:
     """Whether there are several nodes, one of them with several ranks. Else a dispatch by node is an all-to-all."""
-    return 1 < len(set(machines)) < len(machines)
+    return 1 < len(set(nodes)) < len(nodes)
 
 
-def are_equal_neighbours(machines: Sequence[int]) -> bool:
+def are_equal_neighbours(nodes: Sequence[int]) -> bool:
     """Whether there are two levels, and nodes have equally many ranks, one node after the other."""
-    equal = len(set(Counter(machines).values())) == 1
-    return has_two_levels(machines) and equal and list(machines) == sorted(machines)
+    equal = len(set(Counter(nodes).values())) == 1
+    return has_two_levels(nodes) and equal and list(nodes) == sorted(nodes)

@@ -48,10 +48,10 @@ def main() -> None:
         with progress_bar(len(names), "cases", f"compiling for sm_{target}") as bar:
             kernels, missing = inspect(target, names, bar.update)
         print(f"sm_{target}: bytes spilled a thread, bytes of shared memory a program; not run, not timed")
-        lines = [(*found, f"{case.kernel}: {case.shape}") for found, case in kernels]
+        lines = [(*compiled, f"{case.kernel}: {case.shape}") for compiled, case in kernels]
         print(format_table((*Resources._fields, "first launched by"), lines))
-        for found, case in kernels:
-            for fault in faults(found, case.product, target):
+        for compiled, case in kernels:
+            for fault in faults(compiled, case.product, target):
                 print(f"{found.kernel} ({case.kernel}: {case.shape}) {fault}")
         print(*(f"not compiled: {reason}" for reason in missing), sep="\n")
 

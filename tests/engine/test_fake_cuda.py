@@ -94,7 +94,7 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
     assert not over, f"{over} is more than {held}"
 
 
-def test_two_batches(fake_engine: Callable[..., Any]) -> None:
+def test_micro_batches(fake_engine: Callable[..., Any]) -> None:
     """A prefill in two halves waits for their counts only, and takes no more memory; a decode step is one graph of both
     halves, which is replayed before the step before is read."""
     wholes = {}
@@ -223,22 +223,20 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_two_batches_by_machine(fake_engine: Callable[..., Any], enabled: bool) -> None:
-    """2 machines with 4 ranks. What a rail brings is passed on inside on one side stream, and sums leave the machine
+def test_micro_batches_by_node(fake_engine: Callable[..., Any], enabled: bool) -> None:
+    """2 nodes with 4 ranks. What a rail brings is passed on inside on one side stream, and sums leave the node
     on another, both beside what is launched meanwhile; the host waits for counts only."""
     with FakeDevice() as device:
-        parallel = {"machine_size": 4, "moe_dispatch": "by_machine"}
+        parallel = {"node_size": 4, "moe_dispatch": "by_node"}
         engine = fake_engine(device, "deepseek_v32", 8, parallel, quantization="dequantize", enable_dbo=enabled)
         prefill(device, engine, 65_536)
         halves = 1 + enabled
         assert device.waits == ["event in expert_parallel.py:_ways"] * 2 * halves
-        groups = engine.mesh.machine_groups
+        groups = engine.mesh.node_groups
         assert groups is not None
-        rail, machine = (
-            device.stream_of(group.ranks, group.communicator).number for group in (groups.rail, groups.machine)
-        )
+        rail, node = (device.stream_of(group.ranks, group.communicator).number for group in (groups.rail, groups.node))
         streams = [launch.stream for launch in device.launches if launch.name == "all_to_all"]
-        there, back = [rail, machine], [machine, rail]
+        there, back = [rail, node], [node, rail]
         assert streams == (there * halves + back * halves) * 2, "two layers with experts"
         changes = {"pack_tokens_kernel": 2, "combine_kernel": 1}
         sides = {name: {one.stream for one in device.launches if one.name == name} - {0} for name in changes}
@@ -249,7 +247,7 @@ def test_two_batches_by_machine(fake_engine: Callable[..., Any], enabled: bool) 
             assert beside == count * 2 * halves, name
 
 
-def test_two_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
+def test_micro_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
     """The model's pass in the graph of a step is cut, and the passes of the MTP module are not; a replay waits for
     nothing new and is launched ahead."""
     options = {"speculative_config": {"num_speculative_tokens": 3}}

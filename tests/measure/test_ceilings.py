@@ -1,4 +1,4 @@
-"""Peak rates: no kernel is faster, whatever else the machine does."""
+"""Peak rates: no kernel is faster, whatever else the node does."""
 
 from __future__ import annotations
 

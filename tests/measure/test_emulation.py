@@ -32,11 +32,11 @@ from dsa_engine.parallel.group import Collective
         ({"emulate_world": 4, "emulate_rank": 4}, "emulate_rank must be one of the ranks 0 … 3"),
         ({"emulate_world": 4, "emulate_rank": -1}, "emulate_rank must be one of the ranks 0 … 3"),
         ({"emulate_rank": 1}, "emulate_rank must be one of the ranks 0 … 0"),
-        ({"emulate_world": 2, "machine_size": 0}, "machine_size"),
+        ({"emulate_world": 2, "node_size": 0}, "node_size"),
         ({"emulate_world": 4, "prefill_ranks": 2}, "prefill_ranks"),
         ({"emulate_world": 4, "rebalance_every": 9}, "rebalance_every"),
         ({"emulate_world": 4, "record_expert_loads": "loads.json"}, "record_expert_loads"),
-        ({"emulate_world": 4, "moe_dispatch": "by_machine"}, "moe_dispatch"),
+        ({"emulate_world": 4, "moe_dispatch": "by_node"}, "moe_dispatch"),
     ],
 )
 def test_configurations_that_cannot_be(keys: dict[str, Any], message: str) -> None:
@@ -75,15 +75,15 @@ def test_groups_have_their_size_and_rank() -> None:
     assert isinstance(mesh, EmulatedMesh)
     assert (mesh.rank, mesh.world_size, mesh.is_leader) == (21, 64, True)
     assert mesh.world.ranks == tuple(range(64)) and mesh.world.index == 21
-    assert mesh.machines == tuple(rank // 8 for rank in range(64))
+    assert mesh.nodes == tuple(rank // 8 for rank in range(64))
     assert mesh.ep.ranks == tuple(range(64)) and mesh.ep.index == 21
     assert mesh.cp.ranks == tuple(range(16, 32)) and mesh.cp.index == 5
     assert mesh.tp.ranks == tuple(range(16, 24)) and mesh.tp.index == 5
     alone = EmulatedConfig(emulate_world=1).create_mesh("cpu")
     rows = torch.randn(3, 2)
     assert alone.ep.all_gather(rows) is rows and alone.ep.all_to_all(rows) is rows and alone.ep.bytes_sent == 0
-    with pytest.warns(UserWarning, match="tp_size 8: ranks 0 to 7 share embedding, .* but not a machine"):
-        EmulatedConfig(emulate_world=16, tp_size=8, machine_size=4).create_mesh("cpu")
+    with pytest.warns(UserWarning, match="tp_size 8: ranks 0 to 7 share embedding, .* but not a node"):
+        EmulatedConfig(emulate_world=16, tp_size=8, node_size=4).create_mesh("cpu")
 
 
 def test_collectives_have_shapes_bytes_and_own_rows() -> None:
@@ -144,7 +144,7 @@ def test_generate_runs_and_leaves_nothing(emulated: LLM) -> None:
 @pytest.mark.parametrize("max_pairs", [sys.maxsize, 50])
 @pytest.mark.parametrize(("tokens", "padding"), [(64, 0), (1, 0), (3, 2), (0, 0)])
 def test_experts_get_equal_parts(method: Any, max_pairs: int, tokens: int, padding: int) -> None:
-    """Of 8 ranks with as many tokens each, whatever the router chooses; padding has no experts."""
+    """8 ranks with as many tokens each, whatever the router chooses; padding has no experts."""
     mesh = EmulatedConfig(emulate_world=8, emulate_rank=3).create_mesh("cpu")
     parallel, count = mesh.experts.of_layer(24, 0), tokens + padding
     chosen = torch.zeros(count, 4, dtype=torch.int32)

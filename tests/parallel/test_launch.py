@@ -44,7 +44,7 @@ def test_an_environment_without_sense(
         Mesh.create(ParallelConfig(), "cpu")
 
 
-def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's name for their number goes before deepspeed's."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)

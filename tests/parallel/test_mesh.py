@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
         ({"cp_size": True}, "cp_size must be an integer of at least 1, not True"),
         ({"tp_size": -1}, "tp_size must be an integer of at least 1, not -1"),
         ({"tp_size": "2"}, "tp_size must be an integer of at least 1, not '2'"),
-        ({"moe_dispatch": "x"}, "moe_dispatch must be one of all_to_all, all_gather, by_machine, auto, not 'x'"),
+        ({"moe_dispatch": "x"}, "moe_dispatch must be one of all_to_all, all_gather, by_node, auto, not 'x'"),
         ({"rebalance_every": 0}, "rebalance_every must be an integer of at least 1, not 0"),
         ({"timeout": 0}, "timeout must be a finite number above 0, not 0"),
         ({"timeout": float("nan")}, "timeout must be a finite number above 0, not nan"),
@@ -147,38 +147,36 @@ def test_ranks_that_cannot_form_a_mesh(ranks: list[int], message: str, monkeypat
         Mesh.create(ParallelConfig(), "cpu", ranks)
 
 
-def test_machines_are_numbered_by_their_first_rank(
-    made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_are_numbered_by_their_first_rank(made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(ParallelConfig(), 2, 6, CPU)
     monkeypatch.setattr(mesh.world, "all_gather", lambda mine: torch.tensor([7, 7, 99, 99, 3, 7]))
-    assert mesh._exchange_machines() == [0, 0, 1, 1, 2, 0]
+    assert mesh._exchange_nodes() == [0, 0, 1, 1, 2, 0]
 
 
-def test_one_process_stands_on_one_machine() -> None:
-    assert Mesh.create(ParallelConfig(), "cpu").machines == (0,)
+def test_one_process_stands_on_one_node() -> None:
+    assert Mesh.create(ParallelConfig(), "cpu").nodes == (0,)
 
 
-def test_neighbours_on_several_machines_are_warned_of(made: list[tuple[int, ...]]) -> None:
+def test_neighbours_on_several_nodes_are_warned_of(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(tp_size=2), 0, 6, CPU)
-    mesh.set_machines([0, 0, 1, 1, 2, 2])
-    with pytest.warns(UserWarning, match="tp_size 2: ranks 2 to 3 share embedding, .* but not a machine"):
-        mesh.set_machines([0, 0, 0, 1, 1, 1])
-    assert mesh.machines == (0, 0, 0, 1, 1, 1)
+    mesh.set_nodes([0, 0, 1, 1, 2, 2])
+    with pytest.warns(UserWarning, match="tp_size 2: ranks 2 to 3 share embedding, .* but not a node"):
+        mesh.set_nodes([0, 0, 0, 1, 1, 1])
+    assert mesh.nodes == (0, 0, 0, 1, 1, 1)
 
 
-@pytest.mark.parametrize("option", [{"moe_dispatch": "by_machine"}, {"decode_dispatch": "auto"}], ids=str)
-def test_every_rank_makes_the_groups_of_machines_and_rails(made: list[tuple[int, ...]], option: dict[str, Any]) -> None:
+@pytest.mark.parametrize("option", [{"moe_dispatch": "by_node"}, {"decode_dispatch": "auto"}], ids=str)
+def test_every_rank_makes_the_groups_of_nodes_and_rails(made: list[tuple[int, ...]], option: dict[str, Any]) -> None:
     made_by_rank = []
     for rank in range(5):
         made.clear()
         mesh = Mesh(ParallelConfig(cp_size=5, **option), rank, 5, CPU)
-        mesh.set_machines([0, 0, 1, 1, 1])
-        groups = mesh.machine_groups
-        assert groups is not None and mesh.groups[-2:] == (groups.machine, groups.rail)
-        assert rank == groups.machine.ranks[groups.machine.index] == groups.rail.ranks[groups.rail.index]
+        mesh.set_nodes([0, 0, 1, 1, 1])
+        groups = mesh.node_groups
+        assert groups is not None and mesh.groups[-2:] == (groups.node, groups.rail)
+        assert rank == groups.node.ranks[groups.node.index] == groups.rail.ranks[groups.rail.index]
         made_by_rank.append([*made])
-        assert mesh.experts.of_layer(8, 0).machines is groups
+        assert mesh.experts.of_layer(8, 0).nodes is groups
         assert mesh.static_decode == ("decode_dispatch" not in option)
     assert all(one == made_by_rank[0] for one in made_by_rank)
     assert made_by_rank[0][3:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]
@@ -187,19 +185,19 @@ def test_every_rank_makes_the_groups_of_machines_and_rails(made: list[tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("machines", "line"),
-    [([0, 0, 0], "all ranks are on one machine"), ([0, 1, 2], "every machine has one rank"), ([0, 0, 1], None)],
+    ("nodes", "line"),
+    [([0, 0, 0], "all ranks are on one node"), ([0, 1, 2], "every node has one rank"), ([0, 0, 1], None)],
 )
-def test_one_level_of_machines_is_logged(
-    made: list[tuple[int, ...]], machines: list[int], line: str | None, caplog: pytest.LogCaptureFixture
+def test_one_level_of_nodes_is_logged(
+    made: list[tuple[int, ...]], nodes: list[int], line: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     for rank in range(3):
-        mesh = Mesh(ParallelConfig(moe_dispatch="by_machine"), rank, 3, CPU)
-        mesh.set_machines(machines)
-        assert (mesh.machine_groups is None) == (line is not None)
-    assert caplog.messages == ([f"the dispatch 'by_machine' is 'all_to_all' here, as {line}"] if line else [])
-    assert Mesh(ParallelConfig(), 0, 3, CPU).machine_groups is None
+        mesh = Mesh(ParallelConfig(moe_dispatch="by_node"), rank, 3, CPU)
+        mesh.set_nodes(nodes)
+        assert (mesh.node_groups is None) == (line is not None)
+    assert caplog.messages == ([f"the dispatch 'by_node' is 'all_to_all' here, as {line}"] if line else [])
+    assert Mesh(ParallelConfig(), 0, 3, CPU).node_groups is None
 
 
 @pytest.mark.parametrize("peer", [1, 3, -1])

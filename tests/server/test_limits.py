@@ -82,7 +82,7 @@ def test_the_key(serve: Any, tiny: LLM) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("timeout", "signals"), [(20.0, 1), (0.2, 1), (20.0, 2)])
 def test_the_end(serve: Any, slow: LLM, timeout: float, signals: int, stream: bool) -> None:
-    """What runs ends, or is broken off after the timeout or a second signal; nobody can connect any longer."""
+    """What runs ends, or is broken off after the timeout or a second signal; no client can connect any longer."""
     server = serve(slow, shutdown_timeout=timeout)
 
     def answer() -> str:

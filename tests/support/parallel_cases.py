@@ -76,7 +76,7 @@ def stored(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
 DBO: dict[str, Any] = {"enable_dbo": True}
 
 
-def two_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
+def micro_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
     """Every step that can be cut is."""
     options = DBO | {"max_num_batched_tokens": 48}
     name = f"two batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
@@ -104,20 +104,20 @@ def replicas(model: str, cp: int, dispatch: str, number: int = 4, shared: bool =
     return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **more)
 
 
-def by_machine(machines: list[int]) -> list[dict[str, Any]]:
-    """The dispatch by machines, in prefill and decode, with each feature that concerns the experts."""
-    cp, at = len(machines), {"machines": machines}
-    once = parallel(cp, 1, "by_machine")
+def by_node(nodes: list[int]) -> list[dict[str, Any]]:
+    """The dispatch by nodes, in prefill and decode, with each feature that concerns the experts."""
+    cp, at = len(nodes), {"nodes": nodes}
+    once = parallel(cp, 1, "by_node")
     in_rounds = once | {"moe_chunk_size": 16, "redundant_experts": 3, "route_shared_expert": True}
     cases = [
         case("plain", "v32", parallel=once, lengths=[1, 333], ragged=RAGGED),
         case("replicas, in rounds", "v32", parallel=in_rounds, lengths=[2, 301], ragged=RAGGED),
         case("chosen by size", "glm", parallel=parallel(cp, 1, "auto"), lengths=[17, 333], ragged=RAGGED),
-        two_batches("v32", cp, "by_machine", preempts=True),
-        stored(cp, 1, "by_machine"),
-        rebalanced("v32", cp, "by_machine"),
+        micro_batches("v32", cp, "by_node", preempts=True),
+        stored(cp, 1, "by_node"),
+        rebalanced("v32", cp, "by_node"),
     ]
-    return [one | at | {"name": f"by machine {machines}, {one['name']}"} for one in cases]
+    return [one | at | {"name": f"by node {nodes}, {one['name']}"} for one in cases]
 
 
 def rebalanced(
@@ -139,9 +139,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         whole("v3", 2, 1, "all_to_all"),
         *(fp8_caches(2, dispatch) for dispatch in DISPATCHES),
         *others(2, cp=2, tp=1),
-        *(two_batches("v32", 2, dispatch) for dispatch in DISPATCHES),
-        two_batches("v32", 2, "all_gather", padded=True),
-        two_batches("fp8 weights", 2, "all_to_all"),
+        *(micro_batches("v32", 2, dispatch) for dispatch in DISPATCHES),
+        micro_batches("v32", 2, "all_gather", padded=True),
+        micro_batches("fp8 weights", 2, "all_to_all"),
         stored(2, 1, "all_to_all"),
         stored(2, 2, "all_gather"),
         replicas("v32", 2, "all_to_all"),
@@ -158,11 +158,11 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *(whole("v32", 3, 1, dispatch, dispatch == "all_to_all") for dispatch in DISPATCHES),
         whole("glm", 3, 1, "all_to_all"),
         *others(3, cp=3, tp=3),
-        *(two_batches("v32", 3, dispatch, preempts=True) for dispatch in DISPATCHES),
+        *(micro_batches("v32", 3, dispatch, preempts=True) for dispatch in DISPATCHES),
         *(
             replicas("v32", 3, dispatch, shared=dispatch == "all_to_all") for dispatch in DISPATCHES
         ),  # they do not divide
-        *by_machine([0, 0, 1]),
+        *by_node([0, 0, 1]),
     ],
     4: [
         whole("v32", 4, 1, "all_to_all", every_length=True),
@@ -178,7 +178,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         replicas("v32", 4, "all_gather"),
         replicas("v32", 2, "all_to_all", number=36),  # every rank has all
         replicas("v32", 4, "all_to_all", number=3, shared=True),  # 16 physical experts
-        *by_machine([0, 0, 1, 1]),
+        *by_node([0, 0, 1, 1]),
         rebalanced("v32", 2, "all_to_all", shared=True),
     ],
     5: [
@@ -191,11 +191,11 @@ CASES: dict[int, list[dict[str, Any]]] = {
         )
         for dispatch in DISPATCHES
     ]
-    + by_machine([0, 0, 1, 0, 1])[:2]
+    + by_node([0, 0, 1, 0, 1])[:2]
     + [rebalanced("v32", 5, dispatch, number=4) for dispatch in DISPATCHES],  # 4, 3, 3, 3, 3
     6: [
         *(whole("v32", 3, 2, dispatch) for dispatch in DISPATCHES),
         whole("glm", 2, 3, "all_to_all"),  # neither kind of group contains the other
     ],
-    8: by_machine([0, 0, 0, 0, 1, 1, 1, 1]) + by_machine([0, 0, 1, 1, 2, 2, 3, 3])[:2],
+    8: by_node([0, 0, 0, 0, 1, 1, 1, 1]) + by_node([0, 0, 1, 1, 2, 2, 3, 3])[:2],
 }

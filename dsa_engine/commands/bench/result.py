@@ -21,7 +21,7 @@ class Result:
     input_len: int
     output_len: int = 1
     batch_size: int = 1
-    ranks: int  # of the run, emulated or not
+    ranks: int  # the number of ranks, emulated or not
     ttft: list[float]  # a sample per request and repeat; empty if caches were filled
     prefill: list[float]  # a sample per repeat: until the last request has its first token
     tpot: list[float] = field(default_factory=list)  # per repeat: per token after the first, while the batch decodes

@@ -143,7 +143,7 @@ def check_exchange(mesh: Mesh) -> str:
         if numbers != wanted:
             advice = "try NCCL_P2P_DISABLE=1, and look at what NCCL_DEBUG=INFO says"
             raise Unwell(f"{name} brought {numbers}, not {wanted}", advice)
-    return f"{mesh.world_size} ranks on {len(set(mesh.machines))} node(s) reach each other"
+    return f"{mesh.world_size} ranks on {len(set(mesh.nodes))} node(s) reach each other"
 
 
 def check_kernels(mesh: Mesh) -> str:

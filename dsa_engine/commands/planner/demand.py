@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 WEIGHTS = ("fp8", "bfloat16", "int8", "int4-experts")
 CACHES = ("fp8", "bfloat16")
-DRAFTS = (0, 1, 2, 3)  # of a request in a step
+DRAFTS = (0, 1, 2, 3)  # a request and step
 ACCEPTANCE = (0.85, 0.72, 0.61)  # assumed, as MEASURED.md has it of others for the first draft
 
 

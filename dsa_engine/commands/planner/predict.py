@@ -123,14 +123,14 @@ def _fastest(
     micro_batches: int = 2,
 ) -> Predicted:
     """The fastest dispatch that has room, or the one with the most room; ``seconds`` are of ``tokens`` tokens."""
-    found = []
+    predicted = []
     for dispatch in _dispatches(placed):
         for micro in range(1, 1 + (micro_batches if placed.how.ranks > 1 else 1)):
             stages = seconds(dispatch, micro)
             taken = sum(stages.values()) / tokens
-            found.append(Predicted(placed.how, dispatch, micro, taken, requests, room(dispatch), stages))
-    fitting = [one for one in found if one.room >= 0]
-    return min(fitting, key=lambda one: one.seconds) if fitting else max(found, key=lambda one: one.room)
+            predicted.append(Predicted(placed.how, dispatch, micro, taken, requests, room(dispatch), stages))
+    fitting = [one for one in predicted if one.room >= 0]
+    return min(fitting, key=lambda one: one.seconds) if fitting else max(predicted, key=lambda one: one.room)
 
 
 def _dispatches(placed: Placed) -> Iterator[DispatchMethod]:
@@ -138,7 +138,7 @@ def _dispatches(placed: Placed) -> Iterator[DispatchMethod]:
     if placed.how.ranks > 1:
         yield "all_to_all"
     if 1 < placed.nodes < placed.how.ranks:
-        yield "by_machine"
+        yield "by_node"
 
 
 def _timed(phase: str, placed: Placed, kernels: Kernels, work: Stages, eager: bool = False) -> dict[str, float]:

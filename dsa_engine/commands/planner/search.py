@@ -18,7 +18,7 @@ from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.options import EngineOptions
 
 CHUNKS = (2048, 4096, 8192, 16384)
-MAX_REQUESTS = 512  # of a rank in a decode step
+MAX_REQUESTS = 512  # a rank, in a decode step
 NEAR = 0.1  # part of the highest rate that a plan may lack if its latency is lower
 
 
@@ -225,11 +225,11 @@ class Planner:
             if base.ranks % cp:
                 continue
             whole = cdiv(demand.input_len, cp)
-            found = [
+            predicted = [
                 predict_prefill(self._placed(replace(base, cp_size=cp, chunk=chunk)), demand.input_len, self.kernels)
                 for chunk in self._choices("chunk", sorted({min(chunk, whole) for chunk in CHUNKS}))
             ]
-            fitting = [one for one in found if self._fits(one.how, one.room)]
+            fitting = [one for one in predicted if self._fits(one.how, one.room)]
             if fitting:
                 fastest.append(min(fitting, key=lambda one: one.seconds))
         quick = [one for one in fastest if demand.ttft is None or one.seconds <= demand.ttft]
@@ -249,12 +249,12 @@ class Planner:
             wait: seconds that each request adds to a token's time, beside the decode steps.
             reserved: tokens of a prompt that is prefilled at the same time.
         """
-        most = self._max_requests(how, demand, reserved)
+        limit = self._max_requests(how, demand, reserved)
         if demand.requests is not None:
-            most = min(most, cdiv(demand.requests, count))
-        if demand.tpot is None or most < 2 or demand.requests is not None:
-            return [most] if most else []
-        low, high = 1, most
+            limit = min(limit, cdiv(demand.requests, count))
+        if demand.tpot is None or limit < 2 or demand.requests is not None:
+            return [limit] if limit else []
+        low, high = 1, limit
         while low < high:
             middle = (low + high + 1) // 2
             within = self._step(how, middle, demand).seconds + middle * wait <= demand.tpot
@@ -266,11 +266,11 @@ class Planner:
         placed = self._placed(how)
         each = demand.longest * placed.token_bytes
         alone = placed.cache_room(1 + how.drafts)
-        most = min(int(max(0.0, alone - reserved * placed.token_bytes) // each), MAX_REQUESTS)
-        while most and placed.cache_room(most * (1 + how.drafts)) < most * each + reserved * placed.token_bytes:
-            most -= 1
-        if most:
-            return most * how.ranks
+        limit = min(int(max(0.0, alone - reserved * placed.token_bytes) // each), MAX_REQUESTS)
+        while limit and placed.cache_room(limit * (1 + how.drafts)) < limit * each + reserved * placed.token_bytes:
+            limit -= 1
+        if limit:
+            return limit * how.ranks
         return int(self._fits(how, alone - each))
 
     def _step(self, how: Deployment, requests: int, demand: Demand, kernels: Kernels | None = None) -> Predicted:

@@ -10,7 +10,7 @@ class HostSlots:
     """Copies of pages, known by the digests of the pages, and replaced in the order of their last use.
 
     Attributes:
-        dropped: called with the digest of a copy that is replaced; None: nobody wants to know.
+        dropped: called with the digest of a copy that is replaced; None: it is not needed.
     """
 
     dropped: Callable[[bytes], None] | None = None

@@ -29,7 +29,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         endpoint: ZMQ's address. With the host ``*`` or 127.0.0.1 (other than in vLLM), or with ``ipc://``, subscribers
-            connect to it; to any other one, this connects. Whoever subscribes can read prompts.
+            connect to it; to any other one, this connects. A subscriber can read prompts.
         hwm: number of messages that are kept for a slow subscriber.
     """
 

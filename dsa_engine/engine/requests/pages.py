@@ -23,7 +23,7 @@ class PagePool:
     Attributes:
         host: the pages in host memory.
         copies: copies between both that the next step begins with, in their order.
-        dropped: called with the digest of a page that is no longer on the device; None: nobody wants to know.
+        dropped: called with the digest of a page that is no longer on the device; None: it is not needed.
     """
 
     dropped: Callable[[bytes], None] | None = None

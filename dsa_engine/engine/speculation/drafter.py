@@ -45,7 +45,7 @@ class Drafter:
     """Verifies drafts and makes new ones, after each step of the model or in one graph with it.
 
     Args:
-        observers: each is called with the plan of each pass whose rows are not the step's.
+        hooks: each is called with the plan of each pass whose rows are not the step's.
 
     Attributes:
         passes: runs the MTP modules.
@@ -53,10 +53,10 @@ class Drafter:
         rule: decides how many drafts are accepted.
     """
 
-    def __init__(self, model: Model, cache: KVCache, observers: list[Callable[[StepPlan], None]], seed: int):
+    def __init__(self, model: Model, cache: KVCache, hooks: list[Callable[[StepPlan], None]], seed: int):
         self._mesh = model.runtime.mesh
         self._seed = seed
-        self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, observers)
+        self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, hooks)
         self.graph = GraphStep(self.passes, seed)
         self.rule: AcceptanceRule = count_equal
 

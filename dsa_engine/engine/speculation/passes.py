@@ -46,14 +46,14 @@ class Passes(ABC):
     """Runs the MTP modules of a model.
 
     Args:
-        observers: each is called with the plan of passes whose rows are not those of the step.
+        hooks: each is called with the plan of passes whose rows are not those of the step.
     """
 
-    def __init__(self, model: Model, cache: KVCache, observers: list[Callable[[StepPlan], None]]):
+    def __init__(self, model: Model, cache: KVCache, hooks: list[Callable[[StepPlan], None]]):
         self.model = model
         self.cache = cache
         self.mesh = model.runtime.mesh
-        self._observers = observers
+        self._hooks = hooks
 
     @abstractmethod
     def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
@@ -150,8 +150,8 @@ class Passes(ABC):
         bucket = Bucket(max(1, *map(len, by_rank)), width, max_pages * page_size)
         selects = self.model.config.has_indexer
         plan = StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket)
-        for observer in self._observers:
-            observer(plan)
+        for hook in self._hooks:
+            hook(plan)
         in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), max_pages)
         columns = upload(ChunkColumns.on_host(own, page_size, width, bucket.requests), self.mesh.device)
         max_visible = [chunk.start + width for chunk in own] + [width] * (bucket.requests - len(own))

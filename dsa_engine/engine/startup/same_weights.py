@@ -83,7 +83,7 @@ def _text(mesh: Mesh, differences: Mapping[str, Sequence[Sequence[int]]]) -> str
     return (
         f"the ranks have read different checkpoints: {len(differences)} tensor(s) differ, "
         f"{'; '.join(sentences)}{more}; "
-        "give all machines the same files"
+        "give all nodes the same files"
     )
 
 

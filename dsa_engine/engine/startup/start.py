@@ -35,7 +35,7 @@ from dsa_engine.engine.startup.tiers import TierSizes, attach_disk, make_transfe
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.engine.steps.two_batches import TwoBatches
+from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.kernels.attention.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
@@ -128,7 +128,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     )
     contexts = ContextBuckets(max_model_len, options.page_size)
     graphs = DecodeGraphs(model, cache, contexts=contexts) if captures else None
-    runner = ModelRunner(model, cache, options.seed, graphs, relaxed, TwoBatches.of(options, mesh))
+    runner = ModelRunner(model, cache, options.seed, graphs, relaxed, MicroBatches.of(options, mesh))
     engine = Engine(
         options=options,
         model=model,

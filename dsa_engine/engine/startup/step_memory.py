@@ -18,7 +18,7 @@ from dsa_engine.engine.startup.capture import likely_buckets
 from dsa_engine.engine.startup.dummy_steps import DRAWN, WITH_HOST, decode_step, prefill_steps
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.engine.steps.two_batches import TwoBatches
+from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -57,7 +57,7 @@ def step_bytes(
     cache = KVCache(config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
     contexts = ContextBuckets(max_model_len, options.page_size)
     padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
-    runner = ModelRunner(model, cache, options.seed, padded, relaxed, TwoBatches.of(options, mesh))
+    runner = ModelRunner(model, cache, options.seed, padded, relaxed, MicroBatches.of(options, mesh))
     runner.num_drafts = drafts
     tokens, page_size = options.max_num_batched_tokens * mesh.cp_size, options.page_size
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly
@@ -95,13 +95,13 @@ def sends_words(model: Model) -> bool:
 def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
     """Maximum bytes of experts' results from earlier rounds of a prefill dispatch; even routing has only one round.
 
-    By machine, the results of a round inside, and the rows along the rail: even routing sends a token to few machines.
+    By node, the results of a round inside, and the rows along the rail: even routing sends a token to few nodes.
     All tokens gathered, the results replace the tokens, unless these are shorter.
 
     Args:
         words: see :func:`sends_words`.
     """
-    size, k, groups = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.machine_groups
+    size, k, groups = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.node_groups
     method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
     if size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
@@ -111,12 +111,12 @@ def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     direct = tokens * min(size, k) * row.back
     if method == "all_to_all" or groups is None:
         return direct
-    rail, machine = largest_groups(groups.machines)
-    bound = max(tokens * k if chunk is None else chunk, max(rail, machine) * (k + 1))  # choices that a round brings
+    rail, node = largest_groups(groups.nodes)
+    bound = max(tokens * k if chunk is None else chunk, max(rail, node) * (k + 1))  # choices that a round brings
     # Rows of both halves of a step may be on their way at once.
-    sent, brought = tokens * min(len(set(groups.machines)), k), min(2 * bound, rail * tokens)
-    by_machine = (sent + brought) * row.there + (sent + bound) * row.back
-    return max(direct, by_machine)
+    sent, brought = tokens * min(len(set(groups.nodes)), k), min(2 * bound, rail * tokens)
+    by_node = (sent + brought) * row.there + (sent + bound) * row.back
+    return max(direct, by_node)
 
 
 def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.steps.micro_batches import row_order
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
-from dsa_engine.engine.steps.two_batches import row_order
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.block_tables import BlockTables

@@ -22,16 +22,16 @@ class EmulatedConfig(ParallelConfig):
     Attributes:
         emulate_world: number of ranks.
         emulate_rank: the rank of this process.
-        machine_size: number of consecutive ranks on a node.
+        node_size: number of consecutive ranks on a node.
     """
 
     emulate_world: int = 1
     emulate_rank: int = 0
-    machine_size: int = 8
+    node_size: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("emulate_world", "machine_size"):
+        for name in ("emulate_world", "node_size"):
             check(name, getattr(self, name), PositiveInt)
         rank, world = self.emulate_rank, self.emulate_world
         if not is_integer(rank) or not 0 <= rank < world:
@@ -44,8 +44,8 @@ class EmulatedConfig(ParallelConfig):
                     f"{name} needs other ranks, and those of emulate_world {world} are made up; leave it out"
                 )
         for name in ("moe_dispatch", "decode_dispatch"):
-            if getattr(self, name) == "by_machine":
-                raise ValueError(f"{name} 'by_machine' is not emulated: give all_to_all or all_gather")
+            if getattr(self, name) == "by_node":
+                raise ValueError(f"{name} 'by_node' is not emulated: give all_to_all or all_gather")
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> EmulatedMesh:
         """The mesh of the emulated rank.

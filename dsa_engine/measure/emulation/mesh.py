@@ -33,7 +33,7 @@ class EmulatedMesh(Mesh):
 
     def __init__(self, config: EmulatedConfig, device: torch.device):
         super().__init__(config, config.emulate_rank, config.emulate_world, device)
-        self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
+        self.set_nodes([rank // config.node_size for rank in range(self.world_size)])
 
     def barrier(self, wait_s: float) -> None:
         """An emulated rank is the only process."""

@@ -78,7 +78,7 @@ class HostPages:
         if failure:
             raise CapacityError(
                 f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be pinned (CUDA error "
-                f"{failure}); {_ADVICE}: pinned memory cannot be swapped, and ranks of a machine share it"
+                f"{failure}); {_ADVICE}: pinned memory cannot be swapped, and ranks of a node share it"
             )
         # Not at the exit of the process, when the runtime may be gone.
         weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False

@@ -130,11 +130,11 @@ def _sparse(
 def _others(q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, context: int) -> dict[str, Call]:
     """FlashMLA's sparse prefill over the same rows, where it is installed; and SDPA with a mask, for as many queries as
     fit beside its S² scores: 16 calls compute all tokens."""
-    found: dict[str, Call] = {}
+    calls: dict[str, Call] = {}
     rows = pool.flatten(0, 1)
     if find_spec("flash_mla"):
         sparse = import_module("flash_mla").flash_mla_sparse_fwd
-        found["FlashMLA"] = lambda: sparse(q, rows[:, None], slots[:, None], SCALE, RANK)
+        calls["FlashMLA"] = lambda: sparse(q, rows[:, None], slots[:, None], SCALE, RANK)
     if context <= 8192:
         some = q[: q.shape[0] // 16]
 
@@ -147,8 +147,8 @@ def _others(q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, context: i
                     some.transpose(0, 1)[None], keys, keys[..., :RANK], attn_mask=mask[None, None], scale=SCALE
                 )
 
-        found["SDPA with a mask, 1/16 of the tokens, times 16"] = masked
-    return found
+        calls["SDPA with a mask, 1/16 of the tokens, times 16"] = masked
+    return calls
 
 
 def dense_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

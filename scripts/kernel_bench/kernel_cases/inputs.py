@@ -13,7 +13,7 @@ from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
 
 PAGE_SIZE = 64
-HIDDEN, RANK, ROPE, INDEX_DIM, TOPK = 7168, 512, 64, 128, 2048  # of DeepSeek-V3.2
+HIDDEN, RANK, ROPE, INDEX_DIM, TOPK = 7168, 512, 64, 128, 2048  # DeepSeek-V3.2
 
 Call = Callable[[], Any]
 

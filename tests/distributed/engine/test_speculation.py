@@ -93,8 +93,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     4: [
         case("deepseek_v32", 3, "tp2", divided(4, 2, "all_gather")),
         case("deepseek_v32", 2, "tp4, chunked", divided(2, 4, "all_to_all"), **CHUNKED),
-        case("deepseek_v32", 3, "by machine, preempted", divided(4, 1, "by_machine"), **SHARED)
-        | {"machines": [0, 0, 1, 1]},
+        case("deepseek_v32", 3, "by node, preempted", divided(4, 1, "by_node"), **SHARED) | {"nodes": [0, 0, 1, 1]},
         case("deepseek_v32", 7, "groups, preempted", divided(2, 1, "all_gather"), **SHARED),
         case("glm_moe_dsa", 1, "groups", divided(1, 2, "all_to_all")),
         case("deepseek_v3", 3, "chunked", divided(4, 1, "all_gather"), **CHUNKED),

@@ -14,8 +14,8 @@ from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
 
-def _bytes_between_machines(*runs: list[dict[str, Any]]) -> None:
-    """Bytes that cross are those of the choices: of tokens for each rank of the other machine, and for that machine.
+def _bytes_between_nodes(*runs: list[dict[str, Any]]) -> None:
+    """Bytes that cross are those of the choices: of tokens for each rank of the other node, and for that node.
     To FP8 weights tokens travel as codes and scales; of the last run sums do."""
     config = demo_config()
     hidden, k = config["hidden_size"], config["num_experts_per_tok"]
@@ -33,17 +33,15 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     done = fork_ranks(4, "balance_worker.py", tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
-    before, after, by_machine, *fp8, coded = ([rank[run] for rank in ranks] for run in range(6))
-    assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after + by_machine), "the same tokens"
+    before, after, by_node, *fp8, coded = ([rank[run] for rank in ranks] for run in range(6))
+    assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after + by_node), "the same tokens"
     assert all(rank["tokens"] == fp8[0][0]["tokens"] for run in fp8 for rank in run)
     assert all(rank["tokens"] == coded[0]["tokens"] for rank in coded)
-    _bytes_between_machines(before, after, by_machine, *fp8, coded)
+    _bytes_between_nodes(before, after, by_node, *fp8, coded)
     there, once = [sum(rank["crossing"][number] for rank in fp8[0]) for number in range(2)]
-    in_ranks, in_machines = (sum(rank["crossed_bytes"] for rank in run) for run in fp8)
-    print(
-        f"{in_ranks:,} bytes between machines, by machine {in_machines:,}: {there / once:.3f} times fewer, as planned"
-    )
-    assert in_ranks * once == in_machines * there and there > 1.5 * once
+    in_ranks, in_nodes = (sum(rank["crossed_bytes"] for rank in run) for run in fp8)
+    print(f"{in_ranks:,} bytes between nodes, by node {in_nodes:,}: {there / once:.3f} times fewer, as planned")
+    assert in_ranks * once == in_nodes * there and there > 1.5 * once
     assert len(before[0]["held"]) == 2
     recorded = ExpertLoads.read(tmp_path / "loads.json")
     assert torch.equal(sum(rank["chosen"] for rank in before), torch.tensor(recorded.loads).long()), "ranks added"

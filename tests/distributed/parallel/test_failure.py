@@ -57,15 +57,15 @@ def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
     assert said.count("Traceback") == 1, "the transport errors of the others are not shown"
     assert "the third step" in done.stderr.split("Root Cause")[1], "torchrun's report has the error"
     # torchrun may have ended the others before they say anything.
-    assert said.count("ends, because") == said.count("ends, because rank 1: ValueError: the third step \\udcff")
+    assert said.count("shown, because") == said.count("shown, because rank 1: ValueError: the third step \\udcff")
     assert "rank 1 has begun" in done.stdout, "what was printed before is not lost"
 
 
-@pytest.mark.parametrize(("how", "ends"), [("one_rank_is_killed", "Signal 9"), ("one_rank_leaves", "exitcode  : 3")])
-def test_a_rank_that_vanishes_ends_the_run(how: str, ends: str, failing: Failing) -> None:
+@pytest.mark.parametrize(("how", "shown"), [("one_rank_is_killed", "Signal 9"), ("one_rank_leaves", "exitcode  : 3")])
+def test_a_rank_that_vanishes_ends_the_run(how: str, shown: str, failing: Failing) -> None:
     done = failing(how)
     report = done.stderr.split("Root Cause")[1]
-    assert "rank      : 1 (local_rank: 1)" in report and ends in report
+    assert "rank      : 1 (local_rank: 1)" in report and shown in report
     for line in said_by_ranks(done).splitlines():  # torchrun may have ended both others before they say anything
         if line.startswith("[rank ") and "no word from" in line:
             assert re.search("no word from rank (0, )?1(, 2)?: ended", line)
@@ -103,7 +103,7 @@ def test_ranks_that_differ_are_told_in_what(failing: Failing) -> None:
         (
             "weights",
             r"different checkpoints: 1 tensor\(s\) differ, model.layers.1.self_attn.o_proj.weight between rank 0, 2 "
-            "and rank 1; give all machines the same files",
+            "and rank 1; give all nodes the same files",
         ),
         (
             "layout",

@@ -1,9 +1,9 @@
-"""Skewed routing with experts in order, then with replicas by the loads that were counted, then so by machine; then in
-order and by machine with FP8 weights, and by machine with sums that come back in FP8: balance_worker.py FOLDER.
+"""Skewed routing with experts in order, then with replicas by the loads that were counted, then so by node; then in
+order and by node with FP8 weights, and by node with sums that come back in FP8: balance_worker.py FOLDER.
 
 Every rank stores, of all runs: the tokens of all requests, and in each layer the logical experts that its own tokens
 chose and how many of these choices each rank must serve, the number of pairs that it served, and the experts of all
-ranks; the number of ranks on the other machine and of other machines that its tokens must reach, and the bytes that it
+ranks; the number of ranks on the other node and of other nodes that its tokens must reach, and the bytes that it
 sent there.
 """
 
@@ -22,7 +22,7 @@ from dsa_engine.model.moe import MoE
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 
-MACHINES = [0, 0, 1, 1]
+NODES = [0, 0, 1, 1]
 PROMPTS = [[5 + (7 * i * n + i * i) % 300 for i in range(n)] for n in (250, 333, 40, 9)]
 
 
@@ -51,7 +51,7 @@ class Counted:
             ranks = [rank_of[own[int(number * 2**0.5 % 1 * len(own))]] for own in owns]
             for rank in ranks:
                 self.sent[rank] += 1
-            away = [rank for rank in set(ranks) if MACHINES[rank] != MACHINES[self.parallel.group.index]]
+            away = [rank for rank in set(ranks) if NODES[rank] != NODES[self.parallel.group.index]]
             self.crossing[0] += len(away)
             self.crossing[1] += bool(away)
 
@@ -64,11 +64,11 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
     parallel = ParallelConfig(**{"decode_dispatch": "all_to_all"} | options)
     common: dict[str, Any] = {"device": "cpu", "cache_memory": "32MiB", "max_model_len": 1024, "progress": False}
     fewer = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
-    with patch.object(Mesh, "_exchange_machines", lambda _: MACHINES):
+    with patch.object(Mesh, "_exchange_nodes", lambda _: NODES):
         common |= {"load_format": "dummy", "hf_overrides": fewer, "quantization": quantization}
         llm = LLM("demo-random", parallel=parallel, **common)
     mesh, counted = llm.engine.mesh, []
-    for group in (mesh.ep, *([mesh.machine_groups.rail] if mesh.machine_groups else [])):
+    for group in (mesh.ep, *([mesh.node_groups.rail] if mesh.node_groups else [])):
         group.log = []
     for layer in llm.engine.model.layers:
         if layer.moe is not None:
@@ -77,7 +77,7 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
                 bias += (torch.arange(len(bias)) * 5 % len(bias) / len(bias)) ** 3
             counted.append(Counted(layer.moe))
     outs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-    log = (mesh.machine_groups.rail if mesh.machine_groups else mesh.ep).log
+    log = (mesh.node_groups.rail if mesh.node_groups else mesh.ep).log
     assert log is not None
     tokens_and_sums = [one for one in log if one.kind == "all_to_all" and one.asynchronous]
     return llm, {
@@ -90,7 +90,7 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
             n
             for one in tokens_and_sums
             for to, n in zip(one.ranks, one.sent, strict=True)
-            if MACHINES[to] != MACHINES[mesh.rank]
+            if NODES[to] != NODES[mesh.rank]
         ),
         "held": [one.parallel.placement.held for one in counted],
     }
@@ -103,10 +103,10 @@ def main() -> None:
     llm.close()
     torch.distributed.barrier()  # rank 0 has written the file
     _, second = run(expert_loads=path, redundant_experts=8)
-    by_machine = {"moe_dispatch": "by_machine", "decode_dispatch": "by_machine"}
-    _, third = run(expert_loads=path, redundant_experts=8, **by_machine)
-    fp8 = [run("fp8", **chosen)[1] for chosen in ({}, by_machine)]
-    _, coded = run(moe_combine_dtype="fp8", **by_machine)
+    by_node = {"moe_dispatch": "by_node", "decode_dispatch": "by_node"}
+    _, third = run(expert_loads=path, redundant_experts=8, **by_node)
+    fp8 = [run("fp8", **chosen)[1] for chosen in ({}, by_node)]
+    _, coded = run(moe_combine_dtype="fp8", **by_node)
     torch.save([first, second, third, *fp8, coded], folder / f"rank{rank}.pt")
 
 

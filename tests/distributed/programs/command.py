@@ -1,6 +1,6 @@
 """The command dsa-engine on several ranks: torchrun … command.py [--odd HOST WHAT VALUE] generate|chat|doctor …
 
-With ``--odd`` one machine differs from the others: it has VALUE in the place of the file or folder WHAT.
+With ``--odd`` one node differs from the others: it has VALUE in the place of the file or folder WHAT.
 """
 
 import socket
@@ -12,7 +12,7 @@ if sys.argv[1] == "--odd":
     del sys.argv[1:5]
     if socket.gethostname() == host:
         sys.dont_write_bytecode = True  # it would be another file's for all other processes
-        subprocess.run(["mount", "--bind", value, what], check=True)  # each machine has its own list of mounts
+        subprocess.run(["mount", "--bind", value, what], check=True)  # each node has its own list of mounts
 
 from dsa_engine.cli import main
 

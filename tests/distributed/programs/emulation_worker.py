@@ -1,7 +1,7 @@
 """Counts the work of one rank: emulation_worker.py CASES.json FOLDER on several ranks; :func:`run_case` in one process.
 
 A case is a dictionary: ``name``, ``world_size``, ``parallel`` (of ``ParallelConfig``), ``options`` (of ``LLM``),
-``prompts`` of several batches, and ``machines`` of the ranks (default: all are on one). Each batch is prefilled; then
+``prompts`` of several batches, and ``nodes`` of the ranks (default: all are on one). Each batch is prefilled; then
 every rank decodes a filled request. A true run spreads choices as an
 emulated one does, which cannot know the choices of another rank's router.
 """
@@ -32,10 +32,10 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     parallel = ParallelConfig(**case["parallel"])
     if emulate_rank is not None:
         emulation = {"emulate_world": case["world_size"], "emulate_rank": emulate_rank}
-        if "machines" in case:
-            emulation["machine_size"] = case["machines"].count(0)
+        if "nodes" in case:
+            emulation["node_size"] = case["nodes"].count(0)
         parallel = EmulatedConfig(**case["parallel"], **emulation)
-    with patch.object(Mesh, "_exchange_machines", lambda _: case["machines"]) if "machines" in case else nullcontext():
+    with patch.object(Mesh, "_exchange_nodes", lambda _: case["nodes"]) if "nodes" in case else nullcontext():
         llm = LLM("demo-random", parallel=parallel, **case["options"])
     engine, mesh = llm.engine, llm.engine.mesh
     result: dict[str, Any] = {

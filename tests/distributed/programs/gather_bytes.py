@@ -1,4 +1,4 @@
-"""Bytes that all-gathers send over this machine's network: gather_bytes.py RESULTS.json, on two ranks a machine."""
+"""Bytes that all-gathers send over this machine's network: gather_bytes.py RESULTS.json, on two ranks a node."""
 
 from __future__ import annotations
 

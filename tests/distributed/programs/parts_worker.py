@@ -62,7 +62,7 @@ def main() -> None:
     result["exchanged"] = exchange(mesh)
     result["exchanged_bytes"] = mesh.world.bytes_sent - before
     result["between_parts"] = exchange_between_parts(rank, config.timeout)
-    result["mesh"] = (mesh.rank, mesh.world_size, mesh.machines)
+    result["mesh"] = (mesh.rank, mesh.world_size, mesh.nodes)
     torch.save(result, folder / f"rank{rank}.pt")
 
 

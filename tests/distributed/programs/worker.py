@@ -11,7 +11,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
 * ``preempts``: requests lose their pages now and then.
 * ``max_fetched``: maximum number of pages that a rank sends, or receives, in a step.
-* ``machines``: the machine of each rank; default: all are on this one.
+* ``nodes``: the node of each rank; default: all are on this one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dsa_engine.parallel.group import Collective
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
     """``last`` and ``all`` logits of each prompt, ``tokens`` of each generation, and counters of the engine."""
     parallel = parallel or ParallelConfig(**case.get("parallel", {}))
-    with patch.object(Mesh, "_exchange_machines", lambda _: case["machines"]) if "machines" in case else nullcontext():
+    with patch.object(Mesh, "_exchange_nodes", lambda _: case["nodes"]) if "nodes" in case else nullcontext():
         llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
     engine.async_scheduling = case.get("ahead", False)

@@ -61,7 +61,7 @@ class Script:
         assert drafter is not None
         self._made = drafter.passes.after_decode
         drafter.passes.after_decode = self.after_decode  # type: ignore[method-assign]
-        llm.engine.runner.observers.append(self.observe)
+        llm.engine.runner.hooks.append(self.observe)
 
     def observe(self, step: StepPlan) -> None:
         self._requests = [chunk.request for chunk in step.ranks[0].chunks]

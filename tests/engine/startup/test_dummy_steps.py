@@ -34,13 +34,13 @@ MOE: Any = SimpleNamespace(
 )
 
 
-def four_ranks(machines: tuple[int, ...] | None = None, **options: Any) -> Any:
-    groups = machines and SimpleNamespace(machines=machines)
+def four_ranks(nodes: tuple[int, ...] | None = None, **options: Any) -> Any:
+    groups = nodes and SimpleNamespace(nodes=nodes)
     return SimpleNamespace(
         world_size=4,
         config=SimpleNamespace(**{"moe_combine_dtype": "auto"} | options),
         choices=lambda top_k: top_k,
-        machine_groups=groups,
+        node_groups=groups,
     )
 
 
@@ -53,12 +53,12 @@ def test_a_chunk_that_even_routing_does_not_fill(chunk: int | None, pairs: int) 
 
 
 def test_rows_along_the_rail_are_counted() -> None:
-    """On two machines of two ranks a token crosses once at the most, and a rail brings the tokens of two ranks."""
-    there, back, by_machine = 200 + 8 * 8 + 8, 200, {"moe_dispatch": "by_machine", "moe_chunk_size": None}
-    for machines, method in ((None, "by_machine"), ((0, 0, 1, 1), "all_to_all")):
-        mesh = four_ranks(machines, moe_dispatch=method, moe_chunk_size=None)
+    """On two nodes of two ranks a token crosses once at the most, and a rail brings the tokens of two ranks."""
+    there, back, by_node = 200 + 8 * 8 + 8, 200, {"moe_dispatch": "by_node", "moe_chunk_size": None}
+    for nodes, method in ((None, "by_node"), ((0, 0, 1, 1), "all_to_all")):
+        mesh = four_ranks(nodes, moe_dispatch=method, moe_chunk_size=None)
         assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == 100 * 4 * back
-    mesh = four_ranks((0, 0, 1, 1), **by_machine)
+    mesh = four_ranks((0, 0, 1, 1), **by_node)
     assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 200) * there + (200 + 800) * back
-    mesh = four_ranks((0, 0, 1, 1), **by_machine | {"moe_chunk_size": 50})
+    mesh = four_ranks((0, 0, 1, 1), **by_node | {"moe_chunk_size": 50})
     assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 100) * there + (200 + 50) * back

@@ -117,8 +117,8 @@ def test_no_memory_waits_for_the_garbage_collector(fake_engine: Callable[..., An
 
 
 def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> None:
-    """One of 16 ranks on 4 machines, in two batches: a rail brings it all tokens of its ranks, and rounds are full."""
-    parallel = {"skew": 16.0, "moe_dispatch": "by_machine", "machine_size": 4}
+    """One of 16 ranks on 4 nodes, in two batches: a rail brings it all tokens of its ranks, and rounds are full."""
+    parallel = {"skew": 16.0, "moe_dispatch": "by_node", "node_size": 4}
     sizes = SIZES | {"max_num_batched_tokens": 512, "max_num_seqs": 16, "enable_dbo": True, "enforce_eager": True}
     with FakeDevice(memory=40 * 10**9) as device:
         engine = fake_engine(device, "deepseek_v32", 16, parallel, **sizes)
@@ -168,9 +168,7 @@ def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("given", [[0], ["1"], 4, [True], [-2]])
 def test_capture_sizes_that_are_none(given: Any) -> None:
-    with pytest.raises(
-        ValueError, match="cudagraph_capture_sizes must be a list of numbers of requests, each 1 or more"
-    ):
+    with pytest.raises(ValueError, match="cudagraph_capture_sizes must be"):
         EngineOptions("demo", cudagraph_capture_sizes=given)
 
 
@@ -195,7 +193,7 @@ def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engin
         assert likely_buckets(engine.mesh, engine.options, 8192, 3) == [(1, 8256), (1, 4096)]
         request = add_filled(engine, 8185, SamplingParams(temperature=0.0, max_tokens=7))
         contexts = set()
-        engine.runner.observers.append(lambda plan: plan.decodes and contexts.add(plan.bucket.context))
+        engine.runner.hooks.append(lambda plan: plan.decodes and contexts.add(plan.bucket.context))
         while request.finish_reason is None:
             engine.step()
         assert contexts == {8256} and len(device.captures) == 2

@@ -22,7 +22,7 @@ from dsa_engine.parallel.experts.traffic import (
 )
 from dsa_engine.parallel.links import Link, Links
 
-METHODS: tuple[DispatchMethod, ...] = ("by_machine", "all_to_all")
+METHODS: tuple[DispatchMethod, ...] = ("by_node", "all_to_all")
 V32, ROW = Routing(256, top_k=8, groups=8, top_groups=4), RowBytes.of(2 * 7168, 8)
 
 
@@ -54,11 +54,9 @@ def test_each_change_of_the_exchange_shortens_it() -> None:
     wide, narrow, coded = (exchange("all_to_all", 2048, 64, 8, row, V32, links) for row in (ROW, codes, both))
     assert narrow.back == wide.back and wide.there / narrow.there == pytest.approx(14_400 / 7_456, rel=0.05)
     assert coded.there == narrow.there and 0.5 < coded.back / narrow.back < 0.7
-    crossing, across = exchange("by_machine", 2048, 64, 8, codes, V32, links), 7 * 2048 * V32.reached(8) * 7_456 / 45e9
+    crossing, across = exchange("by_node", 2048, 64, 8, codes, V32, links), 7 * 2048 * V32.reached(8) * 7_456 / 45e9
     assert across < crossing.there < 1.6 * across and crossing.there < 0.7 * narrow.there
-    assert exchange("by_machine", 2048, 8, 1, codes, V32, links) == exchange(
-        "all_to_all", 2048, 8, 1, codes, V32, links
-    )
+    assert exchange("by_node", 2048, 8, 1, codes, V32, links) == exchange("all_to_all", 2048, 8, 1, codes, V32, links)
     assert exchange("all_to_all", 2048, 1, 1, codes, V32, links).seconds == 0
 
 
@@ -70,13 +68,11 @@ def test_small_parts_are_gathered_in_two_levels() -> None:
         assert gathered(links, 64, 8, part) == min(two_levels, links.ring(64, 8, part))
 
 
-@pytest.mark.parametrize(
-    "machines", [[rank // 8 for rank in range(64)], [0, 0, 0, 1, 1], [0, 1, 2], [0, 0, 0]], ids=len
-)
-def test_all_ranks_choose_the_shortest_and_the_same(machines: list[int], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("nodes", [[rank // 8 for rank in range(64)], [0, 0, 0, 1, 1], [0, 1, 2], [0, 0, 0]], ids=len)
+def test_all_ranks_choose_the_shortest_and_the_same(nodes: list[int], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    size = len(machines)
-    ranks = [DispatchChoice(machines, logs=rank == 0) for rank in (0, size - 1)]
+    size = len(nodes)
+    ranks = [DispatchChoice(nodes, logs=rank == 0) for rank in (0, size - 1)]
     methods = []
     for tokens in (1, 3, 4, 8192, 8000, 1):
         first, last = (one.method(tokens, 8192 * 8, ROW, V32) for one in ranks)
@@ -84,7 +80,7 @@ def test_all_ranks_choose_the_shortest_and_the_same(machines: list[int], caplog:
         methods.append(first)
         taken = 1 << (tokens - 1).bit_length()
         seconds = ranks[0].seconds(taken, ROW, V32)
-        assert ("by_machine" in seconds) == (1 < len(set(machines)) < size)
+        assert ("by_node" in seconds) == (1 < len(set(nodes)) < size)
         if taken * size > 8192 * 8:  # more than a rank may serve at a time
             del seconds["all_gather"]
         assert seconds[first] == min(seconds.values())
@@ -93,15 +89,15 @@ def test_all_ranks_choose_the_shortest_and_the_same(machines: list[int], caplog:
     assert len(lines) == 3 and all(method in line for method, line in zip(dict.fromkeys(methods), lines, strict=False))
     assert methods[0] == "all_gather", "few tokens: the fewest collectives"
     if size == 64:
-        assert methods[3] == "by_machine", lines
+        assert methods[3] == "by_node", lines
 
 
-def test_slow_links_between_machines_move_the_choice() -> None:
-    """The slower the links between machines, the sooner a step goes by machine."""
-    machines = [rank // 8 for rank in range(16)]
+def test_slow_links_between_nodes_move_the_choice() -> None:
+    """The slower the links between nodes, the sooner a step goes by node."""
+    nodes = [rank // 8 for rank in range(16)]
     sizes = []
     for bandwidth in (360.0, 45.0, 5.0):
-        choice = DispatchChoice(machines, links=Links(between=Link(bandwidth, 3.0, 1.0)))
+        choice = DispatchChoice(nodes, links=Links(between=Link(bandwidth, 3.0, 1.0)))
         methods = [choice.method(1 << i, 8192 * 8, ROW, V32) for i in range(14)]
-        sizes.append(methods.count("by_machine"))
+        sizes.append(methods.count("by_node"))
     assert all(few <= many for few, many in pairwise(sizes)) and sizes[0] < sizes[-1], sizes

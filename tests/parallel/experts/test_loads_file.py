@@ -98,16 +98,16 @@ def test_loads_alone_move_experts() -> None:
     assert imbalance(loads, placements(2, expert_loads=loads).held(4, 0, groups=1)) == 1.0
 
 
-def test_machines_matter_to_the_dispatch_by_machines_only() -> None:
+def test_nodes_matter_to_the_dispatch_by_nodes_only() -> None:
     loads = [1.0 + expert for expert in range(16)]
-    by_machine = LayerPlacements(4, 2, 4, loads).held(16, 0, groups=4)
-    assert all(len({expert // 4 for rank in half for expert in rank}) == 2 for half in (by_machine[:2], by_machine[2:]))
+    by_node = LayerPlacements(4, 2, 4, loads).held(16, 0, groups=4)
+    assert all(len({expert // 4 for rank in half for expert in rank}) == 2 for half in (by_node[:2], by_node[2:]))
     options = ParallelConfig(redundant_experts=4, expert_loads=tuple(loads))
     other = LayerPlacements.of(options, [0, 0, 1, 1]).held(16, 0, groups=4)
-    assert other == LayerPlacements(4, 1, 4, loads).held(16, 0, groups=4) != by_machine
-    for one in (replace(options, moe_dispatch="by_machine"), replace(options, decode_dispatch="auto")):
-        assert LayerPlacements.of(one, [0, 0, 1, 1]).held(16, 0, groups=4) == by_machine
-        assert LayerPlacements.of(one, [0, 1, 0, 1]).held(16, 0, groups=4) == other, "machines of consecutive ranks"
+    assert other == LayerPlacements(4, 1, 4, loads).held(16, 0, groups=4) != by_node
+    for one in (replace(options, moe_dispatch="by_node"), replace(options, decode_dispatch="auto")):
+        assert LayerPlacements.of(one, [0, 0, 1, 1]).held(16, 0, groups=4) == by_node
+        assert LayerPlacements.of(one, [0, 1, 0, 1]).held(16, 0, groups=4) == other, "nodes of consecutive ranks"
 
 
 def test_replicas_let_more_ranks_than_experts_run() -> None:
@@ -144,7 +144,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_ranks_compare_the_content_and_not_the_path(tmp_path: Path) -> None:
-    """Machines may have the file in different folders."""
+    """Nodes may have the file in different folders."""
     facts = []
     for name, load in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         path = tmp_path / name

@@ -56,7 +56,7 @@ def test_ranks_are_exchanged_for_fewer_moves(both: tuple[list[list[int]], list[l
     assert [*map(set, with_fewest_moves(old, shuffled))] == [*map(set, old)], "experts that are where they should be"
 
 
-def test_machines_stay_together() -> None:
+def test_nodes_stay_together() -> None:
     old, new = [[0], [1], [2], [3], [4], [5]], [[5], [3], [2], [0], [1], [4]]
     assert with_fewest_moves(old, new, nodes=2) == ((0,), (1,), (4,), (3,), (2,), (5,))
     assert with_fewest_moves(old, new) == ((0,), (1,), (2,), (3,), (4,), (5,))

@@ -69,8 +69,8 @@ def test_kernels_fit_hopper(name: str) -> None:
 def test_attention_divides_its_products(name: str) -> None:
     """With 64 heads the compiler can give both warpgroups the same product (76 wgmma instead of 40): it does not,
     thanks to what `online_softmax.attend` says."""
-    found = [kernel for kernel, _ in compiled(name, 90).kernels if kernel.kernel != "merge_splits_kernel"]
-    assert found and all(0 < kernel.wgmma <= 40 for kernel in found)
+    products = [kernel for kernel, _ in compiled(name, 90).kernels if kernel.kernel != "merge_splits_kernel"]
+    assert products and all(0 < kernel.wgmma <= 40 for kernel in products)
 
 
 @compiles

@@ -10,7 +10,7 @@ import torch
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
-from dsa_engine.parallel.experts.by_machine import MachineGroups, Way
+from dsa_engine.parallel.experts.by_node import NodeGroups, Way
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
@@ -31,17 +31,17 @@ class FakeConfig(ParallelConfig):
         device: the device of this rank.
         world: number of ranks.
         skew: tokens that reach this rank's experts in a prefill, over those of a balanced routing.
-        machine_size: number of consecutive ranks on a machine; None: all.
+        node_size: number of consecutive ranks on a node; None: all.
     """
 
     device: FakeDevice | None = None
     world: int = 1
     skew: float = 1.0
-    machine_size: int | None = None
+    node_size: int | None = None
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> FakeMesh:
         mesh = FakeMesh(self, 0, self.world, choose_device(device))
-        mesh.set_machines([rank // (self.machine_size or self.world) for rank in range(self.world)])
+        mesh.set_nodes([rank // (self.node_size or self.world) for rank in range(self.world)])
         return mesh
 
 
@@ -72,7 +72,7 @@ class FakeDivision(ExpertDivision):
     _mesh: FakeMesh
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:
-        parallel = FakeExpertParallel(self._mesh.ep, placement, self._mesh.machine_groups)
+        parallel = FakeExpertParallel(self._mesh.ep, placement, self._mesh.node_groups)
         parallel.skew = self._mesh.config.skew
         return parallel
 
@@ -167,9 +167,9 @@ class FakeExpertParallel(ExpertParallel):
         served = self._skewed(total)
         return RecvPlan(each, [self._skewed(n) for n in each], served), served
 
-    def _ways(self, sent: torch.Tensor, groups: MachineGroups, takers: torch.Tensor) -> list[Way]:
-        """Each choice of a token crosses to another machine, if there are so many, and is passed on in its own row."""
-        rounds, rail, inside = len(super()._ways(sent, groups, takers)), groups.rail.size, groups.machine.size
+    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> list[Way]:
+        """Each choice of a token crosses to another node, if there are so many, and is passed on in its own row."""
+        rounds, rail, inside = len(super()._ways(sent, groups, takers)), groups.rail.size, groups.node.size
         crossing = self.tokens * min(rail, self.choices // max(1, self.tokens))
         self.passed = [self._skewed(n) for n in _even(self.choices, rounds)]
         return [
@@ -193,7 +193,7 @@ class FakeExpertParallel(ExpertParallel):
     def _plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
         super()._plans(group, sent)
         rounds, size = sent.shape[:2]
-        if group is not self.group:  # inside a machine
+        if group is not self.group:  # inside a node
             return [RecvPlan(_even(n, size), _even(n, size), n) for n in _even(max(self.passed), rounds)]
         total = self.choices // size * size
         send, receive = _even(total, rounds), _even(self._skewed(total), rounds)

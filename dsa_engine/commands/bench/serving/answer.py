@@ -99,14 +99,14 @@ class Answer:
             said = choice.get("delta") or choice
             text = said.get("content" if "delta" in choice else "text") or ""
             thought = said.get("reasoning_content") or said.get("reasoning") or said.get("tool_calls")
-            ends = choice.get("finish_reason") is not None
+            ending = choice.get("finish_reason") is not None
             self.text += text
-            self._finished = self._finished or ends
+            self._finished = self._finished or ending
             # An event without text can hold a token, such as a part of a character. The one that announces a message
-            # does not, and the one that ends it may.
-            if text or thought or not ("role" in said or ends):
+            # does not, and the one that ending it may.
+            if text or thought or not ("role" in said or ending):
                 self.token_times.append(now)
-            if self.token_times or ends:
+            if self.token_times or ending:
                 self.last = now
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""A server on rank 0 that asks itself and ends: machine_server.py ANSWER.json PORT OPTIONS of ``dsa-engine serve``."""
+"""A server on rank 0 that asks itself and ends: node_server.py ANSWER.json PORT OPTIONS of ``dsa-engine serve``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs over several machines, which are namespaces of this one: equal tokens, and the end of a run that loses one."""
+"""Runs over several nodes, which are namespaces of this one: equal tokens, and the end of a run that loses one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import emulate_machines
+import emulate_nodes
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.measure.random_prompt import random_prompt
 
@@ -27,7 +27,7 @@ Emulate = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "emulate_machines.py"), *map(str, arguments)],
+        [sys.executable, str(ROOT / "scripts" / "emulate_nodes.py"), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -38,8 +38,8 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def emulate(demo_cache: Path) -> Emulate:
-    """``emulate(*arguments)``: the finished run, with the output of all machines."""
-    if reason := emulate_machines.why_not():
+    """``emulate(*arguments)``: the finished run, with the output of all nodes."""
+    if reason := emulate_nodes.why_not():
         pytest.skip(reason)
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -63,20 +63,20 @@ def requests(lengths: Sequence[int]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("machines", "ranks", "prefill"),
+    ("nodes", "ranks", "prefill"),
     [(2, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2, 2), (4, 1, 2)))],
 )
-def test_one_engine_and_two_parts(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
-    """Tokens are those of one process. The kernel counts the pages on the links of the machines that prefill: all of
+def test_one_engine_and_two_parts(nodes: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
+    """Tokens are those of one process. The kernel counts the pages on the links of the nodes that prefill: all of
     them, once, and a little more for headers and messages."""
     options = {"model": "demo-random", "max_model_len": 128, "page_size": 8, "cache_memory": "4MiB"}
     generate = requests((115, 5, 90, 16))
     case = {"options": options, "generate": generate, "timeout": 120}
     (tmp_path / "case.json").write_text(json.dumps(case))
-    words = ["tests/distributed/programs/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
-    done = emulate("--machines", machines, "--ranks", ranks, "--slow-link", "200mbit", "--", *words)
+    words = ["tests/distributed/programs/nodes_worker.py", prefill, tmp_path / "case.json", tmp_path]
+    done = emulate("--nodes", nodes, "--ranks", ranks, "--slow-link", "200mbit", "--", *words)
     assert done.returncode == 0, done.stdout
-    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(machines * ranks)]
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(nodes * ranks)]
     with LLM(**options, device="cpu") as llm:
         alone = llm.generate([one[0] for one in generate], [SamplingParams(**one[1]) for one in generate])
     assert results[0]["apart"] == results[0]["one engine"] == [one.outputs[0].token_ids for one in alone]
@@ -90,16 +90,16 @@ def test_one_engine_and_two_parts(machines: int, ranks: int, prefill: int, emula
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("machines", "ranks"), [(2, 1), (2, 2), (4, 1)])
-def test_generate(machines: int, ranks: int, emulate: Emulate) -> None:
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2), (4, 1)])
+def test_generate(nodes: int, ranks: int, emulate: Emulate) -> None:
     words = "key 4821 is 97. " * 20 + "key"
     options = ["--prompt", words, "--max-tokens", 6, "--temperature", 0, "--device", "cpu", "--max-model-len", 800]
-    shape = ["--machines", machines, "--ranks", ranks, "--slow-link", "200mbit"]
+    shape = ["--nodes", nodes, "--ranks", ranks, "--slow-link", "200mbit"]
     done = emulate(*shape, "--", "-m", "dsa_engine", "generate", *options)
     assert done.returncode == 0, done.stdout
     llm = LLM("demo", device="cpu", max_model_len=800)
     text = llm.generate(words, SamplingParams(temperature=0.0, max_tokens=6))[0].text
-    said = [line.removeprefix("machine-0: ") for line in done.stdout.splitlines() if line.startswith("machine-0: ")]
+    said = [line.removeprefix("node-0: ") for line in done.stdout.splitlines() if line.startswith("node-0: ")]
     assert text in "\n".join(said), done.stdout
 
 
@@ -111,14 +111,14 @@ def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
     outputs = ["--json", report, "--dump-logits", logits]
     done = emulate("--ranks", ranks, "--", "scripts/bench_prefill.py", *options, *outputs)
     assert done.returncode == 0, done.stdout
-    assert json.loads(report.read_text())["world_size"] == 2 * ranks and "but not a machine" not in done.stdout
+    assert json.loads(report.read_text())["world_size"] == 2 * ranks and "but not a node" not in done.stdout
     llm = LLM("demo", device="cpu")
     expected = llm.engine.prefill(random_prompt(llm.engine, 512)).numpy()
     assert np.load(logits) == pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.slow
-def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: Path) -> None:
+def test_gathers_send_what_the_other_node_lacks(emulate: Emulate, tmp_path: Path) -> None:
     """Counted by the kernel, with the headers of TCP: 3 parts in a ring of 2 × 2 ranks, 2 along rails."""
     done = emulate("--ranks", 2, "--", "tests/distributed/programs/gather_bytes.py", tmp_path / "bytes.json")
     assert done.returncode == 0, done.stdout
@@ -129,12 +129,12 @@ def test_gathers_send_what_the_other_machine_lacks(emulate: Emulate, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("machines", "ranks", "prefill"), [(2, 2, 0), (2, 1, 1), (4, 1, 2)])
-def test_serve(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "ranks", "prefill"), [(2, 2, 0), (2, 1, 1), (4, 1, 2)])
+def test_serve(nodes: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
-    shape = ["--machines", machines, "--ranks", ranks, "--rdzv-backend", "static", "--"]
+    shape = ["--nodes", nodes, "--ranks", ranks, "--rdzv-backend", "static", "--"]
     options = ["--prefill-ranks", prefill] if prefill else []
-    done = emulate(*shape, "tests/distributed/programs/machine_server.py", answer, 8123, *options)
+    done = emulate(*shape, "tests/distributed/programs/node_server.py", answer, 8123, *options)
     assert done.returncode == 0, done.stdout
     (choice,) = json.loads(answer.read_text())["choices"]
     params = SamplingParams(temperature=0.0, max_tokens=6)
@@ -143,8 +143,8 @@ def test_serve(machines: int, ranks: int, prefill: int, emulate: Emulate, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", ["file", "version"])
-def test_doctor_names_the_odd_machine(odd: str, emulate: Emulate, tmp_path: Path) -> None:
-    """And accuses no other. An engine does not start on machines with different versions."""
+def test_doctor_names_the_odd_node(odd: str, emulate: Emulate, tmp_path: Path) -> None:
+    """And accuses no other. An engine does not start on nodes with different versions."""
     model = tmp_path / "model"
     for name, weights in (("model", b"weights"), ("other", b"Weights")):
         (tmp_path / name).mkdir()
@@ -152,27 +152,27 @@ def test_doctor_names_the_odd_machine(odd: str, emulate: Emulate, tmp_path: Path
         (tmp_path / name / "model.safetensors").write_bytes(weights)
     if odd == "file":
         change = (model, tmp_path / "other")
-        wrong = [rf"nodes +the files of {model}: \w+ on machine-2, \w+ elsewhere"]
+        wrong = [rf"nodes +the files of {model}: \w+ on node-2, \w+ elsewhere"]
     else:
         change = (ROOT / "dsa_engine" / "version.py", tmp_path / "version.py")
         change[1].write_text('__version__ = "0.0.0"\n')
-        wrong = [r"nodes +dsa_engine: 0\.0\.0 on machine-2, [\d.]+ elsewhere$"]
+        wrong = [r"nodes +dsa_engine: 0\.0\.0 on node-2, [\d.]+ elsewhere$"]
         wrong += [rf"{check} +ValueError: .* on rank 0, 1 and 0\.0\.0 on rank 2" for check in ("kernels", "tokens")]
-    words = ["tests/distributed/programs/command.py", "--odd", "machine-2", *change]
-    done = emulate("--machines", 3, "--", *words, "doctor", "--device", "cpu", "--model", model)
+    words = ["tests/distributed/programs/command.py", "--odd", "node-2", *change]
+    done = emulate("--nodes", 3, "--", *words, "doctor", "--device", "cpu", "--model", model)
     assert done.returncode != 0
-    said = [line.removeprefix("machine-0: ") for line in done.stdout.splitlines()]
+    said = [line.removeprefix("node-0: ") for line in done.stdout.splitlines()]
     accused = [line.removeprefix("✗ ") for line in said if line.startswith("✗")]
     assert len(accused) == len(wrong) and all(map(re.match, wrong, accused)), done.stdout
     assert not any("report it" in line for line in said)
 
 
 def check_loss(done: subprocess.CompletedProcess[str], lost: int, how: str) -> None:
-    """The run has ended with its error, and names the ranks of the lost machine, which has one, and no others."""
-    said = [line for line in done.stdout.splitlines() if not line.startswith(f"machine-{lost}: ")]
+    """The run has ended with its error, and names the ranks of the lost node, which has one, and no others."""
+    said = [line for line in done.stdout.splitlines() if not line.startswith(f"node-{lost}: ")]
     print(*(line for line in said if "[rank" in line), sep="\n")
     assert done.returncode == 1, done.stdout
-    assert f"emulate_machines: machine-{lost} is lost ({how})" in said
+    assert f"emulate_nodes: node-{lost} is lost ({how})" in said
     if lost > 0:
         assert re.findall(r"no word from rank (.*?): ended", "\n".join(said)) == [str(lost)], done.stdout
     else:  # after a kill torchrun sees the loss at once too, and may have ended the rank before it says anything
@@ -184,9 +184,9 @@ def check_loss(done: subprocess.CompletedProcess[str], lost: int, how: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "kill"])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_machine_that_disappears_ends_the_run(lost: int, how: str, emulate: Emulate) -> None:
-    """Machine 0 has the store of the run; its loss leaves no process to ask for a reason."""
-    loss = ["--lose", how, "--lose-at", LOADED, "--lost-machine", lost]
+def test_a_node_that_disappears_ends_the_run(lost: int, how: str, emulate: Emulate) -> None:
+    """Node 0 has the store of the run; its loss leaves no process to ask for a reason."""
+    loss = ["--lose", how, "--lose-at", LOADED, "--lost-node", lost]
     options = ["--seq-len", 256, "--warmup", 0, "--repeat", 100_000, "--device", "cpu", "--timeout", 15]
     done = emulate(*loss, "--", "scripts/bench_prefill.py", *options)
     check_loss(done, lost, how)
@@ -195,19 +195,19 @@ def test_a_machine_that_disappears_ends_the_run(lost: int, how: str, emulate: Em
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "kill"])
 @pytest.mark.parametrize(
-    ("machines", "prefill", "lost", "backend"),
+    ("nodes", "prefill", "lost", "backend"),
     [(2, 1, 0, "static"), (2, 1, 1, "c10d"), (4, 2, 1, "static"), (4, 2, 3, "c10d")],
 )
-def test_a_machine_that_disappears_while_pages_travel(
-    machines: int, prefill: int, lost: int, backend: str, how: str, emulate: Emulate, tmp_path: Path
+def test_a_node_that_disappears_while_pages_travel(
+    nodes: int, prefill: int, lost: int, backend: str, how: str, emulate: Emulate, tmp_path: Path
 ) -> None:
-    """A machine of either side, with the leader of its side or without."""
+    """A node of either side, with the leader of its side or without."""
     options = {"model": "demo-random", "max_model_len": 512, "page_size": 8, "cache_memory": "16MiB"}
     case = {"options": options, "generate": requests([400] * 6), "timeout": 15, "endless": True}
     (tmp_path / "case.json").write_text(json.dumps(case))
-    loss = ["--lose", how, "--lose-at", "pages are on their way", "--lost-machine", lost]
-    words = ["tests/distributed/programs/machines_worker.py", prefill, tmp_path / "case.json", tmp_path]
-    done = emulate("--machines", machines, "--slow-link", "10mbit", "--rdzv-backend", backend, *loss, "--", *words)
+    loss = ["--lose", how, "--lose-at", "pages are on their way", "--lost-node", lost]
+    words = ["tests/distributed/programs/nodes_worker.py", prefill, tmp_path / "case.json", tmp_path]
+    done = emulate("--nodes", nodes, "--slow-link", "10mbit", "--rdzv-backend", backend, *loss, "--", *words)
     check_loss(done, lost, how)
 
 
@@ -227,22 +227,22 @@ def test_no_process_remains(number: signal.Signals, emulate: Emulate) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--machines", "65", "x"], "--machines must be 1 to 64"),
+        (["--nodes", "65", "x"], "--nodes must be 1 to 64"),
         (["--slow-link", "fast", "x"], "must be a rate of tc, such as 100mbit or 1gbit, not 'fast'"),
-        (["--slow-link", "1gbit,1gbit,1gbit", "x"], "names 3 rates for 2 machines"),
+        (["--slow-link", "1gbit,1gbit,1gbit", "x"], "names 3 rates for 2 nodes"),
         (["--lose", "cut", "x"], "--lose and --lose-at belong together"),
-        (["--lost-machine", "2", "x"], "--lost-machine must be 0 to 1"),
+        (["--lost-node", "2", "x"], "--lost-node must be 0 to 1"),
     ],
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        emulate_machines.parse(options)
+        emulate_nodes.parse(options)
     assert message in capsys.readouterr().err
 
 
 def test_where_namespaces_are_not_permitted(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(emulate_machines, "outer_namespace", lambda: ["sh", "-c", "echo not allowed >&2; exit 1"])
-    assert emulate_machines.run_outside(["--", "x.py"]) == 2
+    monkeypatch.setattr(emulate_nodes, "outer_namespace", lambda: ["sh", "-c", "echo not allowed >&2; exit 1"])
+    assert emulate_nodes.run_outside(["--", "x.py"]) == 2
     assert "not permitted here: not allowed" in capfd.readouterr().err
-    monkeypatch.setattr(emulate_machines, "TOOLS", ("sh", "no-such-tool"))
-    assert emulate_machines.why_not() == "not installed: no-such-tool (packages util-linux and iproute2)"
+    monkeypatch.setattr(emulate_nodes, "TOOLS", ("sh", "no-such-tool"))
+    assert emulate_nodes.why_not() == "not installed: no-such-tool (packages util-linux and iproute2)"

@@ -1,25 +1,25 @@
-"""Collectives of a group that spans machines, in two levels: along rails between machines, and inside each machine.
+"""Collectives of a group that spans nodes, in two levels: along rails between nodes, and inside each node.
 
-A group has k ranks on each of m machines, n in all, and each rank has a part of b bytes. A machine lacks
+A group has k ranks on each of m nodes, n in all, and each rank has a part of b bytes. A node lacks
 ``(n − k) · b``, and no all-gather brings less over its link. A ring in order of rank, as Gloo runs it, and NCCL over
-several adapters at once, brings ``(n − 1) · b``: the parts of a machine's own ranks come back to it. Along rails each
-rank gathers the parts of one rank of every machine, which brings ``k · (m − 1) · b = (n − k) · b`` to a machine. Then
-the ranks of a machine gather what each of them has, m parts a rank.
+several adapters at once, brings ``(n − 1) · b``: the parts of a node's own ranks come back to it. Along rails each
+rank gathers the parts of one rank of every node, which brings ``k · (m − 1) · b = (n − k) · b`` to a node. Then
+the ranks of a node gather what each of them has, m parts a rank.
 
-| machines × ranks | ring, parts to a machine | rails | ratio |
+| nodes × ranks | ring, parts to a node | rails | ratio |
 |---|---|---|---|
 | 2 × 2 | 3 | 2 | 1.50 |
 | 2 × 8 | 15 | 8 | 1.88 |
 | 8 × 8 | 63 | 56 | 1.12 |
 
-Fewer bytes are not always faster. If the ranks of a machine share its adapter, as with TCP, the slow link decides, and
+Fewer bytes are not always faster. If the ranks of a node share its adapter, as with TCP, the slow link decides, and
 rails are faster by the ratio above. If each rank has an adapter, the links inside decide: a ring uses both kinds of
 link at once, and rails use them in turn. For parts of 1 MB on 2 × 8 H100s, :class:`.links.Links` models 66 µs for the
 ring and 85 µs for rails, so on NCCL the ring stays.
 
-With few bytes the steps decide. A ring of 64 ranks on 8 machines takes 63, rails 7 and then 7 inside: for the rows of a
+With few bytes the steps decide. A ring of 64 ranks on 8 nodes takes 63, rails 7 and then 7 inside: for the rows of a
 decode step, 84 and 42 µs before the first byte (:func:`.traffic.largest_part`). A reduce-scatter takes the same ways
-back, and adds the sums of a machine before they cross.
+back, and adds the sums of a node before they cross.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from dsa_engine.parallel.side_stream import SideStream
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """Carries all-gathers and reduce-scatters of a group; bytes and log entries are those of ``rail`` and ``machine``.
+    """Carries all-gathers and reduce-scatters of a group; bytes and log entries are those of ``rail`` and ``node``.
 
     Attributes:
-        rail, machine: the ranks of this rank's rail, and those of its machine in the group.
+        rail, node: the ranks of this rank's rail, and those of its node in the group.
         beside: the stream of asynchronous ones, on which the second level follows the first.
         max_part: bytes of a rank up to which they are carried; others are the backend's.
     """
 
     rail: Group
-    machine: Group
+    node: Group
     beside: SideStream
     max_part: int = sys.maxsize
 
     def gather(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]:
-        rail, machine = self.rail, self.machine
+        rail, node = self.rail, self.node
 
         def inside(between: torch.Tensor) -> torch.Tensor:
-            gathered = machine.all_gather(between)
-            return gathered if by_rail else _turned(gathered, machine.size, rail.size)
+            gathered = node.all_gather(between)
+            return gathered if by_rail else _turned(gathered, node.size, rail.size)
 
         if asynchronous:
             start = partial(rail.all_gather_async, rows)
@@ -66,23 +66,23 @@ class TwoLevels:
         return lambda: gathered
 
     def reduce(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]:
-        rail, machine = self.rail, self.machine
+        rail, node = self.rail, self.node
 
         def ordered() -> torch.Tensor:
-            return rows if by_rail else _turned(rows, rail.size, machine.size)
+            return rows if by_rail else _turned(rows, rail.size, node.size)
 
         if asynchronous:
 
             def start() -> Callable[[], torch.Tensor]:
-                return machine.reduce_scatter_async(ordered())
+                return node.reduce_scatter_async(ordered())
 
             return self.beside.relay(start, lambda wait: rail.reduce_scatter(wait()), rows)
-        reduced = rail.reduce_scatter(machine.reduce_scatter(ordered()))
+        reduced = rail.reduce_scatter(node.reduce_scatter(ordered()))
         return lambda: reduced
 
     def by_rank(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows by rail in the order of ranks."""
-        return _turned(rows, self.machine.size, self.rail.size)
+        return _turned(rows, self.node.size, self.rail.size)
 
 
 def _turned(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
@@ -93,16 +93,16 @@ def _turned(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
 def gather_group(
     group: Group,
     groups: Sequence[Sequence[int]],
-    machines: Sequence[int],
+    nodes: Sequence[int],
     device: torch.device,
     make: Callable[[Sequence[Sequence[int]]], Group],
 ) -> Group:
-    """``group``, or under Gloo the same ranks that gather along rails, if each of several machines has equally many of
-    them, one machine after the other. Every rank of the mesh calls this.
+    """``group``, or under Gloo the same ranks that gather along rails, if each of several nodes has equally many of
+    them, one node after the other. Every rank of the mesh calls this.
 
     Args:
         group: this rank's one of ``groups``, which are disjoint and hold all ranks of the mesh.
-        machines: the machine of each rank of the mesh.
+        nodes: the node of each rank of the mesh.
         device: the device of the rows.
         make: returns this rank's group if all ranks are divided as given; every rank calls it with the same argument.
     """
@@ -111,27 +111,27 @@ def gather_group(
     inside: list[list[int]] = []
     rails: list[list[int]] = []
     for ranks in groups:
-        where = [machines[rank] for rank in ranks]
+        where = [nodes[rank] for rank in ranks]
         if are_equal_neighbours(where):
-            inside += [[rank for rank in ranks if machines[rank] == machine] for machine in dict.fromkeys(where)]
+            inside += [[rank for rank in ranks if nodes[rank] == node] for node in dict.fromkeys(where)]
             rails += [[ranks[index] for index in rail] for rail in rails_of(where)]
         else:
             inside += [[rank] for rank in ranks]
             rails += [[rank] for rank in ranks]
-    machine, rail = make(inside), make(rails)
-    return group if rail.size == 1 else replace(group, levels=TwoLevels(rail, machine, SideStream(device)))
+    node, rail = make(inside), make(rails)
+    return group if rail.size == 1 else replace(group, levels=TwoLevels(rail, node, SideStream(device)))
 
 
 def with_small_parts(
     group: Group,
-    machines: Sequence[int],
+    nodes: Sequence[int],
     device: torch.device,
     make: Callable[[Sequence[Sequence[int]]], Group],
 ) -> Group:
     """``group`` of all ranks of the mesh, or the same that gathers and reduces small parts in two levels, if that is
     faster by the modelled links. Every rank calls this, with arguments as of :func:`gather_group`."""
-    limit = largest_part(len(machines), len(set(machines))) if are_equal_neighbours(machines) else 0
+    limit = largest_part(len(nodes), len(set(nodes))) if are_equal_neighbours(nodes) else 0
     if limit == 0:
         return group
-    inside = [[rank for rank, machine in enumerate(machines) if machine == one] for one in dict.fromkeys(machines)]
-    return replace(group, levels=TwoLevels(make(rails_of(machines)), make(inside), SideStream(device), limit))
+    inside = [[rank for rank, node in enumerate(nodes) if node == one] for one in dict.fromkeys(nodes)]
+    return replace(group, levels=TwoLevels(make(rails_of(nodes)), make(inside), SideStream(device), limit))

@@ -1,4 +1,4 @@
-"""One engine, then prefill apart from decode, on several machines: machines_worker.py PREFILL_RANKS CASE.json FOLDER.
+"""One engine, then prefill apart from decode, on several nodes: nodes_worker.py PREFILL_RANKS CASE.json FOLDER.
 
 Cases: ``options`` of ``LLM``, ``timeout``, and ``generate``, a list of ``[prompt, params]``; ``endless``: they run in
 two parts again and again, and a rank that decodes says when pages are on their way to it.

@@ -1,15 +1,15 @@
-"""Several "machines" on one computer: a command on all of them under torchrun, with a slow link between the machines.
+"""Several "nodes" on one computer: a command on all of them under torchrun, with a slow link between the nodes.
 
-A machine is a network, UTS and PID namespace: it has its own address, its own host name and its own processes. The
-machines lie in one outer namespace with a bridge, so runs at the same time do not see each other, and nothing is left
+A node is a network, UTS and PID namespace: it has its own address, its own host name and its own processes. The
+nodes lie in one outer namespace with a bridge, so runs at the same time do not see each other, and nothing is left
 behind: when this process ends, however it ends, the kernel ends all processes inside and removes the links. Ranks of
-one machine reach each other without the slow link. Linux, util-linux and iproute2 are needed; an ordinary user also
+one node reach each other without the slow link. Linux, util-linux and iproute2 are needed; an ordinary user also
 needs user namespaces. Latency is that of the computer.
 
 Example:
-    python scripts/emulate_machines.py --ranks 2 --slow-link 1gbit -- scripts/bench_prefill.py --seq-len 512
-    python scripts/emulate_machines.py --machines 4 --ranks 1 -- -m dsa_engine generate --prompt Hello --max-tokens 8
-    python scripts/emulate_machines.py --lose cut --lose-at tokens: --lost-machine 1 -- scripts/bench_prefill.py
+    python scripts/emulate_nodes.py --ranks 2 --slow-link 1gbit -- scripts/bench_prefill.py --seq-len 512
+    python scripts/emulate_nodes.py --nodes 4 --ranks 1 -- -m dsa_engine generate --prompt Hello --max-tokens 8
+    python scripts/emulate_nodes.py --lose cut --lose-at tokens: --lost-node 1 -- scripts/bench_prefill.py
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ NETWORK = "10.77.0"  # in the outer namespace only
 PORT = 29500
 START = Path(__file__).resolve().parents[1] / "docs" / "clusters" / "start.sh"
 TOOLS = ("unshare", "setpriv", "ip", "tc", "mount", "sh", "hostname", "sysctl")
-MARK_OF_LOSS = "emulate_machines:"
+MARK_OF_LOSS = "emulate_nodes:"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machines", type=int, default=2, help="number of machines, 1 to 64 (default 2)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes on each machine (default 1)")
+    parser.add_argument("--nodes", type=int, default=2, help="number of nodes, 1 to 64 (default 2)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes on each node (default 1)")
     parser.add_argument(
         "--slow-link",
         metavar="RATE[,RATE...]",
         default="1gbit",
-        help="bandwidth of each machine's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit); or one "
-        "for each machine: 1gbit,100mbit",
+        help="bandwidth of each node's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit); or one "
+        "for each node: 1gbit,100mbit",
     )
     parser.add_argument(
         "--rdzv-backend",
         choices=("c10d", "static"),
         default="c10d",
-        help="torchrun's: c10d orders the machines by their host names (default); static by their numbers, started by "
+        help="torchrun's: c10d orders the nodes by their host names (default); static by their numbers, started by "
         "docs/clusters/start.sh",
     )
     parser.add_argument(
         "--lose",
         choices=("cut", "kill"),
-        help="lose a machine: cut its link, or kill all its processes at once",
+        help="lose a node: cut its link, or kill all its processes at once",
     )
     parser.add_argument("--lose-at", metavar="TEXT", default="", help="lose it when a line of any output has this text")
-    parser.add_argument("--lost-machine", type=int, metavar="N", help="its number (default: the last)")
+    parser.add_argument("--lost-node", type=int, metavar="N", help="its number (default: the last)")
     parser.add_argument("command", nargs="+", help="after --: a script, or -m and a module, with its arguments")
     args = parser.parse_args(arguments)
-    if not 1 <= args.machines <= 64 or args.ranks < 1:
-        parser.error("--machines must be 1 to 64, and --ranks at least 1")
+    if not 1 <= args.nodes <= 64 or args.ranks < 1:
+        parser.error("--nodes must be 1 to 64, and --ranks at least 1")
     args.rates = args.slow_link.split(",")
     if not all(re.fullmatch(r"\d+(\.\d+)?[kmg]?(bit|bps)", rate) for rate in args.rates):
         parser.error(f"--slow-link must be a rate of tc, such as 100mbit or 1gbit, not {args.slow_link!r}")
-    args.rates *= args.machines if len(args.rates) == 1 else 1
-    if len(args.rates) != args.machines:
-        parser.error(f"--slow-link names {len(args.rates)} rates for {args.machines} machines")
-    if args.lost_machine is None:
-        args.lost_machine = args.machines - 1
-    if not 0 <= args.lost_machine < args.machines:
-        parser.error(f"--lost-machine must be 0 to {args.machines - 1}")
+    args.rates *= args.nodes if len(args.rates) == 1 else 1
+    if len(args.rates) != args.nodes:
+        parser.error(f"--slow-link names {len(args.rates)} rates for {args.nodes} nodes")
+    if args.lost_node is None:
+        args.lost_node = args.nodes - 1
+    if not 0 <= args.lost_node < args.nodes:
+        parser.error(f"--lost-node must be 0 to {args.nodes - 1}")
     if bool(args.lose) != bool(args.lose_at):
         parser.error("--lose and --lose-at belong together")
     return args
@@ -89,10 +89,10 @@ def outer_namespace() -> list[str]:
 
 
 def why_not() -> str:
-    """What is missing here to start machines; empty if nothing is."""
+    """What is missing here to start nodes; empty if nothing is."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"not installed: {', '.join(missing)} (packages util-linux and iproute2)"
-    tried = "mount -t tmpfs machines /run && ip link add bridge type bridge && ip netns add m && "
+    tried = "mount -t tmpfs nodes /run && ip link add bridge type bridge && ip netns add m && "
     tried += (
         "ip link add v type veth peer name eth0 netns m && tc qdisc add dev v root tbf rate 1gbit burst 1mb latency 1s"
     )
@@ -119,8 +119,8 @@ def run_outside(arguments: list[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-class Machines:
-    """The machines of a run, in the outer namespace."""
+class Nodes:
+    """The nodes of a run, in the outer namespace."""
 
     def __init__(self, args: argparse.Namespace):
         self._args = args
@@ -128,15 +128,15 @@ class Machines:
         self._lost = threading.Event()
 
     def connect(self) -> None:
-        """Makes the bridge, and for each machine a namespace with a link to it; names resolve in all of them."""
+        """Makes the bridge, and for each node a namespace with a link to it; names resolve in all of them."""
         args = self._args
-        _do("mount -t tmpfs machines /run")
+        _do("mount -t tmpfs nodes /run")
         _do("ip link set lo up")
         _do("ip link add bridge type bridge")
         _do("ip link set bridge up")
         hosts = ["127.0.0.1 localhost"]
-        for number in range(args.machines):
-            name, link = f"machine-{number}", f"link{number}"
+        for number in range(args.nodes):
+            name, link = f"node-{number}", f"link{number}"
             # The bucket holds two of the packets that TCP hands to a link at once.
             slow = f"root tbf rate {args.rates[number]} burst 128kb latency 200ms"
             hosts.append(f"{NETWORK}.{number + 1} {name}")
@@ -147,15 +147,15 @@ class Machines:
             _do(f"ip -n {name} addr add {NETWORK}.{number + 1}/24 dev eth0")
             _do(f"ip -n {name} link set eth0 up")
             _do(f"tc qdisc add dev {link} {slow}")
-            # As docs/CLUSTERS.md advises: torchrun waits for a machine that is cut off until the kernel gives up.
+            # As docs/CLUSTERS.md advises: torchrun waits for a node that is cut off until the kernel gives up.
             _do(f"ip netns exec {name} sysctl -qw net.ipv4.tcp_retries2=6")
             _do(f"tc -n {name} qdisc add dev eth0 {slow}")
         Path("/run/hosts").write_text("\n".join(hosts) + "\n")
         _do("mount --bind /run/hosts /etc/hosts")
 
     def start(self) -> None:
-        for number in range(self._args.machines):
-            name = f"machine-{number}"
+        for number in range(self._args.nodes):
+            name = f"node-{number}"
             words = ["ip", "netns", "exec", name, "unshare", "--uts", "--pid", "--fork", "--mount-proc"]
             words += ["--kill-child=KILL", "sh", "-c", 'hostname "$0" && exec "$@"', name]
             words += [*self._launcher(number), *self._args.command]
@@ -172,27 +172,27 @@ class Machines:
             self._processes.append(process)
 
     def _launcher(self, number: int) -> list[str]:
-        """The words that start torchrun on a machine."""
-        machines, ranks = str(self._args.machines), str(self._args.ranks)
+        """The words that start torchrun on a node."""
+        nodes, ranks = str(self._args.nodes), str(self._args.ranks)
         if self._args.rdzv_backend == "static":
             variables = {
-                "MACHINES": machines,
+                "NODES": nodes,
                 "NUMBER": number,
-                "FIRST_HOST": "machine-0",
+                "FIRST_HOST": "node-0",
                 "RANKS": ranks,
                 "PORT": PORT,
             }
             variables |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
             variables |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
             return ["env", *(f"{name}={value}" for name, value in variables.items()), "sh", str(START)]
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", machines, "--nproc-per-node", ranks]
-        return [*words, "--rdzv-backend", "c10d", "--rdzv-id", "machines", "--rdzv-endpoint", f"machine-0:{PORT}"]
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", ranks]
+        return [*words, "--rdzv-backend", "c10d", "--rdzv-id", "nodes", "--rdzv-endpoint", f"node-0:{PORT}"]
 
     def wait(self) -> int:
-        """Prints what the machines print, each line after the machine's name, until all have ended.
+        """Prints what the nodes print, each line after the node's name, until all have ended.
 
         Returns:
-            the first exit status that is not 0, of the machines that were not lost.
+            the first exit status that is not 0, of the nodes that were not lost.
         """
         readers = [threading.Thread(target=self._read, args=(number,)) for number in range(len(self._processes))]
         for reader in readers:
@@ -201,32 +201,32 @@ class Machines:
             if not (self._is_lost(number)):
                 while process.poll() is None and not self._is_lost(number):
                     time.sleep(0.05)
-        if self._lost.is_set():  # a machine behind a cut link would wait for the others
-            self._processes[self._args.lost_machine].kill()
+        if self._lost.is_set():  # a node behind a cut link would wait for the others
+            self._processes[self._args.lost_node].kill()
         statuses = [process.wait() for number, process in enumerate(self._processes) if not self._is_lost(number)]
         for reader in readers:
             reader.join()
         return next((status for status in statuses if status), 0)
 
     def _is_lost(self, number: int) -> bool:
-        return self._lost.is_set() and number == self._args.lost_machine
+        return self._lost.is_set() and number == self._args.lost_node
 
     def _read(self, number: int) -> None:
         output = self._processes[number].stdout
         assert output is not None
         for line in output:
-            print(f"machine-{number}: {line}", end="", flush=True)
+            print(f"node-{number}: {line}", end="", flush=True)
             if self._args.lose and self._args.lose_at in line and not self._lost.is_set():
                 self._lose()
 
     def _lose(self) -> None:
-        number = self._args.lost_machine
+        number = self._args.lost_node
         self._lost.set()
         if self._args.lose == "cut":
             _do(f"ip link set link{number} down")
         else:
             self._processes[number].kill()  # unshare takes its first process with it, and that all others
-        print(f"{MARK_OF_LOSS} machine-{number} is lost ({self._args.lose})", flush=True)
+        print(f"{MARK_OF_LOSS} node-{number} is lost ({self._args.lose})", flush=True)
 
     def end(self) -> None:
         """Ends what still runs: with an interrupt, then by force."""
@@ -252,13 +252,13 @@ def run_inside(arguments: list[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupted)
-    machines = Machines(parse(arguments))
-    machines.connect()
+    nodes = Nodes(parse(arguments))
+    nodes.connect()
     try:
-        machines.start()
-        return machines.wait()
+        nodes.start()
+        return nodes.wait()
     finally:
-        machines.end()
+        nodes.end()
 
 
 if __name__ == "__main__":

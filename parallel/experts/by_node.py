@@ -1,12 +1,12 @@
-"""The dispatch by machines: a token crosses to a machine once, however many ranks serve it there.
+"""The dispatch by nodes: a token crosses to a node once, however many ranks serve it there.
 
-A token travels along its rail (`rails.py`) to each machine that serves it, by an all-to-all (`all_to_all.py`), and is
-passed on inside by another one. The sums of a machine's ranks are added in float32, in the order of the token's
-choices, and cross back as one row in the tokens' dtype; those of the machines are added in float32 at home.
+A token travels along its rail (`rails.py`) to each node that serves it, by an all-to-all (`all_to_all.py`), and is
+passed on inside by another one. The sums of a node's ranks are added in float32, in the order of the token's
+choices, and cross back as one row in the tokens' dtype; those of the nodes are added in float32 at home.
 
-In float32 the sums differ from those of the all-to-all by their order only. In bfloat16 a machine's sum is rounded once
+In float32 the sums differ from those of the all-to-all by their order only. In bfloat16 a node's sum is rounded once
 more before it crosses, as float32 rows would double what the slow links carry back. With ``coded_sums`` it is rounded
-to codes and scales instead, once, and only there: inside a machine sums travel in the tokens' dtype.
+to codes and scales instead, once, and only there: inside a node sums travel in the tokens' dtype.
 
 Both all-to-alls have rounds, so that skew costs time and not memory: a round along the rail brings a rank as many
 choices as it may serve in a round itself (`all_to_all.py: rounds_needed`), and is passed on in rounds of its own. The
@@ -30,24 +30,24 @@ from dsa_engine.parallel.side_stream import SideStream
 
 
 @dataclass(frozen=True)
-class MachineGroups:
+class NodeGroups:
     """The groups of one rank.
 
     Attributes:
-        machine: the ranks of its machine.
+        node: the ranks of its node.
         rail: the ranks of its rail.
-        machines: the machine of every rank.
-        there, back: the streams on which tokens and sums change from rail to machine and from machine to rail.
+        nodes: the node of every rank.
+        there, back: the streams on which tokens and sums change from rail to node and from node to rail.
     """
 
-    machine: Group
+    node: Group
     rail: Group
-    machines: tuple[int, ...]
+    nodes: tuple[int, ...]
     there: SideStream
     back: SideStream
 
 
-class MachineTables:
+class NodeTables:
     """What a rank looks up for each token, on the device. Ranks keep their number of experts when a placement changes,
     so the tables stay.
 
@@ -56,29 +56,29 @@ class MachineTables:
         inner: int32 ``[physical]``, the index in this machine of an expert's rank, −1 for experts of others.
         takers: int32 ``[ranks]``, the rank of this machine that takes the tokens of each rank.
         whole: the placement of all experts on one rank: along a rail, choices keep the numbers of physical experts.
-        largest_rail, largest_machine: number of ranks in the largest of each, the same on every rank.
+        largest_rail, largest_node: number of ranks in the largest of each, the same on every rank.
     """
 
-    def __init__(self, groups: MachineGroups, placement: ExpertPlacement):
-        rank_of, machines, ranks = placement.rank_of, groups.machines, range(placement.ranks)
+    def __init__(self, groups: NodeGroups, placement: ExpertPlacement):
+        rank_of, nodes, ranks = placement.rank_of, groups.nodes, range(placement.ranks)
         me = groups.rail.ranks[groups.rail.index]
-        peers, home = peers_of(me, machines), machines[me]
-        inner = [groups.machine.ranks.index(rank) if rank in groups.machine.ranks else -1 for rank in ranks]
-        takers = [peers_of(rank, machines)[home] for rank in ranks]
-        tables = torch.tensor([[peers[machine] for machine in machines], inner, takers], dtype=torch.int32)
+        peers, home = peers_of(me, nodes), nodes[me]
+        inner = [groups.node.ranks.index(rank) if rank in groups.node.ranks else -1 for rank in ranks]
+        takers = [peers_of(rank, nodes)[home] for rank in ranks]
+        tables = torch.tensor([[peers[node] for node in nodes], inner, takers], dtype=torch.int32)
         by_rank = tables.to(rank_of.device)
         self.peers, self.inner = by_rank[:2, rank_of.long()].unbind()
         self.takers = by_rank[2]
         self.whole = ExpertPlacement([range(placement.physical)], rank_of.device)
-        self.largest_rail, self.largest_machine = largest_groups(machines)
+        self.largest_rail, self.largest_node = largest_groups(nodes)
 
 
 class Way(NamedTuple):
-    """The sizes of one round along the rail, and of what follows it inside the machine.
+    """The sizes of one round along the rail, and of what follows it inside the node.
 
     Attributes:
         along: rows of this rank along the rail.
-        inside: rows inside the machine, in one round.
+        inside: rows inside the node, in one round.
         busiest: choices that the most loaded rank of all serves.
         brought: choices in the rows along the rail to the rank that takes the largest number of them.
     """
@@ -89,31 +89,31 @@ class Way(NamedTuple):
     brought: int
 
     @classmethod
-    def of(cls, numbers: Sequence[int], groups: MachineGroups) -> Way:
+    def of(cls, numbers: Sequence[int], groups: NodeGroups) -> Way:
         """The sizes from one row of :func:`way_numbers`."""
-        size = len(groups.machines)
+        size = len(groups.nodes)
         there, here, passed, taken, served = (numbers[i * size : (i + 1) * size] for i in range(5))
-        rail, machine = groups.rail.ranks, groups.machine.ranks
+        rail, node = groups.rail.ranks, groups.node.ranks
         along = RecvPlan([there[r] for r in rail], [here[r] for r in rail], sum(here))
-        inside = RecvPlan([passed[r] for r in machine], [taken[r] for r in machine], sum(served))
+        inside = RecvPlan([passed[r] for r in node], [taken[r] for r in node], sum(served))
         return cls(along, inside, *numbers[5 * size :])
 
 
-class ByMachineDispatch(Dispatch):
-    """Tokens on their way along the rail, then inside the machine, and back.
+class ByNodeDispatch(Dispatch):
+    """Tokens on their way along the rail, then inside the node, and back.
 
     In one round, tokens and sums change from one level to the other on side streams, beside what is launched meanwhile.
     More rounds change on the main stream, when the experts need them and when they are done.
 
     Args:
-        rail: starts the tokens' way to this rank for the experts of its machine.
-        inside: starts the dispatch inside the machine of what a round of the rail has brought.
+        rail: starts the tokens' way to this rank for the experts of its node.
+        inside: starts the dispatch inside the node of what a round of the rail has brought.
         rounds: number of rounds inside for each round of the rail; the same on every rank.
     """
 
     def __init__(
         self,
-        groups: MachineGroups,
+        groups: NodeGroups,
         rail: Callable[[], Dispatch],
         inside: Callable[[int, Received], Dispatch],
         rounds: Sequence[int],
@@ -200,7 +200,7 @@ def way_numbers(by_pair: torch.Tensor, rank: int, takers: torch.Tensor) -> torch
         by_pair: int32 ``[rounds, from, to, 4]``, the counts of every rank as :func:`counts_in_rounds` has them.
     """
     rows, served, along, brought = by_pair.unbind(dim=-1)
-    # Rows inside the machine come from the rank that took them off the rail.
+    # Rows inside the node come from the rank that took them off the rail.
     inside = torch.zeros_like(rows).index_add_(1, takers, rows)
     largest = [counts.sum(dim=1, dtype=torch.int32).amax(dim=1, keepdim=True) for counts in (served, brought)]
     mine = (along[:, rank], along[:, :, rank], inside[:, rank], inside[:, :, rank], served[:, :, rank])

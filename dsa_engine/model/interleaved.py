@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 Pass = Generator[str, None, Result]  # yields names of `profile_stages.STAGES`
 
 
-def in_turn(passes: Sequence[Pass[Result]]) -> list[Result]:
+def run_interleaved(passes: Sequence[Pass[Result]]) -> list[Result]:
     """Runs the passes to their ends, in turn up to the next transfer of each; returns their results."""
     results: dict[int, Result] = {}
     while len(results) < len(passes):

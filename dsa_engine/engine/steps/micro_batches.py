@@ -21,7 +21,7 @@ from dsa_engine.parallel import Mesh
 
 
 @dataclass(frozen=True)
-class TwoBatches:
+class MicroBatches:
     """The steps that are cut: those in which a rank has at least this number of rows.
 
     ``DSA_ENGINE_DBO_ROWS``, by default "32,512", has other numbers for decode and prefill.
@@ -31,7 +31,7 @@ class TwoBatches:
     prefill_rows: int
 
     @classmethod
-    def of(cls, options: EngineOptions, mesh: Mesh) -> TwoBatches | None:
+    def of(cls, options: EngineOptions, mesh: Mesh) -> MicroBatches | None:
         """None if no step is cut: the option is off, or there is one rank and nothing travels."""
         if not options.enable_dbo or mesh.world_size == 1:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsa_engine.model.in_turn import Pass, in_turn
+from dsa_engine.model.interleaved import Pass, run_interleaved
 
 
 def test_passes_run_in_turn_up_to_their_transfers() -> None:
@@ -15,8 +15,8 @@ def test_passes_run_in_turn_up_to_their_transfers() -> None:
         ran.append(f"{name} end")
         return name
 
-    assert in_turn([one("a", 2), one("b", 2)]) == ["a", "b"]
+    assert run_interleaved([one("a", 2), one("b", 2)]) == ["a", "b"]
     assert ran == ["a0", "b0", "a1", "b1", "a end", "b end"]
     ran.clear()
-    assert in_turn([one("a", 2)]) == ["a"]
+    assert run_interleaved([one("a", 2)]) == ["a"]
     assert ran == ["a0", "a1", "a end"]

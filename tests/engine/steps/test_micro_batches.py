@@ -11,9 +11,9 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.steps.two_batches import cut_chunks
+from dsa_engine.engine.steps.micro_batches import cut_chunks
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.model.profile_stages import set_observer
+from dsa_engine.model.profile_stages import set_hook
 from gloo_ranks import watch_transfers
 
 DISPATCHES = ("all_to_all", "all_gather")
@@ -51,9 +51,9 @@ class Stages(list[str]):
 @pytest.fixture
 def entered() -> Iterator[Stages]:
     stages = Stages()
-    set_observer(stages)
+    set_hook(stages)
     yield stages
-    set_observer(None)
+    set_hook(None)
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)

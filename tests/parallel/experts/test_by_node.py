@@ -1,4 +1,4 @@
-"""Tokens that cross to a machine once: the same sums, and fewer bytes between machines."""
+"""Tokens that cross to a node once: the same sums, and fewer bytes between nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.parallel.experts import DispatchMethod
-from dsa_engine.parallel.experts.by_machine import MachineGroups
+from dsa_engine.parallel.experts.by_node import NodeGroups
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
 from dsa_engine.parallel.experts.rails import peers_of, rails_of
@@ -23,12 +23,12 @@ from dsa_engine.quantization.block_fp8 import BlockFP8Experts
 from gloo_ranks import gloo_group, on_ranks
 
 HIDDEN, K, EXPERTS = 8, 4, 13
-METHODS: tuple[DispatchMethod, ...] = ("all_to_all", "by_machine", "all_gather")
-MACHINES = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1), (0, 0, 1, 1, 2, 2)]
+METHODS: tuple[DispatchMethod, ...] = ("all_to_all", "by_node", "all_gather")
+NODES = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1), (0, 0, 1, 1, 2, 2)]
 CPU = torch.device("cpu")
 
 
-def test_rails_of_uneven_machines() -> None:
+def test_rails_of_uneven_nodes() -> None:
     assert rails_of([0, 0, 1, 1]) == [[0, 2], [1, 3]]
     assert rails_of([0, 0, 0, 1, 1]) == [[0, 2, 3], [1, 4]]
     assert peers_of(2, [0, 0, 0, 1, 1]) == {0: 2, 1: 3}
@@ -54,10 +54,10 @@ Given = Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Case:
-    """Machines with a placement on every rank of threads, which runs dispatches."""
+    """Nodes with a placement on every rank of threads, which runs dispatches."""
 
-    def __init__(self, machines: Sequence[int], held: Held | None = None):
-        self.machines, self.size, self._held = tuple(machines), len(machines), held
+    def __init__(self, nodes: Sequence[int], held: Held | None = None):
+        self.nodes, self.size, self._held = tuple(nodes), len(nodes), held
 
     def placement(self) -> ExpertPlacement:
         if self._held is None:
@@ -65,17 +65,15 @@ class Case:
         return ExpertPlacement(self._held, CPU, changes=True)
 
     def run(self, work: Callable[[ExpertParallel, list[Collective]], Any]) -> list[Any]:
-        machine_store, rail_store = dist.HashStore(), dist.HashStore()
+        node_store, rail_store = dist.HashStore(), dist.HashStore()
 
         def one(world: Group) -> Any:
-            me, machines = world.index, self.machines
-            inside = [rank for rank in range(self.size) if machines[rank] == machines[me]]
-            (rail,) = [rail for rail in rails_of(machines) if me in rail]
+            me, nodes = world.index, self.nodes
+            inside = [rank for rank in range(self.size) if nodes[rank] == nodes[me]]
+            (rail,) = [rail for rail in rails_of(nodes) if me in rail]
             beside = SideStream(CPU), SideStream(CPU)
-            groups = MachineGroups(
-                gloo_group(machine_store, inside, me), gloo_group(rail_store, rail, me), machines, *beside
-            )
-            world.log = groups.machine.log = groups.rail.log = log = list[Collective]()
+            groups = NodeGroups(gloo_group(node_store, inside, me), gloo_group(rail_store, rail, me), nodes, *beside)
+            world.log = groups.node.log = groups.rail.log = log = list[Collective]()
             return work(ExpertParallel(world, self.placement(), groups), log)
 
         return on_ranks(self.size, one)
@@ -102,31 +100,31 @@ def wanted(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tens
     return tokens.double() * (weights * (experts + 1) / 4).where(experts >= 0, 0.0).sum(dim=1)[:, None]
 
 
-def crossing_tokens(placement: ExpertPlacement, machines: Sequence[int]) -> tuple[int, int]:
-    """Rows that cross between machines: one for each rank that serves the token, and one for each machine."""
-    to_ranks = to_machines = 0
-    for rank, home in enumerate(machines):
+def crossing_tokens(placement: ExpertPlacement, nodes: Sequence[int]) -> tuple[int, int]:
+    """Rows that cross between nodes: one for each rank that serves the token, and one for each node."""
+    to_ranks = to_nodes = 0
+    for rank, home in enumerate(nodes):
         for row in placement.to_physical(inputs(rank)[1], rank).tolist():
-            away = {one for one in (int(placement.rank_of[one]) for one in row if one >= 0) if machines[one] != home}
+            away = {one for one in (int(placement.rank_of[one]) for one in row if one >= 0) if nodes[one] != home}
             to_ranks += len(away)
-            to_machines += len({machines[one] for one in away})
-    return to_ranks, to_machines
+            to_nodes += len({nodes[one] for one in away})
+    return to_ranks, to_nodes
 
 
-def slow_bytes(seen: Sequence[Collective], machines: Sequence[int], rank: int) -> int:
-    """Bytes of all-to-alls that ``rank`` sends to other machines."""
+def slow_bytes(seen: Sequence[Collective], nodes: Sequence[int], rank: int) -> int:
+    """Bytes of all-to-alls that ``rank`` sends to other nodes."""
     return sum(
         n
         for one in seen
         if one.kind == "all_to_all"
         for to, n in zip(one.ranks, one.sent, strict=True)
-        if machines[to] != machines[rank]
+        if nodes[to] != nodes[rank]
     )
 
 
-@pytest.mark.parametrize("machines", MACHINES, ids=str)
-def test_equal_sums_and_fewer_bytes_between_machines(machines: tuple[int, ...]) -> None:
-    case = Case(machines)
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_equal_sums_and_fewer_bytes_between_nodes(nodes: tuple[int, ...]) -> None:
+    case = Case(nodes)
 
     coded = quantized_bytes(HIDDEN)
     runs = [(method, None) for method in METHODS] + [(method, coded) for method in METHODS]
@@ -143,24 +141,24 @@ def test_equal_sums_and_fewer_bytes_between_machines(machines: tuple[int, ...]) 
         for number, ((method, bytes_back), (ours, seen)) in enumerate(zip(runs, results, strict=True)):
             exact, rounded = wanted(inputs(rank)), bytes_back is not None and method != "all_gather"
             assert (ours - exact).norm() <= (1 / 16 if rounded else 1e-6) * exact.norm()
-            slow[number] += slow_bytes(seen, machines, rank)
-    row, crossing = RowBytes.of(4 * HIDDEN, K, coded=coded), crossing_tokens(case.placement(), machines)
+            slow[number] += slow_bytes(seen, nodes, rank)
+    row, crossing = RowBytes.of(4 * HIDDEN, K, coded=coded), crossing_tokens(case.placement(), nodes)
     assert row.back == coded < row.plain == 4 * HIDDEN
     assert slow == [n * (row.there + back) for back in (row.plain, row.back) for n in (*crossing, 0)]
-    assert slow[1] < slow[0] or machines in ((0, 0, 0, 1), (0, 0, 1)), "a machine of one rank gains one way only"
+    assert slow[1] < slow[0] or nodes in ((0, 0, 0, 1), (0, 0, 1)), "a node of one rank gains one way only"
 
 
-@pytest.mark.parametrize("machines", [(0, 0, 1, 1), (0, 0, 1)], ids=str)
-def test_skew_costs_rounds_and_no_memory(machines: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 1)], ids=str)
+def test_skew_costs_rounds_and_no_memory(nodes: tuple[int, ...]) -> None:
     """The bits of one round, and rows of no exchange beyond the bound."""
-    case, row = Case(machines), RowBytes.of(4 * HIDDEN, K)
+    case, row = Case(nodes), RowBytes.of(4 * HIDDEN, K)
     bounds = (1000, 30, 16, 1)
 
     def work(parallel: ExpertParallel, log: list[Collective]) -> Any:
         results = []
         for max_pairs in bounds:
             log.clear()
-            dispatched = sums(parallel, "by_machine", skewed, max_pairs)
+            dispatched = sums(parallel, "by_node", skewed, max_pairs)
             brought = [one.received for one in log if one.kind == "all_to_all" and one.asynchronous]
             results.append((*dispatched, max(map(sum, brought))))
         return results
@@ -171,7 +169,7 @@ def test_skew_costs_rounds_and_no_memory(machines: tuple[int, ...]) -> None:
         assert rounds[0] == 1 and sorted(rounds) == rounds and rounds[2] > 2, rounds
         for bound, (ours, _, brought) in zip(bounds, results, strict=True):
             assert torch.equal(ours, results[0][0])
-            assert brought <= max(bound, len(machines) * (K + 1)) * row.there
+            assert brought <= max(bound, len(nodes) * (K + 1)) * row.there
 
 
 def test_replicas_and_a_placement_that_changes() -> None:
@@ -180,9 +178,9 @@ def test_replicas_and_a_placement_that_changes() -> None:
     case = Case((0, 0, 1, 1), held)
 
     def work(parallel: ExpertParallel, _: list[Collective]) -> Any:
-        results = [sums(parallel, "by_machine", max_pairs=20), sums(parallel, "all_to_all")]
+        results = [sums(parallel, "by_node", max_pairs=20), sums(parallel, "all_to_all")]
         parallel.placement.change(other)
-        return [*results, sums(parallel, "by_machine")]
+        return [*results, sums(parallel, "by_node")]
 
     for rank, results in enumerate(case.run(work)):
         for ours, _ in results:
@@ -191,7 +189,7 @@ def test_replicas_and_a_placement_that_changes() -> None:
 
 def test_a_sum_is_rounded_once_more_in_bfloat16() -> None:
     """Errors of the three dispatches, printed; one more rounding is less than the all-gather has. Codes are rounded
-    once, by machine too."""
+    once, by node too."""
 
     def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = torch.Generator().manual_seed(rank)
@@ -217,7 +215,7 @@ def test_a_sum_is_rounded_once_more_in_bfloat16() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pairs: int) -> None:
     """The same bits as if bfloat16 had travelled, in fewer bytes."""
-    machines, hidden = (0, 0, 1, 1), 160
+    nodes, hidden = (0, 0, 1, 1), 160
     g = torch.Generator().manual_seed(0)
     codes = [torch.randn(EXPERTS, *shape, generator=g).to(FP8) for shape in ((2, 128, hidden), (hidden, 128))]
     scales = [torch.rand(EXPERTS, *shape, generator=g) for shape in ((2, 1, 2), (2, 1))]
@@ -245,7 +243,7 @@ def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pair
 
     rows = RowBytes.of(2 * hidden, K), RowBytes.of(quantized_bytes(hidden), K, 2 * hidden)
     assert rows[1].there < rows[0].there
-    ranks = Case(machines).run(work)
+    ranks = Case(nodes).run(work)
     assert any(rounds > 1 for results in ranks for _, rounds, _ in results) == (max_pairs == 20)
     for rank, results in enumerate(ranks):
         assert torch.equal(results[0][0], results[1][0]) and results[0][0].any() == (rank != 1)

@@ -52,7 +52,7 @@ def main() -> None:
         print(format_table((*Resources._fields, "first launched by"), lines))
         for compiled, case in kernels:
             for fault in faults(compiled, case.product, target):
-                print(f"{found.kernel} ({case.kernel}: {case.shape}) {fault}")
+                print(f"{compiled.kernel} ({case.kernel}: {case.shape}) {fault}")
         print(*(f"not compiled: {reason}" for reason in missing), sep="\n")
 
 

@@ -151,8 +151,8 @@ class EngineOptions(Options):
     )
     enable_dbo: bool = option(
         False,
-        "cut large steps of several ranks in two batches: one computes attention while the tokens of the other travel "
-        "to their experts and back.",
+        "cut large steps of several ranks in two micro-batches: one computes attention while the tokens of the other "
+        "travel to their experts and back.",
     )
     seed: Seed = option(0, "seed of dummy weights and of requests without a seed.")
     progress: bool = option(

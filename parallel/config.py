@@ -125,7 +125,7 @@ class ParallelConfig(Options):
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make another kind of mesh."""
         if self.prefill_ranks is not None:
-            from dsa_engine.parallel.apart import mesh_of_part
+            from dsa_engine.parallel.disaggregation import mesh_of_part
 
             return mesh_of_part(self, device, same)
         from dsa_engine.parallel.mesh import Mesh  # it imports torch

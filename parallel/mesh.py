@@ -9,7 +9,7 @@ world         0 0 0 0 0 0 0 0      all ranks of the mesh, for what concerns ever
 A mesh may have only some of the run's ranks; within the mesh they are still numbered from 0.
 
 Groups of the same ranks share a communicator, which carries one collective after another. Tokens on their way to
-experts have their own, apart from small parts of a gather along rails: with two batches they travel beside the
+experts have their own, except small parts of a gather along rails: with micro-batches they travel beside the
 collectives of attention.
 """
 

@@ -227,14 +227,14 @@ def test_recipes_for_clusters(tmp_path: Path) -> None:
 def test_the_recipe_of_8_and_8_pods() -> None:
     """It differs from the other one only in what divides the pods."""
     texts = [(CLUSTERS / name).read_text(encoding="utf-8") for name in ("leaderworkerset.yaml", "prefill-decode.yaml")]
-    (together, service), (apart, same_service) = (list(yaml.safe_load_all(text)) for text in texts)
+    (together, service), (disaggregated, same_service) = (list(yaml.safe_load_all(text)) for text in texts)
     assert service == same_service
-    annotations = apart["metadata"].pop("annotations")
+    annotations = disaggregated["metadata"].pop("annotations")
     assert list(annotations) == ["leaderworkerset.sigs.k8s.io/subgroup-exclusive-topology"]
-    pods, ours = (one["spec"]["leaderWorkerTemplate"] for one in (apart, together))
+    pods, ours = (one["spec"]["leaderWorkerTemplate"] for one in (disaggregated, together))
     half = pods.pop("subGroupPolicy")["subGroupSize"]
     assert pods["size"] == 2 * half == 16
     pods["size"] = ours["size"]
     (container,), (other,) = (one["workerTemplate"]["spec"]["containers"] for one in (pods, ours))
     container["args"].remove(f"--prefill-ranks={half * container['resources']['limits']['nvidia.com/gpu']}")
-    assert apart == together
+    assert disaggregated == together

@@ -59,7 +59,7 @@ class Engine:
         num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
         rebalancing: moves experts between steps; None: they stay.
         recorder: writes the loads of experts to a file; None: there is none.
-        side: this engine's part of a run that prefills and decodes apart; None: it does both.
+        side: this engine's part of a disaggregated run; None: it prefills and decodes.
         tiers: pages on other ranks, in host memory and on the disk.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """

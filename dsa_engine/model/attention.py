@@ -111,7 +111,7 @@ class Attention(Weighted):
         with stage("indexer prolog"):
             index_query = indexed()
         stored()
-        if cache.sender is not None and not batch.first_half:
+        if cache.sender is not None and not batch.first_micro_batch:
             cache.sender.arrive(self.layer)
 
         if indexer and index_query and key_pool is not None:

@@ -57,8 +57,8 @@ class MHASegments:
 
 
 @dataclass
-class Halves:
-    """The two batches into which a step is cut, each for all layers."""
+class MicroBatchPair:
+    """The two micro-batches of a step that is cut, each for all layers."""
 
     batches: tuple[ForwardBatch, ForwardBatch]
     order: torch.Tensor | None  # [T] int64: the index of each row of the step among those of both; None: the same order
@@ -91,8 +91,8 @@ class ForwardBatch:
     ep_rows: int  # … in the expert-parallel group
     decodes: bool  # whether this is a decode step of all ranks
     live: torch.Tensor | None  # [T] bool: rows that are tokens, in a padded step; None where all are
-    halves: Halves | None = None  # the layers run these instead
-    first_half: bool = False  # whether the other half of the step stores rows of its layers after this one
+    micro_batches: MicroBatchPair | None = None  # the layers run these instead
+    first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
 
     @property
     def mha_rows(self) -> int:

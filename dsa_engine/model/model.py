@@ -76,13 +76,13 @@ class Model(Weighted):
         Args:
             layers: the layers to run, for trying out their kernels; the first must have an indexer. Default: all.
         """
-        if batch.halves is None:
+        if batch.micro_batches is None:
             return run_interleaved([self._pass(batch, cache, layers)])[0]
-        joined = torch.cat(run_interleaved([self._pass(half, cache, layers) for half in batch.halves.batches]))
-        return joined if batch.halves.order is None else joined[batch.halves.order]
+        joined = torch.cat(run_interleaved([self._pass(one, cache, layers) for one in batch.micro_batches.batches]))
+        return joined if batch.micro_batches.order is None else joined[batch.micro_batches.order]
 
     def _pass(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None) -> Pass[torch.Tensor]:
-        """A pass of a step, or of a half of it, from the embedding to the last norm."""
+        """A pass of a step, or of a micro-batch, from the embedding to the last norm."""
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
             delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots)

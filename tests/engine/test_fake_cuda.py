@@ -95,8 +95,8 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
 
 
 def test_micro_batches(fake_engine: Callable[..., Any]) -> None:
-    """A prefill in two halves waits for their counts only, and takes no more memory; a decode step is one graph of both
-    halves, which is replayed before the step before is read."""
+    """A prefill in two micro-batches waits for their counts only, and takes no more memory; a decode step is one graph
+    of both, which is replayed before the step before is read."""
     wholes = {}
     for enabled in (False, True):
         with FakeDevice() as device:
@@ -104,7 +104,7 @@ def test_micro_batches(fake_engine: Callable[..., Any]) -> None:
             engine = fake_engine(device, "deepseek_v32", 8, **options)
             added = prefill(device, engine, 65_536)
             assert device.waits == ["event in expert_parallel.py:_counts"] * (4 if enabled else 2)
-            exchanges = 2 * (1 + enabled)  # layers with experts, halves
+            exchanges = 2 * (1 + enabled)  # layers with experts, micro-batches
             assert device.count("collective", "all_to_all") == 2 * exchanges, "tokens, sums"
             for _ in range(16):
                 add_filled(engine, 100_000, GREEDY)
@@ -230,21 +230,21 @@ def test_micro_batches_by_node(fake_engine: Callable[..., Any], enabled: bool) -
         parallel = {"node_size": 4, "moe_dispatch": "by_node"}
         engine = fake_engine(device, "deepseek_v32", 8, parallel, quantization="dequantize", enable_dbo=enabled)
         prefill(device, engine, 65_536)
-        halves = 1 + enabled
-        assert device.waits == ["event in expert_parallel.py:_ways"] * 2 * halves
+        micro_batches = 1 + enabled
+        assert device.waits == ["event in expert_parallel.py:_ways"] * 2 * micro_batches
         groups = engine.mesh.node_groups
         assert groups is not None
         rail, node = (device.stream_of(group.ranks, group.communicator).number for group in (groups.rail, groups.node))
         streams = [launch.stream for launch in device.launches if launch.name == "all_to_all"]
         there, back = [rail, node], [node, rail]
-        assert streams == (there * halves + back * halves) * 2, "two layers with experts"
+        assert streams == (there * micro_batches + back * micro_batches) * 2, "two layers with experts"
         changes = {"pack_tokens_kernel": 2, "combine_kernel": 1}
         sides = {name: {one.stream for one in device.launches if one.name == name} - {0} for name in changes}
         assert len(sides["combine_kernel"]) == 1 and sides["combine_kernel"] != sides["pack_tokens_kernel"]
         for name, count in changes.items():
             (side,) = sides[name]
             beside = sum(one.name == name and one.stream == side for one in device.launches)
-            assert beside == count * 2 * halves, name
+            assert beside == count * 2 * micro_batches, name
 
 
 def test_micro_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
@@ -259,7 +259,7 @@ def test_micro_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
             engine.step()
         (captured,) = device.captures
         sums = sum(launch.name == "reduce_scatter" for launch in captured.launches)
-        assert sums == 2 * 2 + 3, "two halves in two layers, three passes of the module"
+        assert sums == 2 * 2 + 3, "two micro-batches in two layers, three passes of the module"
         for ahead in (1, 2):
             with device.watched():
                 engine.step()

@@ -91,7 +91,7 @@ def test_the_file_has_every_choice_once(
     assert [sum(map(len, placement.held)) for placement in placements] == [28, 28]
 
 
-def test_both_halves_of_a_step_are_counted(routed: dict[int, list[int]], demo_cache: object) -> None:
+def test_both_micro_batches_of_a_step_are_counted(routed: dict[int, list[int]], demo_cache: object) -> None:
     dbo = {"enable_dbo": True}
     with LLM("demo-random", parallel=EmulatedConfig(emulate_world=2), **OPTIONS, **dbo) as llm:
         model = llm.engine.model

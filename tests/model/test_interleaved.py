@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsa_engine.model.interleaved import Pass, run_interleaved
 
 
-def test_passes_run_in_turn_up_to_their_transfers() -> None:
+def test_passes_run_round_robin_up_to_their_transfers() -> None:
     ran: list[str] = []
 
     def one(name: str, transfers: int) -> Pass[str]:

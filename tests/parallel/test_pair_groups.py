@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from dsa_engine.parallel.apart import pairs_in_rounds
+from dsa_engine.parallel.disaggregation import pairs_in_rounds
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 5), (5, 1), (2, 3), (3, 2), (8, 8), (64, 64)])

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel import apart
+from dsa_engine.parallel import disaggregation
 from dsa_engine.parallel.group import Group
 
 Result = TypeVar("Result")
@@ -81,10 +81,13 @@ def on_linked_ranks(
 
     def run(rank: int) -> Result:
         this.rank = rank
-        return work(rank, apart.pair_groups(rank, senders, receivers, torch.device("cpu"), 30))
+        return work(rank, disaggregation.pair_groups(rank, senders, receivers, torch.device("cpu"), 30))
 
     ranks = [*senders, *receivers]
-    with patch.object(apart, "dist", SimpleNamespace(new_group=new_group)), ThreadPoolExecutor(len(ranks)) as threads:
+    with (
+        patch.object(disaggregation, "dist", SimpleNamespace(new_group=new_group)),
+        ThreadPoolExecutor(len(ranks)) as threads,
+    ):
         return list(threads.map(run, sorted(ranks)))
 
 

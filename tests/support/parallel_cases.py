@@ -79,7 +79,7 @@ DBO: dict[str, Any] = {"enable_dbo": True}
 def micro_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
     """Every step that can be cut is."""
     options = DBO | {"max_num_batched_tokens": 48}
-    name = f"two batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
+    name = f"micro-batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
     more = {"options": options, "lengths": [2, 5, 301], "ragged": RAGGED}
     return case(name, model, parallel=parallel(cp, 1, dispatch), **more, **keys)
 

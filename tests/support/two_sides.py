@@ -1,4 +1,4 @@
-"""Both sides of a run that prefills apart from decode, in one process and in random order: the loops and schedulers are
+"""Both sides of a run that has P/D disaggregation, in one process and in random order: the loops and schedulers are
 real; steps, transfers and the line between the sides are not, and every row says what it holds."""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Prefill apart from decode: two parts of a run, each with its own engine, that speak in messages."""
+"""P/D disaggregation: two parts of a run, each with its own engine, that speak in messages."""

@@ -1,4 +1,4 @@
-"""What one rank needs to prefill, or to decode, apart from the other part of the run."""
+"""What a rank of a disaggregated run needs to prefill, or to decode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions, options_of_decode
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
-from dsa_engine.parallel.apart import pair_groups, part_options
+from dsa_engine.parallel.disaggregation import pair_groups, part_options
 from dsa_engine.parallel.group import Group
 
 if TYPE_CHECKING:

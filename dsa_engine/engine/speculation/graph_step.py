@@ -66,14 +66,14 @@ class Inputs(NamedTuple):
 class _Buffers:
     """Tensors of a bucket with fixed addresses; the first three are overwritten in every step."""
 
-    def __init__(self, bucket: Bucket, passes: Passes, halved: bool):
+    def __init__(self, bucket: Bucket, passes: Passes, is_cut: bool):
         requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
         pages = pages_for(bucket.context, passes.cache.page_size)
         self.inputs = torch.zeros(13 + width, requests, dtype=torch.int64, device=device)  # see Inputs
         # Columns of the outcome before, for the requests that start from it.
         self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
         self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
-        self.rows = StaticRows.of(bucket, width, passes.model, halved=halved)  # the rows of the model
+        self.rows = StaticRows.of(bucket, width, passes.model, is_cut=is_cut)  # the rows of the model
         self.passes = passes.buffers(bucket)
         self.counts = torch.empty(0)  # PenaltyCounts.in_step, shared by buckets; empty until a request has penalties
 
@@ -111,7 +111,7 @@ class GraphStep:
         buffers = self._buffers.get(bucket)
         if buffers is None:
             # Whether a padded step is cut follows from its bucket.
-            buffers = self._buffers[bucket] = _Buffers(bucket, self._passes, halved=step.halves is not None)
+            buffers = self._buffers[bucket] = _Buffers(bucket, self._passes, is_cut=step.micro_batches is not None)
         chunks = step.ranks[self._mesh.rank].chunks
         upload(self._inputs(bucket, chunks, before).table(), self._mesh.device, out=buffers.inputs)
         tables, (requests, width) = self._cache.block_tables, buffers.tables.shape

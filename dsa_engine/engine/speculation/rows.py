@@ -17,7 +17,7 @@ from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.slots_of import slots_of
-from dsa_engine.model.forward_batch import ForwardBatch, Halves
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.model.model import Model
 
 
@@ -26,7 +26,7 @@ class StaticRows:
     """``each`` rows of every request of a bucket; makes batches of them on the device.
 
     Attributes:
-        halves: those of the first and the second half of the requests, if the layers run them as two batches.
+        micro_batches: those of the first and the second half of the requests, if the step is cut.
     """
 
     each: int
@@ -35,19 +35,20 @@ class StaticRows:
     sequences: torch.Tensor  # [requests · each] int64, rows of the block tables
     offsets: torch.Tensor  # [each] int64: 0, 1, …
     frequencies: torch.Tensor
-    halves: tuple[StaticRows, ...] = ()
+    micro_batches: tuple[StaticRows, ...] = ()
 
     @classmethod
     def of(
-        cls, bucket: Bucket, each: int, model: Model, max_visible: Sequence[int] = (), halved: bool = False
+        cls, bucket: Bucket, each: int, model: Model, max_visible: Sequence[int] = (), is_cut: bool = False
     ) -> StaticRows:
         """``max_visible``: maximum number of tokens that each request's rows see; default: the bucket's context.
-        ``halved``: as two batches."""
+        ``is_cut``: in two micro-batches."""
         device = model.runtime.mesh.device
         visible = max_visible or [bucket.context] * bucket.requests
         segments = [Segment(i * each, each, i, max(0, tokens - each)) for i, tokens in enumerate(visible)]
-        whole, half = Segments.of(segments, device), replace(bucket, requests=bucket.requests // 2)
-        halves = [cls.of(half, each, model)._reading(visible) for visible in whole.visible.chunk(2)] if halved else []
+        whole, micro_bucket = Segments.of(segments, device), replace(bucket, requests=bucket.requests // 2)
+        seen = whole.visible.chunk(2) if is_cut else ()
+        micro_batches = tuple(cls.of(micro_bucket, each, model)._reading(visible) for visible in seen)
         return cls(
             each,
             whole,
@@ -55,7 +56,7 @@ class StaticRows:
             torch.arange(bucket.requests, device=device).repeat_interleave(each),
             torch.arange(each, device=device),
             model.config.rope.inverse_frequencies().to(device),
-            tuple(halves),
+            micro_batches,
         )
 
     def batch(
@@ -88,17 +89,17 @@ class StaticRows:
             decodes=True,
             live=positions >= 0,
         )
-        return replace(whole, halves=self._halved(whole, selects)) if self.halves else whole
+        return replace(whole, micro_batches=self._micro_batches_of(whole, selects)) if self.micro_batches else whole
 
     def _reading(self, visible: torch.Tensor) -> StaticRows:
         """The same, if another batch writes what the rows see."""
         return replace(self, segments=replace(self.segments, visible=visible))
 
-    def _halved(self, whole: ForwardBatch, selects: bool) -> Halves:
+    def _micro_batches_of(self, whole: ForwardBatch, selects: bool) -> MicroBatchPair:
         """The rows of the first requests of a batch and of the others; all are views."""
 
-        def half(number: int) -> ForwardBatch:
-            segments, count, live = self.halves[number].segments, whole.rows // 2, whole.live
+        def micro_batch(number: int) -> ForwardBatch:
+            segments, count, live = self.micro_batches[number].segments, whole.rows // 2, whole.live
             assert live is not None
             return replace(
                 whole,
@@ -116,7 +117,7 @@ class StaticRows:
                 live=live.chunk(2)[number],
             )
 
-        return Halves((half(0), half(1)), None)
+        return MicroBatchPair((micro_batch(0), micro_batch(1)), None)
 
 
 class ChunkColumns(NamedTuple):

@@ -113,7 +113,7 @@ def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
         return direct
     rail, node = largest_groups(groups.nodes)
     bound = max(tokens * k if chunk is None else chunk, max(rail, node) * (k + 1))  # choices that a round brings
-    # Rows of both halves of a step may be on their way at once.
+    # Rows of both micro-batches of a step may be on their way at once.
     sent, brought = tokens * min(len(set(groups.nodes)), k), min(2 * bound, rail * tokens)
     by_node = (sent + brought) * row.there + (sent + bound) * row.back
     return max(direct, by_node)

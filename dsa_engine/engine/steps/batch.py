@@ -14,7 +14,7 @@ from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.forward_batch import ForwardBatch, Halves, MHASegments
+from dsa_engine.model.forward_batch import ForwardBatch, MHASegments, MicroBatchPair
 from dsa_engine.parallel import Mesh
 
 
@@ -34,15 +34,16 @@ def build_batch(
         buffers: an earlier batch of the same bucket; its tensors are overwritten and returned.
     """
     batch = _build(step, config, mesh, tables, sampled, buffers)
-    if step.halves is None:
+    if step.micro_batches is None:
         return batch
-    into = (None, None) if buffers is None or buffers.halves is None else buffers.halves.batches
+    into = (None, None) if buffers is None or buffers.micro_batches is None else buffers.micro_batches.batches
     first, second = (
-        replace(_build(half, config, mesh, tables, sampled, of), decodes=step.decodes)
-        for half, of in zip(step.halves, into, strict=True)
+        replace(_build(one, config, mesh, tables, sampled, of), decodes=step.decodes)
+        for one, of in zip(step.micro_batches, into, strict=True)
     )
-    order, first = row_order(step, mesh.rank), replace(first, first_half=True)
-    return replace(batch, halves=Halves((first, second), None if order is None else upload(order, mesh.device)))
+    order, first = row_order(step, mesh.rank), replace(first, first_micro_batch=True)
+    pair = MicroBatchPair((first, second), None if order is None else upload(order, mesh.device))
+    return replace(batch, micro_batches=pair)
 
 
 def _build(
@@ -53,7 +54,7 @@ def _build(
     sampled: torch.Tensor | None,
     buffers: ForwardBatch | None,
 ) -> ForwardBatch:
-    """The tensors of a step, or of a half of it, without halves."""
+    """The tensors of a step that is not cut, or of one micro-batch."""
     plan, bucket, device = step.ranks[mesh.rank], step.bucket, mesh.device
     rows = [p.rows for p in step.ranks]
     # At least one row: no collective of a group without tokens is empty.

@@ -1,8 +1,8 @@
-"""Cuts a step into two halves, so that the attention of one runs while the tokens of the other travel to experts.
+"""Cuts a step into two micro-batches: the attention of one runs while the tokens of the other travel to experts.
 
 The chunks of each group of ranks are cut at half of their rows. A chunk of a prefill that crosses is cut itself, and
-each part is divided over the ranks as a chunk is: so one long prompt is cut too. The first half passes each layer
-first, which keeps the order of positions. The cut follows from the plan alone, so all ranks cut alike.
+each part is divided over the ranks as a chunk is: so one long prompt is cut too. The first micro-batch passes each
+layer first, which keeps the order of positions. The cut follows from the plan alone, so all ranks cut alike.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MicroBatches:
         return cls(decode_rows, prefill_rows)
 
     def cut(self, step: StepPlan, chunks: Sequence[Chunk], config: ModelConfig) -> StepPlan:
-        """The step with its halves, or as it is if it is too small.
+        """The step with its micro-batches, or as it is if it is too small.
 
         Args:
             chunks: all chunks of the step.
@@ -55,14 +55,14 @@ class MicroBatches:
         begun = {chunk.request for chunk in first}
         cuts = {chunk.request: chunk.start for chunk in second if chunk.request in begun}
         whole = StepPlan.of(chunks, *of, cuts)
-        return replace(whole, halves=(StepPlan.of(first, *of), StepPlan.of(second, *of)))
+        return replace(whole, micro_batches=(StepPlan.of(first, *of), StepPlan.of(second, *of)))
 
 
 def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[Chunk]]:
     """The chunks of each group of ranks, cut at half of their rows.
 
     Args:
-        whole: no chunk is cut itself; one that crosses belongs to the first half.
+        whole: no chunk is cut itself; one that crosses belongs to the first micro-batch.
     """
     remaining: dict[range, int] = {}
     for chunk in chunks:
@@ -75,7 +75,7 @@ def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[
             length = chunk.length
         remaining[chunk.ranks] = max(0, remaining[chunk.ranks] - length)
         rest = chunk.length - length
-        # Logits are those of the whole step, not of its halves.
+        # Logits are those of the whole step, not of a micro-batch.
         if length or not rest:
             first.append(replace(chunk, length=length, num_logits=0))
         if rest:
@@ -84,16 +84,16 @@ def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[
 
 
 def row_order(step: StepPlan, rank: int) -> torch.Tensor | None:
-    """int64 ``[rows of the rank]``: the index of each row among those of the first half and then of the second one.
-    None if that is the order of the step."""
-    assert step.halves is not None, "the order of a step that is cut"
+    """int64 ``[rows of the rank]``: the index of each row among those of the first micro-batch and then of the
+    second one. None if that is the order of the step."""
+    assert step.micro_batches is not None, "the order of a step that is cut"
     if step.bucket is not None:
         return None
     whole = _row_keys(step.ranks[rank])
-    of_halves = torch.cat([_row_keys(half.ranks[rank]) for half in step.halves])
-    assert len(whole) == len(of_halves), "the halves have the rows of the step"
+    of_both = torch.cat([_row_keys(one.ranks[rank]) for one in step.micro_batches])
+    assert len(whole) == len(of_both), "the micro-batches have the rows of the step"
     order = torch.empty_like(whole)
-    order[whole.argsort()] = of_halves.argsort()
+    order[whole.argsort()] = of_both.argsort()
     return order
 
 
@@ -113,10 +113,10 @@ def _cut_bucket(step: StepPlan, config: ModelConfig) -> StepPlan:
     count = bucket.requests // 2
     if count == 0:
         return step
-    half = replace(bucket, requests=count)
+    micro_bucket = replace(bucket, requests=count)
 
     def of(requests: slice) -> StepPlan:
-        plans = [RankPlan(plan.chunks[requests]).padded(half, config.has_indexer) for plan in step.ranks]
-        return StepPlan(plans, step.max_decode_rows, half)
+        plans = [RankPlan(plan.chunks[requests]).padded(micro_bucket, config.has_indexer) for plan in step.ranks]
+        return StepPlan(plans, step.max_decode_rows, micro_bucket)
 
-    return replace(step, halves=(of(slice(count)), of(slice(count, None))))
+    return replace(step, micro_batches=(of(slice(count)), of(slice(count, None))))

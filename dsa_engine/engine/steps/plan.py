@@ -156,7 +156,7 @@ class StepPlan:
     ranks: list[RankPlan]
     max_decode_rows: int = 1  # maximum number of rows of a request in a decode step
     bucket: Bucket | None = None  # set if the step is padded
-    halves: tuple[StepPlan, StepPlan] | None = None  # set if the layers run the step as two (``micro_batches.py``)
+    micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if the step is cut (``micro_batches.py``)
 
     @classmethod
     def of(

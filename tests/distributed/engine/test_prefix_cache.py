@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "page_size": 4
 LARGE, SMALL = {"cache_memory": "8MiB"}, {"cache_memory": "90KiB"}
 DRAFTS = {"speculative_config": {"num_speculative_tokens": 2}}
 HOST = {"host_cache_memory": "8MiB"}
-TWO_BATCHES = {"enable_dbo": True}
+MICRO_BATCHES = {"enable_dbo": True}
 
 
 def case(model: str, name: str, parallel: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ CASES = {
         case("plain", "host memory, page by page", {"cp_size": 2}, **SMALL, **HOST),
         case("plain", "groups, host memory", {"cp_size": 1}, **SMALL, **HOST),
         case("plain", "disk", {"cp_size": 2}, **LARGE),
-        case("plain", "two batches, host memory, page by page", {"cp_size": 2}, **SMALL, **HOST, **TWO_BATCHES),
+        case("plain", "micro-batches, host memory, page by page", {"cp_size": 2}, **SMALL, **HOST, **MICRO_BATCHES),
         case("one module", "host memory, page by page, padded", {"cp_size": 2}, **SMALL, **HOST, **DRAFTS),
         case("two modules", "head-tail, page by page", {"cp_size": 2}, **LARGE, **DRAFTS),
         case("fp8", "host memory", {"cp_size": 2}, **SMALL, **HOST, kv_cache_dtype="fp8"),

@@ -54,7 +54,7 @@ def divided(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
 
 CHUNKED = {"max_num_batched_tokens": 7, "max_prefill_share": 1.0}
 SHARED = {"max_num_batched_tokens": 16}
-TWO_BATCHES = {"enable_dbo": True}
+MICRO_BATCHES = {"enable_dbo": True}
 MOVING = divided(2, 1, "all_gather") | {"redundant_experts": 2, "rebalance_every": 2}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
@@ -78,8 +78,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("deepseek_v32", 1, "chunked", divided(2, 1, "all_gather"), **CHUNKED),
         case("deepseek_v32", 2, "preempted", divided(2, 1, "all_to_all"), **SHARED),
-        case("deepseek_v32", 2, "chunked, two batches", divided(2, 1, "all_to_all"), **CHUNKED, **TWO_BATCHES),
-        case("deepseek_v32", 1, "padded, two batches, experts move", MOVING, **TWO_BATCHES),
+        case("deepseek_v32", 2, "chunked, micro-batches", divided(2, 1, "all_to_all"), **CHUNKED, **MICRO_BATCHES),
+        case("deepseek_v32", 1, "padded, micro-batches, experts move", MOVING, **MICRO_BATCHES),
         case("deepseek_v32", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
         case("deepseek_v32", 2, "padded, preempted", divided(2, 2, "all_gather"), **SHARED),
         # The module's own drafts, which are seldom right: the host learns of them too late to script them.

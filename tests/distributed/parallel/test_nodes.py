@@ -79,7 +79,7 @@ def test_one_engine_and_two_parts(nodes: int, ranks: int, prefill: int, emulate:
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(nodes * ranks)]
     with LLM(**options, device="cpu") as llm:
         alone = llm.generate([one[0] for one in generate], [SamplingParams(**one[1]) for one in generate])
-    assert results[0]["apart"] == results[0]["one engine"] == [one.outputs[0].token_ids for one in alone]
+    assert results[0]["disaggregated"] == results[0]["one engine"] == [one.outputs[0].token_ids for one in alone]
     pages = sum(-(-len(prompt) // 8) for prompt, _ in generate) * results[0]["page_bytes"]
     assert sum(one["sent"] for one in results) == sum(one["received"] for one in results) == pages
     assert all(one["lost"] == 0 for one in results)

@@ -1,4 +1,4 @@
-"""One engine, then prefill apart from decode, on several nodes: nodes_worker.py PREFILL_RANKS CASE.json FOLDER.
+"""One engine, then disaggregated, on several nodes: nodes_worker.py PREFILL_RANKS CASE.json FOLDER.
 
 Cases: ``options`` of ``LLM``, ``timeout``, and ``generate``, a list of ``[prompt, params]``; ``endless``: they run in
 two parts again and again, and a rank that decodes says when pages are on their way to it.
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from apart_worker import counts
+from disaggregation_worker import counts
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 
@@ -50,7 +50,7 @@ def main() -> None:
         threading.Thread(target=announce, args=(llm,), daemon=True).start()
     if rank == 0:
         with llm:
-            result["apart"] = outputs(llm, case["generate"])
+            result["disaggregated"] = outputs(llm, case["generate"])
             while case.get("endless"):
                 llm.reset_prefix_cache()
                 outputs(llm, case["generate"])

@@ -17,7 +17,7 @@ from worker import run_case
 
 from dsa_engine import ParallelConfig
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.apart import pair_groups
+from dsa_engine.parallel.disaggregation import pair_groups
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Both sides of a run that prefills apart from decode, simulated: messages and pages arrive at random moments, callers
+"""Both sides of a run that has P/D disaggregation, simulated: messages and pages arrive at random moments, callers
 abort at any time, caches are too small for all requests."""
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ SMALL = {"max_model_len": 9000, "max_num_seqs": 6, "hf_overrides": {"num_hidden_
 
 
 def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) -> None:
-    """One of 64 ranks, with balanced routing and with 8 times as many tokens, and in two batches with experts that
+    """One of 64 ranks, with balanced routing and with 8 times as many tokens, and in micro-batches with experts that
     move."""
     for skew, dbo in ((1.0, False), (8.0, False), (1.0, True)):
         with FakeDevice(memory=MEMORY) as device:
@@ -65,7 +65,7 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
             for _ in range(3):
                 engine.step()
             used = device.reserved + device.outside
-            print(f"skew {skew}, two batches {dbo}: {engine.step_bytes:,} set aside, {used - fixed:,} used")
+            print(f"skew {skew}, micro-batches {dbo}: {engine.step_bytes:,} set aside, {used - fixed:,} used")
             assert device.reserved + device.outside <= UTILIZATION * MEMORY
             assert len(device.connected) == connected, "every collective had run"
             assert len(device.captures) == 4, "two requests a rank were captured at the start"
@@ -117,7 +117,7 @@ def test_no_memory_waits_for_the_garbage_collector(fake_engine: Callable[..., An
 
 
 def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> None:
-    """One of 16 ranks on 4 nodes, in two batches: a rail brings it all tokens of its ranks, and rounds are full."""
+    """One of 16 ranks on 4 nodes, in micro-batches: a rail brings it all tokens of its ranks, and rounds are full."""
     parallel = {"skew": 16.0, "moe_dispatch": "by_node", "node_size": 4}
     sizes = SIZES | {"max_num_batched_tokens": 512, "max_num_seqs": 16, "enable_dbo": True, "enforce_eager": True}
     with FakeDevice(memory=40 * 10**9) as device:
@@ -144,7 +144,7 @@ def test_more_replicas_than_memory(fake_engine: Callable[..., Any]) -> None:
         fake_engine(device, "deepseek_v32", 64, {"redundant_experts": replicas}, **SIZES)
 
 
-def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
+def test_two_engines_capture_their_own_graphs(fake_engine: Callable[..., Any]) -> None:
     """All graphs of an engine have one stream and one pool, no other engine's; the other engine's memory stays."""
     with FakeDevice() as device:
         seen = []

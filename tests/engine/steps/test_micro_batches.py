@@ -1,4 +1,4 @@
-"""Steps in two halves: the cut, and what is computed while tokens travel."""
+"""Steps in two micro-batches: the cut, and what is computed while tokens travel."""
 
 from __future__ import annotations
 
@@ -58,9 +58,11 @@ def entered() -> Iterator[Stages]:
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("decodes", [False, True], ids=["prefill", "decode"])
-def test_tokens_travel_under_the_other_half(entered: Stages, demo_cache: object, dispatch: str, decodes: bool) -> None:
-    """Between the start of each exchange and the wait for it, the other half computes: attention or experts. A layer's
-    pages may leave when both halves have stored their rows."""
+def test_tokens_travel_under_the_other_micro_batch(
+    entered: Stages, demo_cache: object, dispatch: str, decodes: bool
+) -> None:
+    """Between the start of each exchange and the wait for it, the other micro-batch computes: attention or experts.
+    A layer's pages may leave when both have stored their rows."""
     options = {"enable_dbo": True}
     parallel = EmulatedConfig(emulate_world=2, moe_dispatch=dispatch, decode_dispatch=dispatch)  # type: ignore[arg-type]
     with LLM("demo-random", device="cpu", progress=False, parallel=parallel, max_model_len=512, **options) as llm:
@@ -78,11 +80,11 @@ def test_tokens_travel_under_the_other_half(entered: Stages, demo_cache: object,
         )
         engine.step()
         cache.sender = None
-        for layer, pools in stored.items():  # once both halves have stored their rows
+        for layer, pools in stored.items():  # once both micro-batches have stored their rows
             assert all(torch.equal(*pair) for pair in zip(cache.page_words()[layer], pools, strict=True)), layer
         assert len(stored) == engine.config.num_hidden_layers
         layers = sum(layer.moe is not None for layer in engine.model.layers)
-    assert len(travels) == 2 * 2 * layers, "there and back, for each half and layer"
+    assert len(travels) == 2 * 2 * layers, "there and back, for each micro-batch and layer"
     computing = {"sparse flash attention", "MLA prolog", "MoE experts"}
     covered = [set(entered[begin:wait]) & computing for begin, wait in travels.values()]
     assert all(covered[:-1]), "nothing is left to compute beside the very last sums"

@@ -1,7 +1,9 @@
-"""A run in two parts: the first ranks prefill, the others decode. Each part is a mesh of its own, and each pair of a
-rank of one part and a rank of the other has a process group of its own: with NCCL a communicator and a stream, so that
-a message that waits for its other side delays no collective and no message of another pair. Messages of a pair keep
-their order; between pairs there is none, and so no cycle of ranks that wait for each other.
+"""P/D disaggregation: the first ranks of a run prefill, the others decode.
+
+Each part has its own mesh. Each pair of a rank of one part and a rank of the other has its own process group: with
+NCCL a communicator and a stream, so that a message that waits for its other side delays no collective and no message
+of another pair. Messages of a pair keep their order; between pairs there is none, and so no cycle of ranks that wait
+for each other.
 """
 
 from __future__ import annotations

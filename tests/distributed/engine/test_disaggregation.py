@@ -1,4 +1,4 @@
-"""Prefill apart from decode: outputs equal those of one process, and no page is lost or sent twice."""
+"""P/D disaggregation: outputs equal those of one process, and no page is lost or sent twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantized_sizes import INDEXER, SIZES
 MODEL = {"model": "demo-random", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 32}
 SMALL = MODEL | {"cache_memory": "384KiB"}  # 27 pages, where a request needs up to 16
 
-# Each part with its own tensor parallelism and caches; tiers of the prefix cache; experts that move; two batches.
+# Each part with its own tensor parallelism and caches; tiers of the prefix cache; experts that move; micro-batches.
 EACH_ITS_OWN = {
     "options": {
         "host_cache_memory": "256KiB",
@@ -55,13 +55,13 @@ def requests(number: int) -> list[list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def apart(fork_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """``apart(prefill, decode, case)``: the results of every rank."""
+def disaggregated(fork_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """``disaggregated(prefill, decode, case)``: the results of every rank."""
 
     def run(prefill: int, decode: int, case: dict[str, Any]) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("apart")
+        folder = tmp_path_factory.mktemp("disaggregated")
         (folder / "case.json").write_text(json.dumps(case))
-        done = fork_ranks(prefill + decode, "apart_worker.py", prefill, folder / "case.json", folder)
+        done = fork_ranks(prefill + decode, "disaggregation_worker.py", prefill, folder / "case.json", folder)
         assert done.returncode == 0, done.stderr
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(prefill + decode)]
 
@@ -76,7 +76,7 @@ def single(case: dict[str, Any]) -> list[Any]:
 
 def passes(options: dict[str, Any], case: dict[str, Any]) -> list[Any]:
     """The outputs of one process each time that it runs the requests."""
-    run = runpy.run_path(str(Path(__file__).parents[1] / "programs" / "apart_worker.py"))["run"]
+    run = runpy.run_path(str(Path(__file__).parents[1] / "programs" / "disaggregation_worker.py"))["run"]
     with LLM(device="cpu", **options | {"cache_memory": "16MiB"}) as llm:
         return run(llm, case | {"cancelled": 0})["outputs"]
 
@@ -98,10 +98,10 @@ def check(prefill: int, results: list[dict[str, Any]], expected: list[Any]) -> N
     assert sent == received > 0 and sent % results[0]["page_bytes"] == 0
 
 
-def test_one_rank_each(apart: Callable[..., Any]) -> None:
+def test_one_rank_each(disaggregated: Callable[..., Any]) -> None:
     """A cache so small that requests wait for room, lose their pages and come back, while others are cancelled."""
     case = {"options": SMALL, "generate": requests(24), "cancelled": 12}
-    results = apart(1, 1, case)
+    results = disaggregated(1, 1, case)
     check(1, results, single(case))
     assert results[1]["preemptions"] > 0 and results[1]["prefilled"] == 0
 
@@ -112,13 +112,13 @@ def test_one_rank_each(apart: Callable[..., Any]) -> None:
     ids=["2-2, each its own", "2-2", "2-1", "1-2"],
 )
 def test_several_ranks(
-    apart: Callable[..., Any], tmp_path: Path, prefill: int, decode: int, own: dict[str, Any]
+    disaggregated: Callable[..., Any], tmp_path: Path, prefill: int, decode: int, own: dict[str, Any]
 ) -> None:
     options = SMALL | {"max_num_batched_tokens": 16} | own.get("options", {})
     if own:
         options["cache_folder"] = str(tmp_path / "pages")
     case = own | {"options": options, "generate": requests(16), "cancelled": 4}
-    results = apart(prefill, decode, case)
+    results = disaggregated(prefill, decode, case)
     check(prefill, results, single(case))
     assert all(result["sent"] > 0 for result in results[:prefill])
     assert all(result["received"] > 0 for result in results[prefill:])
@@ -130,19 +130,19 @@ def test_several_ranks(
         assert [result["tp_size"] for result in results] == [1, 1, 2, 2]
 
 
-def test_tokens_come_during_a_step(apart: Callable[..., Any]) -> None:
+def test_tokens_come_during_a_step(disaggregated: Callable[..., Any]) -> None:
     """A long step of the prefill side delays no token of requests that decode."""
     greedy = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
     case = {"options": MODEL, "generate": [[[5, 6], greedy], [[7] * 30, greedy]], "held": True}
-    results = apart(1, 1, case)
+    results = disaggregated(1, 1, case)
     assert results[0]["outputs"] == [one[0][0] for one in single(case)]
     assert results[0]["lost"] == results[1]["lost"] == 0
 
 
-def test_bytes_are_those_of_the_pages(apart: Callable[..., Any]) -> None:
+def test_bytes_are_those_of_the_pages(disaggregated: Callable[..., Any]) -> None:
     """Every page of a prompt is sent once, and none that the decode side has from before."""
     generate = [[[5 + number] * length, {"max_tokens": 4}] for number, length in enumerate((1, 8, 9, 70))]
-    results = apart(1, 1, {"options": MODEL | {"cache_memory": "4MiB"}, "generate": generate, "repeated": 2})
+    results = disaggregated(1, 1, {"options": MODEL | {"cache_memory": "4MiB"}, "generate": generate, "repeated": 2})
     first, again = 1 + 1 + 2 + 9, 1 + 1 + 1 + 1
     assert results[0]["sent"] == (first + again) * results[0]["page_bytes"] == results[1]["received"]
     assert results[0]["hits"] == results[1]["hits"] == 8 * (first - again)
@@ -150,7 +150,7 @@ def test_bytes_are_those_of_the_pages(apart: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("disk", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_tiers(apart: Callable[..., Any], tmp_path: Path, disk: bool) -> None:
+def test_tiers(disaggregated: Callable[..., Any], tmp_path: Path, disk: bool) -> None:
     """Conversations of two turns, whose prompts are more than the device of the prefill side holds. It finds the first
     ones again in host memory, and pages that another process has written on the disk. The decode side has no tiers; it
     finds what it has received and computed, so only the rest is sent."""
@@ -161,7 +161,7 @@ def test_tiers(apart: Callable[..., Any], tmp_path: Path, disk: bool) -> None:
     case: dict[str, Any] = {"generate": generate, "repeated": 2, "continued": True}
     expected = passes(options, case)
     own = {"cache_memory": "256KiB", "host_cache_memory": "4MiB", "decode_options": {"cache_memory": "4MiB"}}
-    prefill, decode = apart(1, 1, case | {"options": options | own})
+    prefill, decode = disaggregated(1, 1, case | {"options": options | own})
     for outputs, alone in zip(prefill["outputs"], expected, strict=True):
         assert_same(outputs, alone)
     first = [length // 8 for length in lengths]  # full pages
@@ -178,15 +178,15 @@ def test_tiers(apart: Callable[..., Any], tmp_path: Path, disk: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefill, decode", [(1, 1), (2, 2)])
-def test_drafts(apart: Callable[..., Any], prefill: int, decode: int) -> None:
+def test_drafts(disaggregated: Callable[..., Any], prefill: int, decode: int) -> None:
     options = SMALL | {"max_num_batched_tokens": 16, "speculative_config": {"num_speculative_tokens": 2}}
     case = {"options": options, "generate": requests(16), "cancelled": 4}
-    check(prefill, apart(prefill, decode, case), single(case))
+    check(prefill, disaggregated(prefill, decode, case), single(case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_fp8(apart: Callable[..., Any], base_config: dict[str, Any], tmp_path: Path, drafts: int) -> None:
+def test_fp8(disaggregated: Callable[..., Any], base_config: dict[str, Any], tmp_path: Path, drafts: int) -> None:
     """FP8 weights and caches, with and without drafts."""
     write_random_checkpoint(tmp_path / "plain", base_config | {"model_type": "glm_moe_dsa"} | ONE_MODULE, fp8=False)
     quantize_checkpoint(tmp_path / "plain", tmp_path / "fp8", "fp8")
@@ -197,14 +197,14 @@ def test_fp8(apart: Callable[..., Any], base_config: dict[str, Any], tmp_path: P
     greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
     generate = [[[rng.randrange(4, 200) for _ in range(length)], greedy] for length in (3, 16, 45, 29)]
     case = {"options": options | {"quantization": "fp8"}, "generate": generate}
-    check(1, apart(1, 1, case), single(case))
+    check(1, disaggregated(1, 1, case), single(case))
 
 
 @pytest.mark.slow
-def test_soak(apart: Callable[..., Any]) -> None:
+def test_soak(disaggregated: Callable[..., Any]) -> None:
     kinds = [one for one in requests(24) if not {"n", "prompt_logprobs", "stop"} & one[1].keys()]
     case = {"options": SMALL | {"max_num_batched_tokens": 16}, "generate": kinds, "soak": 300}
-    results, expected = apart(2, 2, case), single(case)
+    results, expected = disaggregated(2, 2, case), single(case)
     assert len(results[0]["streams"]) == 300
     ended = 0
     for kind, tokens, reason in results[0]["streams"]:
@@ -225,6 +225,6 @@ def test_a_rank_that_is_killed_ends_the_run(torchrun: Callable[..., Any], tmp_pa
     """A rank of either side, while pages are on their way."""
     case = {"options": SMALL, "generate": requests(24), "killed": killed, "steps": 12, "timeout": 20, "repeated": 9}
     (tmp_path / "case.json").write_text(json.dumps(case))
-    done = torchrun(4, "apart_worker.py", 2, tmp_path / "case.json", tmp_path)
+    done = torchrun(4, "disaggregation_worker.py", 2, tmp_path / "case.json", tmp_path)
     assert done.returncode != 0 and not (tmp_path / "rank0.json").exists()
     assert f"rank      : {killed} (local_rank: {killed})" in done.stderr.split("Root Cause")[1]

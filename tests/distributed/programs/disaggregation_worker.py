@@ -1,4 +1,4 @@
-"""Runs cases with prefill apart from decode: apart_worker.py PREFILL_RANKS CASES.json FOLDER.
+"""Runs cases with P/D disaggregation: disaggregation_worker.py PREFILL_RANKS CASES.json FOLDER.
 
 Cases: ``options`` of ``LLM``, and ``parallel`` of its ranks; ``generate``, a list of ``[prompt, params]`` that run
 together; ``cancelled``, the number of streams that are closed early meanwhile; ``repeated``, how often all of that

@@ -117,7 +117,7 @@ def test_cache_too_small_for_anything(demo_cache: Path) -> None:
         ({"cache_memory": "4 apples"}, "cache_memory must be .*'4GiB'.*, not '4 apples'"),
         ({"cache_memory": -1}, "cache_memory must be .*, not -1"),
         ({"cache_memory": 1.5}, "cache_memory must be .*, not 1.5"),
-        ({"cudagraph_capture_sizes": [1, 0]}, r"cudagraph_capture_sizes must be a list, .*, not \[1, 0\]"),
+        ({"cudagraph_capture_sizes": [1, 0]}, r"cudagraph_capture_sizes .* at least 1.*, not \[1, 0\]"),
         ({"seed": 2**64}, "seed must be .*, not 18446744073709551616"),
         ({"hf_overrides": '{"a": 1}'}, "hf_overrides must be a dictionary, not"),
         ({"speculative_config": {"num_speculative_tokens": 8}}, "^speculative_config: num_speculative_tokens .* 7"),
@@ -145,25 +145,6 @@ def test_options(demo_cache: Path, options: dict[str, Any], message: str) -> Non
 def test_unknown_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=f"^there is no option {message}"):
         LLM("demo-random", **options)
-
-
-@pytest.mark.parametrize(
-    "name, value, message",
-    [
-        ("temperature", NAN, "of at least 0, not nan"),
-        ("top_p", 0, "above 0 and at most 1, not 0"),
-        ("max_tokens", 0, "of at least 1, not 0"),
-        ("n", 0, "from 1 to 4096, not 0"),
-        ("stop", 5, "a text that is not empty or a list, .*, not 5"),
-        ("stop", [""], r"not \[''\]"),
-        ("stop_token_ids", 5, "a list, each an integer .*, not 5"),
-        ("logit_bias", {5: 101}, "from -100 to 100, not {5: 101}"),
-        ("allowed_token_ids", [], r"that is not empty, not \[\]"),
-    ],
-)
-def test_sampling_parameters(name: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be .*{message}$"):
-        SamplingParams(**{name: value})
 
 
 def test_texts_that_no_file_can_hold() -> None:

@@ -86,7 +86,7 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(args)}"
     if origin in (list, tuple):
-        return "a list" if args[0] is Any else f"a list, each {_words(args[0])}"
+        return "a list" if args[0] is Any else f"a list (each {_words(args[0])})"
     if origin is dict:
         return "a dictionary" if args[1] is Any else f"a dictionary from {_words(args[0])} to {_words(args[1])}"
     return _WORDS.get(hint) or f"a {hint.__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from dsa_engine.config.checks import TokenId, at_least
 from dsa_engine.config.fields import Options, documented, option
@@ -47,6 +47,10 @@ class SpeculativeConfig(Options):
     end_thinking_token: TokenId | None = option(
         None, "the token that ends the thinking; default: the tokenizer's </think>."
     )
+
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        return "drafts come from the checkpoint's own MTP module" if name == "model" else None
 
     def modules(self, available: int) -> int:
         """The number of MTP modules to use of a checkpoint that has ``available``: one per draft in vanilla mode.

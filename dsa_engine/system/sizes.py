@@ -19,7 +19,8 @@ def _bytes(value: int | str) -> int:
     return int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
 
 
-Size = Annotated[int | str, Rule("such as '4GiB' or '512MB'", lambda value: 1 <= _bytes(value) < 2**63)]
+_POSITIVE = Rule("that is a positive size, such as '4GiB' or '512MB',", lambda value: 1 <= _bytes(value) < 2**63)
+Size = Annotated[int | str, _POSITIVE]
 
 
 def parse_bytes(value: int | str, what: str) -> int:

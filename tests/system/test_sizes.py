@@ -30,15 +30,13 @@ def test_parse(value: int | str, expected: int) -> None:
 
 @pytest.mark.parametrize("value", ["4 apples", "", "GiB", "-1GiB", "1e3", "2X", "1,5GiB", "1 GiB free"])
 def test_what_is_no_size(value: str) -> None:
-    with pytest.raises(
-        ValueError, match="cache_memory must be a positive number of bytes or a size such as '4GiB'.* not "
-    ):
+    with pytest.raises(ValueError, match=f"^cache_memory .* '4GiB' .* not '{value}'$"):
         parse_bytes(value, "cache_memory")
 
 
 @pytest.mark.parametrize("value", [0, -5, True, None, "0", "0.0001KiB", 1.5, 4e9, 2**63, "9" * 400, "9" * 18 + "TB"])
 def test_what_is_not_positive(value: object) -> None:
-    with pytest.raises(ValueError, match="workspace must be a positive number of bytes or a size .*, not"):
+    with pytest.raises(ValueError, match="^workspace .* positive .* not "):
         parse_bytes(value, "workspace")  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import fields
 from typing import Any
@@ -20,38 +21,27 @@ from dsa_engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
-    "keys, message",
+    "name, value, allowed",
     [
-        ({"temperature": float("nan")}, "temperature must be a finite number of at least 0, not nan"),
-        ({"temperature": float("inf")}, "temperature must be a finite number of at least 0, not inf"),
-        ({"temperature": "hot"}, "temperature must be a finite number of at least 0, not 'hot'"),
-        ({"temperature": None}, "temperature must be a finite number of at least 0, not None"),
-        ({"temperature": -0.1}, "temperature must be a finite number of at least 0, not -0.1"),
-        ({"top_p": 0.0}, "top_p must be a finite number above 0 and of at most 1, not 0.0"),
-        ({"top_p": 1.01}, "top_p must be .*, not 1.01"),
-        ({"top_p": float("nan")}, "top_p must be a finite number"),
-        ({"min_p": -0.1}, "min_p must be a finite number from 0 to 1, not -0.1"),
-        ({"min_p": 1.5}, "min_p must be .*, not 1.5"),
-        ({"min_p": "much"}, "min_p must be .*, not 'much'"),
-        ({"logprobs": -1}, "logprobs must be an integer of at least 0, not -1"),
-        ({"logprobs": True}, "logprobs must be .*, not True"),
-        ({"logprobs": 2.0}, "logprobs must be .*, not 2.0"),
-        ({"top_k": -2}, "top_k must be .*, not -2"),
-        ({"top_k": 1.5}, "top_k must be an integer of at least -1, not 1.5"),
-        ({"max_tokens": 0}, "max_tokens must be a positive integer, not 0"),
-        ({"max_tokens": True}, "max_tokens must be a positive integer, not True"),
-        ({"min_tokens": -1}, "min_tokens must be an integer of at least 0, not -1"),
-        ({"min_tokens": 17}, r"min_tokens must lie in 0 … max_tokens \(16\), not 17"),
-        ({"stop": ""}, "stop must be a list of non-empty strings; '' is none"),
-        ({"stop": ["a", 3]}, "stop must be a list of non-empty strings; 3 is none"),
-        ({"seed": "x"}, "seed must be an integer from .*, not 'x'"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids must be a list of token ids; -1 is none"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids; 'a' is none"),
+        *(("temperature", value, "at least 0") for value in (math.nan, math.inf, "hot", None, -0.1)),
+        *(("top_p", value, "above 0 and at most 1") for value in (0.0, 1.01, math.nan)),
+        *(("min_p", value, "from 0 to 1") for value in (-0.1, 1.5, "much")),
+        *(("logprobs", value, "at least 0") for value in (-1, True, 2.0)),
+        *(("top_k", value, "at least -1") for value in (-2, 1.5)),
+        *(("max_tokens", value, "at least 1") for value in (0, True)),
+        ("min_tokens", -1, "at least 0"),
+        ("min_tokens", 17, r"max_tokens \(16\)"),
+        *(("stop", value, "not empty") for value in ("", [""], 5, ["a", 3])),
+        ("seed", "x", "integer"),
+        *(("stop_token_ids", value, "integer from 0") for value in (5, [-1], ["a"])),
+        ("logit_bias", {5: 101}, "from -100 to 100"),
+        ("n", 0, "from 1 to 4096"),
+        ("allowed_token_ids", [], "not empty"),
     ],
 )
-def test_refused_parameters(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**keys)
+def test_refused_parameters(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must .*{allowed}.*, not {re.escape(repr(value))}$"):
+        SamplingParams(**{name: value})
 
 
 def test_stop_strings() -> None:
@@ -284,12 +274,11 @@ def test_limits_of_a_graph() -> None:
 
 def test_parameters_that_contradict_each_other() -> None:
     for keys, message in (
-        ({"n": 2, "temperature": 0.0}, "n must be 1 with temperature 0, where all outputs would be equal, not 2"),
-        ({"stop": "x", "detokenize": False}, "stop strings need detokenize=True"),
-        ({"n": 3, "seed": 2**64 - 2}, r"seed \+ n must be at most 2\*\*64"),
-        ({"allowed_token_ids": []}, "allowed_token_ids must name at least one token; None allows all"),
+        ({"n": 2, "temperature": 0.0}, "^n must be 1 with temperature 0, .* not 2"),
+        ({"stop": "x", "detokenize": False}, "stop .* detokenize=True"),
+        ({"n": 3, "seed": 2**64 - 2}, r"seed \+ n .* 2\*\*64"),
     ):
         with pytest.raises(ValueError, match=message):
             SamplingParams(**keys)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="there is no option 'temprature'; did you mean 'temperature'\\?"):
+    with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]

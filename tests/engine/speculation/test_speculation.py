@@ -160,14 +160,13 @@ def test_what_a_request_asks_for_holds_within_a_step(drafts: int, vanilla: bool,
 @pytest.mark.parametrize(
     "given, error, complaint",
     [
-        ({"method": "medusa"}, ValueError, "method 'medusa' is not supported: .* own MTP module, use \"mtp\""),
-        ({"method": "magic"}, ValueError, "method must be one of mtp, deepseek_mtp, not 'magic'"),
-        ({"model": "draft"}, TypeError, "no option 'model'; drafts come from the checkpoint's own MTP module"),
-        ({"num_speculative_tokens": 0}, ValueError, "num_speculative_tokens must be an integer from 1 to 7, not 0"),
-        ({"num_speculative_tokens": 8}, ValueError, "num_speculative_tokens must be an integer from 1 to 7, not 8"),
+        ({"method": "medusa"}, ValueError, "method .* mtp, .* not 'medusa'"),
+        ({"model": "draft"}, TypeError, "'model'; .* own MTP module"),
+        ({"num_speculative_tokens": 0}, ValueError, "num_speculative_tokens .* 1 to 7, not 0"),
+        ({"num_speculative_tokens": 8}, ValueError, "num_speculative_tokens .* 1 to 7, not 8"),
         ({"num_speculative_token": 2}, TypeError, "did you mean 'num_speculative_tokens'"),
-        ({"use_mtp_vanilla": "yes"}, TypeError, "use_mtp_vanilla must be True or False, not 'yes'"),
-        ([1], TypeError, "speculative_config must be a dict"),
+        ({"use_mtp_vanilla": "yes"}, ValueError, "use_mtp_vanilla .* not 'yes'"),
+        ([1], ValueError, r"speculative_config .* not \[1\]"),
     ],
 )
 def test_what_is_no_configuration(given: Any, error: type[Exception], complaint: str) -> None:

@@ -60,8 +60,8 @@ class ParallelConfig(Options):
     )
     moe_chunk_size: PositiveInt | None = option(
         None,
-        "maximum number of token-expert pairs that a rank serves at a time. If routing brings a rank more, tokens are "
-        "served in several rounds, so that skew costs time and not memory; sums add in the same order. "
+        "maximum number of token-expert pairs that a rank computes at a time. If routing brings a rank more, they are "
+        "computed in several rounds, so that skew costs time and not memory; sums add in the same order. "
         "Default: the pairs of balanced routing, max_num_batched_tokens times the experts of a token.",
     )
     redundant_experts: Annotated[int, at_least(0)] = option(

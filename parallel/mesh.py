@@ -235,7 +235,7 @@ class Mesh:
         if not self.world.alone:
             compare({}, self.global_ranks, self.global_ranks[self.rank], wait_s)
 
-    def choices(self, top_k: int) -> int:
+    def experts_per_token(self, top_k: int) -> int:
         """Number of experts of a token: those that its router chooses, and the shared one if that is routed."""
         return top_k + self.config.route_shared_expert
 

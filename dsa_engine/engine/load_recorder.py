@@ -33,7 +33,7 @@ def check_record(mesh: Mesh) -> None:
 
 
 def count_loads(model: Model, name: str) -> LoadCounter | None:
-    """Lets the MoE layers of a model and of its MTP modules count their choices, if an option needs that.
+    """Lets the MoE layers of a model and of its MTP modules count their `topk_ids`, if an option needs that.
 
     Args:
         name: the model's.

@@ -90,7 +90,7 @@ class ForwardBatch:
     tp_rows: int  # … in the tensor-parallel group
     ep_rows: int  # … in the expert-parallel group
     decodes: bool  # whether this is a decode step of all ranks
-    live: torch.Tensor | None  # [T] bool: rows that are tokens, in a padded step; None where all are
+    token_mask: torch.Tensor | None  # [T] bool: rows that are tokens, in a padded step; None where all are
     micro_batches: MicroBatchPair | None = None  # the layers run these instead
     first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
 

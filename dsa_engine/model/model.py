@@ -37,7 +37,7 @@ class Model(Weighted):
         mtp_modules: the number of MTP modules to build.
 
     Attributes:
-        loads: counts the choices of experts in all MoE layers; None: they are not counted.
+        loads: counts `topk_ids` in all MoE layers; None: they are not counted.
     """
 
     def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):

@@ -24,7 +24,7 @@ from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.dispatch import Dispatch
-from dsa_engine.parallel.experts.load_counter import count_choices
+from dsa_engine.parallel.experts.load_counter import count_topk_ids
 
 
 class MoE(Weighted):
@@ -34,7 +34,7 @@ class MoE(Weighted):
     chooses with weight 1.
 
     Attributes:
-        counts: to which the choices of experts are added, see :class:`.LoadCounter`; None: they are not counted.
+        counts: to which `topk_ids` are added, see :class:`.LoadCounter`; None: they are not counted.
         shared_load: load of the shared expert, over that of all others together, if it is routed; else 0.
     """
 
@@ -65,10 +65,10 @@ class MoE(Weighted):
                 raise ValueError(
                     f"moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4; this model has {hidden}"
                 )
-            self.expert_parallel.coded_sum_bytes = 4 * words
+            self.expert_parallel.quantized_sum_bytes = 4 * words
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size
-        self.max_pairs = runtime.max_tokens * mesh.choices(top_k) if chunk is None else chunk
+        self.max_pairs = runtime.max_tokens * mesh.experts_per_token(top_k) if chunk is None else chunk
         self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
@@ -78,7 +78,7 @@ class MoE(Weighted):
         """
         config = self.config
         with stage("MoE gate"):
-            experts, weights = route(
+            topk_ids, topk_weights = route(
                 self.gate(x),
                 self.bias,
                 top_k=config.num_experts_per_tok,
@@ -86,20 +86,20 @@ class MoE(Weighted):
                 top_groups=config.topk_group,
                 normalise=config.norm_topk_prob,
                 factor=config.routed_scaling_factor,
-                live=batch.live,
+                token_mask=batch.token_mask,
             )
             if self.counts is not None:
-                count_choices(experts, self.counts)
+                count_topk_ids(topk_ids, self.counts)
             if self.shared is None:
-                experts, weights = _with_shared(experts, weights, config.n_routed_experts)
+                topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, config.n_routed_experts)
         with stage("MoE dispatch"):
             method = self.runtime.mesh.dispatch(batch.decodes)
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
-            max_pairs = self.max_pairs if batch.live is None else sys.maxsize
-            tokens = x if self.expert_parallel.group.size == 1 else self.experts.to_send(x)
+            max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
+            tokens = x if self.expert_parallel.group.size == 1 else self.experts.quantize_for_dispatch(x)
             sum_bytes = x.shape[1] * x.element_size()
             dispatch = self.expert_parallel.dispatch(
-                tokens, experts, weights, method, batch.ep_rows, max_pairs, sum_bytes
+                tokens, topk_ids, topk_weights, method, batch.ep_rows, max_pairs, sum_bytes
             )
         shared = None
         if (mlp := self.shared) is not None:
@@ -109,7 +109,7 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             rounds = dispatch.rounds  # it may wait for the tokens
         for number in range(rounds):
-            self._serve(dispatch, number, counts=batch.live is None)
+            self._serve(dispatch, number, counts=batch.token_mask is None)
         yield "MoE combine"
         with stage("MoE combine"):
             return [dispatch.combine(), *([shared()] if shared else [])]
@@ -118,7 +118,7 @@ class MoE(Weighted):
         """Runs one round.
 
         Args:
-            counts: whether the host may ask the device how many choices are served here; not in a padded step.
+            counts: whether the host may ask the device how many pairs are local; not in a padded step.
         """
         with stage("MoE dispatch"):
             received = dispatch.receive(number)
@@ -129,7 +129,7 @@ class MoE(Weighted):
             dispatch.send_back(number, sums)
 
 
-def _with_shared(experts: torch.Tensor, weights: torch.Tensor, shared: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[T, k]`` choices and weights -> ``[T, k + 1]``: also the expert ``shared`` with weight 1; −1 for padding."""
-    last = torch.where(experts[:, :1] < 0, -1, shared).to(experts.dtype)
-    return torch.cat((experts, last), dim=1), F.pad(weights, (0, 1), value=1.0)
+def _with_shared(topk_ids: torch.Tensor, topk_weights: torch.Tensor, shared: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[T, k]`` experts and weights -> ``[T, k + 1]``: also the expert ``shared`` with weight 1; −1 for padding."""
+    last = torch.where(topk_ids[:, :1] < 0, -1, shared).to(topk_ids.dtype)
+    return torch.cat((topk_ids, last), dim=1), F.pad(topk_weights, (0, 1), value=1.0)

@@ -160,23 +160,25 @@ class GroupedExperts(Weights):
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
 
         Args:
-            received: tokens, as they are or as :meth:`to_send` has made them, and their choices.
+            received: tokens, as they are or as :meth:`quantize_for_dispatch` has made them, and their experts.
             uncounted_bytes: if the rows between the products may take more bytes than this, the host first asks the
-                device how many choices are served.
+                device how many pairs are local.
 
         Returns:
             ``[R, hidden]`` in the run's dtype.
         """
-        tokens, experts, weights, fraction, served, first = received
-        counts = {"first": first, "served": served, "uncounted_bytes": uncounted_bytes}
-        return self._mlp(tokens, experts, weights, served_fraction=fraction, **counts)
+        tokens, topk_ids, topk_weights, fraction, local_pairs, first = received
+        counts = {"first": first, "local_pairs": local_pairs, "uncounted_bytes": uncounted_bytes}
+        return self._mlp(tokens, topk_ids, topk_weights, local_fraction=fraction, **counts)
 
-    def to_send(self, tokens: torch.Tensor) -> torch.Tensor:
+    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, hidden]`` as they travel to the rank of these experts, ``[T, width]``: as the products take
         them."""
         return tokens
 
-    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+    def _mlp(
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
+    ) -> torch.Tensor:
         """The format's kernel, with its weights."""
         raise NotImplementedError
 

@@ -113,17 +113,19 @@ class BlockFP8Experts(GroupedExperts):
         super().__init__(prefixes, hidden, intermediate, stacked, (down, down_scale), _sources)
         self.tensors = (gate_up, gate_up_scale, down, down_scale)
 
-    def to_send(self, tokens: torch.Tensor) -> torch.Tensor:
+    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Codes and scales: half the bytes, and the same bits as if the experts' rank quantised them."""
         if quantized_words(tokens.shape[1]) is None:
             return tokens
         return quantize_tokens(tokens, self._power_of_two)
 
-    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+    def _mlp(
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
+    ) -> torch.Tensor:
         gate_up, gate_up_scale, *down = self.tensors
         product = block_fp8(self._power_of_two, down[0].shape[1])
         return expert_mlp(
-            tokens, experts, weights, (gate_up, gate_up_scale), tuple(down), product, dtype=self._dtype, **counts
+            tokens, topk_ids, topk_weights, (gate_up, gate_up_scale), tuple(down), product, dtype=self._dtype, **counts
         )
 
 

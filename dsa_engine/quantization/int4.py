@@ -171,10 +171,12 @@ class Int4Experts(GroupedExperts):
         if self._packing.ordered:
             self._orders = self.tensors[2], self.tensors[5]
 
-    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+    def _mlp(
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
+    ) -> torch.Tensor:
         product, (of_gate_up, of_down) = W4A8 if self._packing.int8_activations else W4A16, self._orders
         return expert_mlp(
-            tokens, experts, weights, (*self.gate_up, of_gate_up), (*self.down, of_down), product, **counts
+            tokens, topk_ids, topk_weights, (*self.gate_up, of_gate_up), (*self.down, of_down), product, **counts
         )
 
 

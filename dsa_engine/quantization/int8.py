@@ -60,9 +60,11 @@ class Int8Experts(GroupedExperts):
         gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
         super().__init__(prefixes, hidden, intermediate, gate_up, down, _sources)
 
-    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+    def _mlp(
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
+    ) -> torch.Tensor:
         gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
-        return expert_mlp(tokens, experts, weights, gate_up, down, INT8, **counts)
+        return expert_mlp(tokens, topk_ids, topk_weights, gate_up, down, INT8, **counts)
 
 
 class Int8(StoredFormat):

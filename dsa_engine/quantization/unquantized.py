@@ -43,8 +43,10 @@ class UnquantizedExperts(GroupedExperts):
         self.down = torch.empty(count, hidden, intermediate, dtype=dtype, device=device)
         super().__init__(prefixes, hidden, intermediate, (self.gate_up,), (self.down,), _sources)
 
-    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
-        return expert_mlp(tokens, experts, weights, (self.gate_up,), (self.down,), **counts)
+    def _mlp(
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
+    ) -> torch.Tensor:
+        return expert_mlp(tokens, topk_ids, topk_weights, (self.gate_up,), (self.down,), **counts)
 
 
 class Unquantized(WeightFormat):

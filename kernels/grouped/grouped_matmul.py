@@ -97,7 +97,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype:
     """
     rows = len(x if groups.source is None else groups.source)
     expected = rows if groups.expected is None else groups.expected
-    # PyTorch's way also gathers and gates the rows that no expert here serves: many, where they were not counted.
+    # PyTorch's way also gathers and gates the rows of other ranks' pairs: many, where they were not counted.
     if expected > FEW_ROWS * len(weight) and rows <= 2 * expected and torch_has_it(x, weight):
         return grouped_matmul_torch(x, weight, groups)
     return grouped_matmul_triton(x, weight, groups)

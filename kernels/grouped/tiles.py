@@ -36,7 +36,7 @@ class Groups(NamedTuple):
         source: int32 ``[R]``, the row of x ``[S, in]`` that each row is made from; None: x holds the rows, ``[R, in]``.
         gated: the halves of a matrix, ``[groups, 2 · out, …]``, are gate and up of a SwiGLU layer, and the sums go
             through it before they are rounded.
-        expected: number of served rows, if the host knows it; None: R. Chooses tiles only.
+        expected: number of local rows, if the host knows it; None: R. Chooses tiles only.
     """
 
     row_ends: torch.Tensor

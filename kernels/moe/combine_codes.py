@@ -1,4 +1,4 @@
-"""The sum of the rows that come back for each token in FP8: codes in e4m3, and a scale for each 128 of them.
+"""Quantized combine: the sum of each token's rows, which come back in FP8: codes in e4m3, and a scale for each 128.
 
 out[t] = Σ_j codes[pair_rows[t, j]] · scales[pair_rows[t, j]]        in the order of j, in float32
 """
@@ -25,7 +25,7 @@ def combine_codes_reference(
         token = (pair_row >= 0).nonzero().flatten()
         rows = pair_row[token]
         by_column = scales[rows].repeat_interleave(BLOCK, dim=1)[:, :hidden]
-        # No token is named twice in a choice, so nothing depends on the order in which rows are added.
+        # No token is named twice in a column, so nothing depends on the order in which rows are added.
         out.index_add_(0, token, codes[rows].float().mul_(by_column))
     return out.to(dtype)
 

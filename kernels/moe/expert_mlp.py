@@ -2,7 +2,7 @@
 format's products run over the rows of each expert, and the weighted results of a token are summed.
 
     h[r] = silu(gate[e] · x[t]) · (up[e] · x[t])
-    out[t] = Σ_j weight[t, j] · down[e] · h[r(t, j)]       e = expert[t, j];  −1: served elsewhere
+    out[t] = Σ_j topk_weights[t, j] · down[e] · h[r(t, j)]       e = topk_ids[t, j];  −1: another rank's
 
 x and h are quantised as the format says. In FP8 h is quantised straight from float32, and rounded nowhere between.
 """
@@ -14,14 +14,14 @@ import torch
 from dsa_engine.kernels.grouped.product_formats import PLAIN, ProductFormat, Weight
 from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.moe.combine import combine
-from dsa_engine.kernels.moe.expert_order import expert_order, local_experts
+from dsa_engine.kernels.moe.expert_order import expert_order, local_topk_ids
 from dsa_engine.kernels.rows.silu_mul import silu_mul_reference
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Largest number of bytes of rows between the products for which every pair gets a row, served or not: the host need not
-# know how many are served. That is 14,500 pairs of DeepSeek-V3.2: any decode. More pairs are counted, which waits for
+# Largest number of bytes of rows between the products for which every pair gets a row, local or not: the host need not
+# know how many are local. That is 14,500 pairs of DeepSeek-V3.2: any decode. More pairs are counted, which waits for
 # the device unless the dispatch has counted them.
 UNCOUNTED_BYTES = 1 << 29
 
@@ -31,73 +31,73 @@ _FEW_ROWS_ON_A_CPU = 8
 
 
 def expert_mlp_reference(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight,
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: Weight, down: Weight,
     product: ProductFormat, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    chosen = experts.flatten()
+    chosen = topk_ids.flatten()
     local = chosen.shape[0] if chosen.numel() == 0 else int((chosen >= 0).sum())
-    # A stable sort, with the choices that other ranks serve first: the tail is sorted by expert and then by token.
+    # A stable sort, with the pairs of other ranks first: the tail is sorted by expert and then by token.
     order = chosen.argsort(stable=True)[chosen.shape[0] - local :]
-    tokens = order // experts.shape[1]
+    tokens = order // topk_ids.shape[1]
     counts = torch.bincount(chosen[order], minlength=_count(down)).tolist()
     gated = product.multiply_reference(x.index_select(0, tokens), gate_up, counts, product.gate_dtype or dtype)
     y = product.multiply_reference(silu_mul_reference(gated), down, counts, dtype)
     out = torch.zeros(len(x), y.shape[1], dtype=torch.float32, device=x.device)
-    out.index_add_(0, tokens, y.float().mul_(weights.flatten()[order, None]))
+    out.index_add_(0, tokens, y.float().mul_(topk_weights.flatten()[order, None]))
     return out.to(dtype)
 
 
 def _run_native(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Runs ``native/expert_mlp.cpp``: a thread takes an expert at a time."""
-    (tokens, choices), (count, hidden, intermediate) = experts.shape, down.shape
+    (tokens, k), (count, hidden, intermediate) = topk_ids.shape, down.shape
     library = cpu.kernels()
     out = torch.empty_like(x)
-    threads = min(count, cpu.threads_for(3 * experts.numel() * hidden * intermediate))
-    scratch = x.new_empty(library.dsa_expert_mlp_scratch(experts.numel(), count, hidden, intermediate))
+    threads = min(count, cpu.threads_for(3 * topk_ids.numel() * hidden * intermediate))
+    scratch = x.new_empty(library.dsa_expert_mlp_scratch(topk_ids.numel(), count, hidden, intermediate))
     outside = library.dsa_expert_mlp(
-        x.data_ptr(), experts.data_ptr(), weights.data_ptr(), gate_up.data_ptr(), down.data_ptr(), out.data_ptr(),
-        scratch.data_ptr(), tokens, choices, count, hidden, intermediate, threads,
+        x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), gate_up.data_ptr(), down.data_ptr(), out.data_ptr(),
+        scratch.data_ptr(), tokens, k, count, hidden, intermediate, threads,
     )  # fmt: skip
     if outside:
-        raise IndexError(f"experts must be below {count}, the number of experts here, not {int(experts.max())}")
+        raise IndexError(f"topk_ids must be below {count}, the number of experts here, not {int(topk_ids.max())}")
     return out
 
 
 @operation(runs=cpu.runs_kernel, waits=True)
 def expert_mlp(
     x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
     gate_up: Weight,
     down: Weight,
     product: ProductFormat = PLAIN,
     *,
     dtype: torch.dtype | None = None,
     first: int | None = None,
-    served_fraction: float = 1.0,
-    served: int | None = None,
+    local_fraction: float = 1.0,
+    local_pairs: int | None = None,
     uncounted_bytes: int = UNCOUNTED_BYTES,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs for every token.
 
-    Sums add in the order of a token's choices, so that a result is the same bits each time. On a CPU few rows (8, on
+    Sums add in the order of a token's pairs, so that a result is the same bits each time. On a CPU few rows (8, on
     average) of plain experts take the CPU's kernel.
 
     Args:
         x: ``[T, hidden]``; in FP8 also words of :func:`.quantize.quantize_tokens`, with the same result.
-        experts: ``[T, k]`` int32 numbers within this rank's experts, −1 for choices that other ranks serve.
-        weights: ``[T, k]`` float32.
+        topk_ids: ``[T, k]`` int32 numbers within this rank's experts, −1 for experts of other ranks.
+        topk_weights: ``[T, k]`` float32.
         gate_up: parts of a weight ``[experts, 2 · intermediate, hidden]``, in FP8 ``[experts, 2, intermediate,
             hidden]``, gate before up, as the kernel of the format takes them (:mod:`.product_formats`).
         down: parts of a weight ``[experts, hidden, intermediate]``.
         product: the format of the weights.
         dtype: of the result; default: x's.
         first: number of this rank's first expert, if experts are numbered over all ranks; −1 need not mark others then.
-        served_fraction: expected fraction of the choices that are served here: chooses the kernel, never the result.
-        served: number of choices that are served here, where the host knows it.
-        uncounted_bytes: largest number of bytes of rows for which unserved choices get rows too, so that
+        local_fraction: expected fraction of the pairs whose experts are here: chooses the kernel, never the result.
+        local_pairs: number of pairs whose experts are here, where the host knows it.
+        uncounted_bytes: largest number of bytes of rows for which pairs of other ranks get rows too, so that
             nothing waits for the device (decode, CUDA graphs).
 
     Returns:
@@ -107,29 +107,29 @@ def expert_mlp(
         TypeError, ValueError: dtypes or shapes that do not fit.
         IndexError: on a CPU, experts that are not here.
     """
-    _check(x, experts, weights, gate_up, down, product, dtype)
+    _check(x, topk_ids, topk_weights, gate_up, down, product, dtype)
     dtype, count = dtype or x.dtype, _count(down)
     if not runs_triton(x):
-        experts = local_experts(experts, count, first)
-        if product is PLAIN and experts.numel() <= _FEW_ROWS_ON_A_CPU * count:
+        topk_ids = local_topk_ids(topk_ids, count, first)
+        if product is PLAIN and topk_ids.numel() <= _FEW_ROWS_ON_A_CPU * count:
             (plain_gate_up,), (plain_down,) = gate_up, down
             assert plain_gate_up is not None and plain_down is not None
             whole = plain_gate_up.is_contiguous() and plain_down.is_contiguous()
-            if whole and cpu.serves(x, weights, plain_gate_up, plain_down):
-                x, experts, weights = x.contiguous(), experts.int().contiguous(), weights.contiguous()
-                return _run_native(x, experts, weights, plain_gate_up, plain_down)
-        return expert_mlp_reference(x, experts, weights, gate_up, down, product, dtype)
+            if whole and cpu.serves(x, topk_weights, plain_gate_up, plain_down):
+                x, topk_ids, topk_weights = x.contiguous(), topk_ids.int().contiguous(), topk_weights.contiguous()
+                return _run_native(x, topk_ids, topk_weights, plain_gate_up, plain_down)
+        return expert_mlp_reference(x, topk_ids, topk_weights, gate_up, down, product, dtype)
 
-    tokens, row_ends, pair_rows = expert_order(experts, count, first)
+    tokens, row_ends, pair_rows = expert_order(topk_ids, count, first)
     row_bytes = product.copies * (_part(down).shape[2] * product.packed + _part(down).shape[1]) * dtype.itemsize
-    # Nothing is gained by counting where all are served.
-    if served is None and served_fraction < 1 and experts.numel() * row_bytes > uncounted_bytes:
-        served = int(row_ends[-1])
-    expected = served_fraction * experts.numel() if served is None else served
-    gather = Groups(row_ends, tokens if served is None else tokens[:served], gated=True, expected=expected)
+    # Nothing is gained by counting where all are local.
+    if local_pairs is None and local_fraction < 1 and topk_ids.numel() * row_bytes > uncounted_bytes:
+        local_pairs = int(row_ends[-1])
+    expected = local_fraction * topk_ids.numel() if local_pairs is None else local_pairs
+    gather = Groups(row_ends, tokens if local_pairs is None else tokens[:local_pairs], gated=True, expected=expected)
     # Nothing names the rows between the products: their memory is free when the results are summed.
     y = product.multiply(product.multiply(x, gate_up, gather, dtype), down, Groups(row_ends, expected=expected), dtype)
-    return combine(y, pair_rows, weights)
+    return combine(y, pair_rows, topk_weights)
 
 
 def _part(weight: Weight) -> torch.Tensor:
@@ -143,12 +143,12 @@ def _count(down: Weight) -> int:
 
 
 def _check(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight,
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: Weight, down: Weight,
     product: ProductFormat, dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
+    if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
-            f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit"
+            f"x {tuple(x.shape)}, topk_ids {tuple(topk_ids.shape)}, topk_weights {tuple(topk_weights.shape)} do not fit"
         )
     up, (count, hidden, packed) = _part(gate_up), _part(down).shape
     intermediate = packed * product.packed

@@ -1,9 +1,9 @@
 """Tokens with their experts and weights beside them, in one row of 32-bit words: a dispatch sends them at once.
 
-    row = [token, in its dtype | experts, int32 · k | weights, float32 · k | zeros]
+    row = [token, in its dtype | topk_ids, int32 · k | topk_weights, float32 · k | zeros]
 
 Tokens begin every row and rows are whole 16 bytes, so that the experts read them in the received buffer
-(:func:`tokens_of`, :func:`choices_of`).
+(:func:`tokens_of`, :func:`topk_of`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COPIED = 1024
 
 
 def row_words(hidden: int, dtype: torch.dtype, k: int) -> int:
-    """Words of a row with a token ``[hidden]`` of ``dtype`` and k choices."""
+    """Words of a row with a token ``[hidden]`` of ``dtype`` and k experts."""
     return cdiv((token_words(hidden, dtype) + 2 * k) * _WORD, _ALIGNED) * (_ALIGNED // _WORD)
 
 
@@ -38,42 +38,42 @@ def tokens_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Te
     return packed.view(dtype)[:, :hidden]
 
 
-def choices_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts ``[rows, k]`` and weights ``[rows, k]`` of packed rows: views."""
-    choices = packed[:, token_words(hidden, dtype) :]
-    return choices[:, :k], choices[:, k : 2 * k].view(torch.float32)
+def topk_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``topk_ids [rows, k]`` and ``topk_weights [rows, k]`` of packed rows: views."""
+    pairs = packed[:, token_words(hidden, dtype) :]
+    return pairs[:, :k], pairs[:, k : 2 * k].view(torch.float32)
 
 
 def pack_tokens_reference(
     tokens: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
     source: torch.Tensor | None,
     rows: int,
     replicas: Replicas | None = None,
 ) -> torch.Tensor:
-    (count, hidden), k = tokens.shape, experts.shape[1]
+    (count, hidden), k = tokens.shape, topk_ids.shape[1]
     if replicas is not None:
-        experts = choose_replicas_reference(experts, *replicas)
+        topk_ids = choose_replicas_reference(topk_ids, *replicas)
     if source is not None:
-        tokens, experts, weights, count = tokens[source], experts[source], weights[source], rows
+        tokens, topk_ids, topk_weights, count = tokens[source], topk_ids[source], topk_weights[source], rows
     packed = torch.zeros(rows, row_words(hidden, tokens.dtype, k), dtype=torch.int32, device=tokens.device)
     tokens_of(packed, hidden, tokens.dtype)[:count] = tokens
-    choices = packed[:, token_words(hidden, tokens.dtype) :]
-    choices[:, :k] = -1
-    choices[:count, :k] = experts
-    choices[:count, k : 2 * k] = weights.view(torch.int32)
+    pairs = packed[:, token_words(hidden, tokens.dtype) :]
+    pairs[:, :k] = -1
+    pairs[:count, :k] = topk_ids
+    pairs[:count, k : 2 * k] = topk_weights.view(torch.int32)
     return packed
 
 
 @triton.jit(do_not_specialize=["count", "first"])
 def pack_tokens_kernel(
-    tokens, experts, weights, source, replicas, token_part, packed,
+    tokens, topk_ids, topk_weights, source, replicas, token_part, packed,
     count, token_stride, expert_stride, weight_stride, first,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, TOKEN_WORDS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
-    CHOICES: tl.constexpr, REPLICAS: tl.constexpr, BLOCK: tl.constexpr,
+    PAIR_WORDS: tl.constexpr, REPLICAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of one token a program; the first also writes the choices. ``token_part`` is ``packed`` in the tokens'
+    """A part of one token a program; the first also writes the pairs. ``token_part`` is ``packed`` in the tokens'
     dtype, of which PADDED elements begin each row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     known = row < count
@@ -85,12 +85,12 @@ def pack_tokens_kernel(
     values = tl.load(tokens + at * token_stride + column, mask=known & (column < HIDDEN), other=0.0)
     tl.store(token_part + row * (WIDTH * ratio) + column, values, mask=column < PADDED)
     if part == 0:
-        word = tl.arange(0, CHOICES)
-        expert = tl.load(experts + at * expert_stride + word, mask=known & (word < K), other=-1)
+        word = tl.arange(0, PAIR_WORDS)
+        expert = tl.load(topk_ids + at * expert_stride + word, mask=known & (word < K), other=-1)
         if replicas is not None:
             expert = physical_expert(expert, first + at, replicas, REPLICAS)
         is_weight = (word >= K) & (word < 2 * K)
-        weight = tl.load(weights + at * weight_stride + word - K, mask=known & is_weight, other=0.0)
+        weight = tl.load(topk_weights + at * weight_stride + word - K, mask=known & is_weight, other=0.0)
         words = tl.where(word < K, expert, weight.to(tl.int32, bitcast=True))
         tl.store(packed + row * WIDTH + TOKEN_WORDS + word, words, mask=word < WIDTH - TOKEN_WORDS)
 
@@ -98,23 +98,23 @@ def pack_tokens_kernel(
 @operation()
 def pack_tokens(
     tokens: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
     *,
     source: torch.Tensor | None = None,
     rows: int | None = None,
     replicas: Replicas | None = None,
 ) -> torch.Tensor:
-    """Packs tokens, with their choices of experts, for one collective.
+    """Packs tokens, with their experts and weights, for one collective.
 
     Args:
         tokens: ``[T, hidden]`` of a dtype of at most 4 bytes.
-        experts: ``[T, k]`` int32, −1: no expert.
-        weights: ``[T, k]`` float32.
+        topk_ids: ``[T, k]`` int32, −1: no expert.
+        topk_weights: ``[T, k]`` float32.
         source: int32 ``[R]``: the token of each row; default: the tokens in their order.
-        rows: without ``source``, at least T: rows after the tokens hold zeros and the experts −1; default: T.
-        replicas: experts are logical ones, and the row has the physical ones of :func:`.choose_replicas`, which looks
-            them up in a table with these arguments; default: the row has them as they are.
+        rows: without ``source``, at least T: rows after the tokens hold zeros and ``topk_ids`` −1; default: T.
+        replicas: ``topk_ids`` are logical ones, and the row has the physical ones of :func:`.choose_replicas`, which
+            looks them up in a table with these arguments; default: the row has them as they are.
 
     Returns:
         int32 ``[rows, row_words(hidden, dtype, k)]``.
@@ -122,15 +122,16 @@ def pack_tokens(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    (count, hidden), k = tokens.shape, experts.shape[1]
-    if experts.shape != weights.shape or experts.shape[0] != count:
+    (count, hidden), k = tokens.shape, topk_ids.shape[1]
+    if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != count:
         raise ValueError(
-            f"tokens {tuple(tokens.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit"
+            f"tokens {tuple(tokens.shape)}, topk_ids {tuple(topk_ids.shape)}, "
+            f"topk_weights {tuple(topk_weights.shape)} do not fit"
         )
-    if experts.dtype != torch.int32 or weights.dtype != torch.float32 or tokens.dtype.itemsize > _WORD:
+    if topk_ids.dtype != torch.int32 or topk_weights.dtype != torch.float32 or tokens.dtype.itemsize > _WORD:
         raise ValueError(
-            "experts must be int32, weights float32 and tokens of at most 4 bytes a number, not "
-            f"{experts.dtype}, {weights.dtype} and {tokens.dtype}"
+            "topk_ids must be int32, topk_weights float32 and tokens of at most 4 bytes a number, not "
+            f"{topk_ids.dtype}, {topk_weights.dtype} and {tokens.dtype}"
         )
     if source is not None and rows is not None:
         raise ValueError("rows say how many there are without a source; with one there are as many as it names")
@@ -139,19 +140,21 @@ def pack_tokens(
     if rows < count:
         raise ValueError(f"{count} tokens do not fit in {rows} rows")
     if not runs_triton(tokens):
-        return pack_tokens_reference(tokens, experts, weights, source, rows, replicas)
+        return pack_tokens_reference(tokens, topk_ids, topk_weights, source, rows, replicas)
     words, width = token_words(hidden, tokens.dtype), row_words(hidden, tokens.dtype, k)
     packed = torch.empty(rows, width, dtype=torch.int32, device=tokens.device)
-    tokens, experts, weights = (x if x.stride(1) == 1 else x.contiguous() for x in (tokens, experts, weights))
+    tokens, topk_ids, topk_weights = (
+        x if x.stride(1) == 1 else x.contiguous() for x in (tokens, topk_ids, topk_weights)
+    )
     padded = words * (_WORD // tokens.dtype.itemsize)
     block = min(_COPIED, next_power_of_2(padded))
     table, first = (None, 0) if replicas is None else (replicas.table.contiguous(), replicas.first)
     if rows:
         pack_tokens_kernel[(rows, cdiv(padded, block))](
-            tokens, experts, weights, source, table, packed.view(tokens.dtype), packed,
-            count, tokens.stride(0), experts.stride(0), weights.stride(0), first,
+            tokens, topk_ids, topk_weights, source, table, packed.view(tokens.dtype), packed,
+            count, tokens.stride(0), topk_ids.stride(0), topk_weights.stride(0), first,
             HIDDEN=hidden, PADDED=padded, TOKEN_WORDS=words, WIDTH=width, K=k,
-            CHOICES=next_power_of_2(width - words), REPLICAS=0 if table is None else table.shape[1], BLOCK=block,
+            PAIR_WORDS=next_power_of_2(width - words), REPLICAS=0 if table is None else table.shape[1], BLOCK=block,
             num_warps=max(1, block // 256),
         )  # fmt: skip
     return packed

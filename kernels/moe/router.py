@@ -44,7 +44,7 @@ class Routing(NamedTuple):
 
 
 def route_reference(
-    logits: torch.Tensor, bias: torch.Tensor, how: Routing, live: torch.Tensor | None = None
+    logits: torch.Tensor, bias: torch.Tensor, how: Routing, token_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.sigmoid()
     choice = scores + bias
@@ -54,12 +54,12 @@ def route_reference(
         best = _top(ranks, how.top_groups)
         closed = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
         choice = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
-    experts = _top(choice, how.top_k)
-    weights = scores.gather(1, experts)
+    topk_ids = _top(choice, how.top_k)
+    topk_weights = scores.gather(1, topk_ids)
     if how.normalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    experts = experts.int()
-    return experts if live is None else experts.masked_fill(~live[:, None], -1), weights * how.factor
+        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
+    topk_ids = topk_ids.int()
+    return topk_ids if token_mask is None else topk_ids.masked_fill(~token_mask[:, None], -1), topk_weights * how.factor
 
 
 _WORST = tl.constexpr(-(2**63))
@@ -87,7 +87,7 @@ def _number(key):
 
 @triton.jit
 def route_kernel(
-    logits, bias, live, experts, weights, rows, factor,
+    logits, bias, token_mask, topk_ids, topk_weights, rows, factor,
     TOP_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_K_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -123,28 +123,29 @@ def route_kernel(
     if NORMALISE:
         score = score / (tl.sum(tl.where(wanted, score, 0.0), axis=1)[:, None] + 1e-20)
     out = row.to(tl.int64)[:, None] * TOP_K + column[None, :]
-    if live is not None:
-        lives = tl.load(live + row, mask=row < rows, other=0) != 0
-        chosen = tl.where(lives[:, None], chosen, -1)
-    tl.store(experts + out, chosen, mask=wanted)
-    tl.store(weights + out, score * factor, mask=wanted)
+    if token_mask is not None:
+        is_token = tl.load(token_mask + row, mask=row < rows, other=0) != 0
+        chosen = tl.where(is_token[:, None], chosen, -1)
+    tl.store(topk_ids + out, chosen, mask=wanted)
+    tl.store(topk_weights + out, score * factor, mask=wanted)
 
 
 def _run(
-    logits: torch.Tensor, bias: torch.Tensor, how: Routing, live: torch.Tensor | None, *, native: bool
+    logits: torch.Tensor, bias: torch.Tensor, how: Routing, token_mask: torch.Tensor | None, *, native: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs ``native/router.cpp`` if ``native``, else the Triton kernel."""
     (rows, count), (top_k, groups, top_groups, normalise, factor) = logits.shape, how
     logits, bias = logits.contiguous(), bias.contiguous()
-    live = None if live is None else live.contiguous()
-    experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    token_mask = None if token_mask is None else token_mask.contiguous()
+    topk_ids = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
+    topk_weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     if native:
         library, threads = cpu.kernels(), cpu.row_threads(4 * logits.numel())
         scratch = logits.new_empty(threads * library.dsa_route_scratch(count, groups))
         library.dsa_route(
-            logits.data_ptr(), bias.data_ptr(), None if live is None else live.data_ptr(), experts.data_ptr(),
-            weights.data_ptr(), scratch.data_ptr(), rows, count, groups, top_groups, top_k, normalise, factor, threads,
+            logits.data_ptr(), bias.data_ptr(), None if token_mask is None else token_mask.data_ptr(),
+            topk_ids.data_ptr(), topk_weights.data_ptr(), scratch.data_ptr(), rows, count, groups, top_groups, top_k,
+            normalise, factor, threads,
         )  # fmt: skip
     elif rows:
         size = count // groups
@@ -152,21 +153,21 @@ def _run(
         # many; with few, every row has a program. Compiled for sm_90, not yet measured on a device.
         at_once = 2 if rows > 16 * multiprocessors(logits) else 1
         route_kernel[(cdiv(rows, at_once),)](
-            logits, bias, live, experts, weights, rows, factor,
+            logits, bias, token_mask, topk_ids, topk_weights, rows, factor,
             TOP_K=top_k, GROUPS=groups, SIZE=size, TOP_GROUPS=top_groups, NORMALISE=normalise, ROWS=at_once,
             GROUPS_PAD=next_power_of_2(groups), SIZE_PAD=next_power_of_2(size),
             TOP_K_PAD=next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
-    return experts, weights
+    return topk_ids, topk_weights
 
 
 def _by_expert(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
     """The weights of all experts, float32 ``[T, experts + 2]``; the last two columns are of −1 and of what is no
     number of an expert."""
-    experts, weights = result
+    topk_ids, topk_weights = result
     count = given["logits"].shape[1]
-    column = torch.where((experts >= 0) & (experts < count), experts, torch.where(experts == -1, count, count + 1))
-    return [weights.new_zeros(len(experts), count + 2).scatter_(1, column.long(), weights)]
+    column = torch.where((topk_ids >= 0) & (topk_ids < count), topk_ids, torch.where(topk_ids == -1, count, count + 1))
+    return [topk_weights.new_zeros(len(topk_ids), count + 2).scatter_(1, column.long(), topk_weights)]
 
 
 @operation(runs=cpu.runs_kernel, near_ties=_by_expert)
@@ -179,17 +180,17 @@ def route(
     top_groups: int,
     normalise: bool,
     factor: float,
-    live: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts for every token.
 
     Args:
         logits: float32 ``[T, experts]``, consecutive experts forming a group.
         bias: float32 ``[experts]``, the correction bias.
-        live: bool ``[T]``: rows that are tokens; the others choose no expert, −1. Default: all are.
+        token_mask: bool ``[T]``: rows that are tokens; the others choose no expert, −1. Default: all are.
 
     Returns:
-        expert numbers ``[T, top_k]`` int32, best choice first, and their weights ``[T, top_k]`` float32.
+        ``topk_ids [T, top_k]`` int32, best first, and their ``topk_weights [T, top_k]`` float32.
     """
     if logits.dtype != torch.float32 or bias.dtype != torch.float32:
         raise ValueError(f"the router works in float32; got logits {logits.dtype} and bias {bias.dtype}")
@@ -200,10 +201,12 @@ def route(
         raise ValueError(f"{bias.shape[0]} experts in {groups} groups: a group is ranked by 2 experts")
     if not 1 <= top_groups <= groups or not 1 <= top_k <= top_groups * size:
         raise ValueError(f"top {top_k} experts within top {top_groups} of {groups} groups of {size} experts")
-    if live is not None and (live.shape != logits.shape[:1] or live.dtype != torch.bool):
-        raise ValueError(f"live must be bool [{logits.shape[0]}], not {live.dtype} {list(live.shape)}")
+    if token_mask is not None and (token_mask.shape != logits.shape[:1] or token_mask.dtype != torch.bool):
+        raise ValueError(
+            f"token_mask must be bool [{logits.shape[0]}], not {token_mask.dtype} {list(token_mask.shape)}"
+        )
     how = Routing(top_k, groups, top_groups, normalise, factor)
     native = cpu.serves(logits, bias)
     if not native and not runs_triton(logits):
-        return route_reference(logits, bias, how, live)
-    return _run(logits, bias, how, live, native=native)
+        return route_reference(logits, bias, how, token_mask)
+    return _run(logits, bias, how, token_mask, native=native)

@@ -35,9 +35,9 @@ struct Scratch {
 
 struct Problem {
     const float *logits, *bias;
-    const uint8_t* live;
-    int32_t* experts;
-    float* weights;
+    const uint8_t* token_mask;
+    int32_t* topk_ids;
+    float* topk_weights;
     int64_t count, groups, top_groups, top_k;
     bool normalise;
     float factor;
@@ -72,14 +72,14 @@ void route_row(const Problem& p, int64_t row, const Scratch& s) {
     }
     for (int64_t i = 0; i < p.count; i++) s.orders[i] = order_of(s.choice[i]);
     if (p.groups > 1) close_groups(p, s);
-    int32_t* experts = p.experts + row * p.top_k;
-    float *weights = p.weights + row * p.top_k, sum = 0.0f;
-    top(s.orders, p.count, p.top_k, experts);
-    for (int64_t j = 0; j < p.top_k; j++) sum += weights[j] = s.scores[experts[j]];
+    int32_t* topk_ids = p.topk_ids + row * p.top_k;
+    float *topk_weights = p.topk_weights + row * p.top_k, sum = 0.0f;
+    top(s.orders, p.count, p.top_k, topk_ids);
+    for (int64_t j = 0; j < p.top_k; j++) sum += topk_weights[j] = s.scores[topk_ids[j]];
     for (int64_t j = 0; j < p.top_k; j++) {
-        if (p.normalise) weights[j] /= sum + 1e-20f;
-        weights[j] *= p.factor;
-        if (p.live && !p.live[row]) experts[j] = -1;
+        if (p.normalise) topk_weights[j] /= sum + 1e-20f;
+        topk_weights[j] *= p.factor;
+        if (p.token_mask && !p.token_mask[row]) topk_ids[j] = -1;
     }
 }
 
@@ -88,12 +88,13 @@ void route_row(const Problem& p, int64_t row, const Scratch& s) {
 // Floats of scratch that a thread needs.
 extern "C" int64_t dsa_route_scratch(int64_t count, int64_t groups) { return 3 * padded(count) + 3 * groups; }
 
-// logits [rows, count], bias [count], live [rows] or none; experts and weights [rows, top_k].
+// logits [rows, count], bias [count], token_mask [rows] or none; topk_ids and topk_weights [rows, top_k].
 extern "C" void dsa_route(
-    const float* logits, const float* bias, const uint8_t* live, int32_t* experts, float* weights, float* scratch,
-    int64_t rows, int64_t count, int64_t groups, int64_t top_groups, int64_t top_k, int64_t normalise, float factor,
-    int64_t threads) {
-    const Problem p{logits, bias, live, experts, weights, count, groups, top_groups, top_k, normalise != 0, factor};
+    const float* logits, const float* bias, const uint8_t* token_mask, int32_t* topk_ids, float* topk_weights,
+    float* scratch, int64_t rows, int64_t count, int64_t groups, int64_t top_groups, int64_t top_k, int64_t normalise,
+    float factor, int64_t threads) {
+    const Problem p{
+        logits, bias, token_mask, topk_ids, topk_weights, count, groups, top_groups, top_k, normalise != 0, factor};
     for_rows(rows, (int)threads, scratch, dsa_route_scratch(count, groups), [&](int64_t first, int64_t end, float* mine) {
         int32_t* orders = reinterpret_cast<int32_t*>(mine + 2 * padded(count));
         int32_t* of_groups = orders + padded(count);

@@ -1,6 +1,6 @@
 """The all-gather dispatch: every rank gets every token, and a reduce-scatter adds the sums of all ranks.
 
-The bytes that travel do not depend on the routing, but the number of choices that a rank serves does. If they may be
+The bytes that travel do not depend on the routing, but the number of token-expert pairs of a rank does. If they may be
 more than fit at a time, they are counted, and the rank's experts take the tokens in rounds: skew costs time and not
 memory. Nothing travels between rounds, so each rank has as many as it needs.
 """
@@ -26,30 +26,30 @@ class Part(NamedTuple):
 
     first: int
     last: int
-    served: int | None  # number of their choices that this rank serves; None: not counted
+    local_pairs: int | None  # their pairs with experts of this rank; None: not counted
 
 
-def tokens_counted_together(max_pairs: int, choices: int) -> int:
-    """Number of consecutive tokens whose served choices are counted as one number.
+def tokens_counted_together(max_pairs: int, max_per_token: int) -> int:
+    """Number of consecutive tokens whose local pairs are counted as one number.
 
     Args:
         max_pairs: bound on the token-expert pairs of a round.
-        choices: the largest number of choices of a token that a rank may serve.
+        max_per_token: the largest number of experts of a token that a rank may hold.
     """
-    return max(1, max_pairs // (_PARTS * choices))
+    return max(1, max_pairs // (_PARTS * max_per_token))
 
 
-def parts_of(served: list[int], together: int, tokens: int, max_pairs: int) -> list[Part]:
-    """Cuts ``tokens`` tokens into as few rounds as possible, with about as many served choices each.
+def parts_of(local_pairs: list[int], together: int, tokens: int, max_pairs: int) -> list[Part]:
+    """Cuts ``tokens`` tokens into as few rounds as possible, with about as many local pairs each.
 
-    A round has at most ``max_pairs`` served choices, or those of one count if that is larger.
+    A round has at most ``max_pairs`` local pairs, or those of one count if that is larger.
 
     Args:
-        served: served choices of each ``together`` consecutive tokens; the last count may be of fewer tokens.
+        local_pairs: those of each ``together`` consecutive tokens; the last count may be of fewer tokens.
     """
-    rounds = len(_filled(served, max_pairs))
-    even = cdiv(sum(served), rounds) + max(served)
-    groups = _filled(served, min(max_pairs, even))
+    rounds = len(_filled(local_pairs, max_pairs))
+    even = cdiv(sum(local_pairs), rounds) + max(local_pairs)
+    groups = _filled(local_pairs, min(max_pairs, even))
     offsets = [0, *accumulate(map(len, groups))]
     return [
         Part(first * together, min(last * together, tokens), sum(group))
@@ -110,12 +110,12 @@ class AllGatherDispatch(Dispatch):
 
     def receive(self, number: int) -> Received:
         is_last = number == self.rounds - 1
-        (first, last, served), received = self._parts[number], self._received
+        (first, last, local_pairs), received = self._parts[number], self._received
         assert received is not None
         if is_last:
             self._received = None  # its memory is free as soon as the experts are done with it
-        tokens, experts, weights = (tensor[first:last] for tensor in received[:3])
-        return received._replace(tokens=tokens, experts=experts, weights=weights, served=served)
+        tokens, topk_ids, topk_weights = (tensor[first:last] for tensor in received[:3])
+        return received._replace(tokens=tokens, topk_ids=topk_ids, topk_weights=topk_weights, local_pairs=local_pairs)
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         if self._room is not None:

@@ -2,12 +2,12 @@
 
 A token travels once to each rank that holds some of its experts. The number of tokens that come to a rank depends on
 the routing; under skewed routing, nearly all tokens of all ranks may choose the same expert. So the ranks tell each
-other how many token-expert pairs each of them is to serve. If the most loaded rank has more than fit at a time, all
+other how many token-expert pairs each of them has to compute. If the most loaded rank has more than fit at a time, all
 ranks send in rounds: skew costs time and not memory. A rank's own sums come back one by one and are added at the end,
-in the order of a token's choices: the same bits, for any number of rounds.
+in the order of a token's pairs: the same bits, for any number of rounds.
 
-With ``coded_sums`` the sending rank quantises its sums once, to codes in e4m3 with a scale for each 128, a power of
-two. They are added in float32 as before.
+With ``quantized_sums`` (a quantized combine) the sending rank quantises its sums once, to codes in e4m3 with a scale
+for each 128, a power of two. They are added in float32 as before.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class RecvPlan(NamedTuple):
 
     send: list[int]  # tokens of this rank to each rank
     receive: list[int]  # tokens from each rank
-    served: int  # choices of the received tokens that this rank's experts serve
+    local_pairs: int  # token-expert pairs of the received tokens whose experts are this rank's
 
     @classmethod
     def of(cls, sent: list[list[int]], received: list[list[int]]) -> RecvPlan:
-        """The plan for rows and choices ``[size, 2]`` to each rank, and from each rank."""
+        """The plan for rows and pairs ``[size, 2]`` to each rank, and from each rank."""
         return cls([row[0] for row in sent], [row[0] for row in received], sum(row[1] for row in received))
 
 
@@ -47,13 +47,13 @@ class SendPlan(NamedTuple):
     """The destinations of a rank's tokens; a row is one token on its way to one rank."""
 
     order: Order  # rows sorted by rank and, within one, by token
-    ranks: torch.Tensor  # [T, k] int32: rank of every choice, −1 of a choice without an expert
-    counts: torch.Tensor  # [size, 2] int32: rows to each rank, and choices of them that it serves
+    ranks: torch.Tensor  # [T, k] int32: rank of every pair, −1 of a pair without an expert
+    counts: torch.Tensor  # [size, 2] int32: rows to each rank, and its pairs in them
 
     @classmethod
-    def of(cls, experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
+    def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
         """The plan for physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.moe.token_ranks.token_ranks`."""
-        ranks, first, counts = token_ranks(experts, rank_of, size)
+        ranks, first, counts = token_ranks(topk_ids, rank_of, size)
         return cls(expert_order(first, size), ranks, counts)
 
 
@@ -61,53 +61,54 @@ class Rounds(NamedTuple):
     """The rows in the order in which they travel: by round, then by rank, then by token."""
 
     source: torch.Tensor  # [rows] the token of each row
-    choice_rows: torch.Tensor  # [T, k] int32: the row of each choice that is the first of its rank, −1 of others
+    pair_rows: torch.Tensor  # [T, k] int32: the row of each pair that is its token's first for the rank, −1 of others
     counts: torch.Tensor  # [rounds, size, 2] int32
 
 
-def rounds_needed(served: int, max_pairs: int, size: int, k: int) -> int:
+def rounds_needed(pairs: int, max_pairs: int, size: int, k: int) -> int:
     """Number of rounds that keep every rank at ``max_pairs`` token-expert pairs a round, or at ``size · (k + 1)`` if
     that is more.
 
-    The rows from one rank to another are cut evenly, up to one choice and the other choices of its token.
+    The rows from one rank to another are cut evenly, up to one pair and the other pairs of its token.
 
     Args:
-        served: pairs of the most loaded rank.
+        pairs: those of the most loaded rank.
     """
-    if served <= max_pairs:
+    if pairs <= max_pairs:
         return 1
-    return cdiv(served, max(size, max_pairs - size * k))
+    return cdiv(pairs, max(size, max_pairs - size * k))
 
 
 def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
-    """Cuts the ``rows`` rows to each rank into ``rounds`` parts with about as many choices each."""
+    """Cuts the ``rows`` rows to each rank into ``rounds`` parts with about as many pairs each."""
     order, ranks, counts = plan
     size, device = len(counts), ranks.device
     source = order.tokens[:rows]
     rank = torch.searchsorted(order.row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
-    served = (ranks[source] == rank[:, None]).sum(dim=1)
-    choices = counts[:, 1].long()
-    before = served.cumsum(0) - served - (choices.cumsum(0) - choices)[rank]  # choices of the same rank before a row's
-    number = before * rounds // choices[rank].clamp(min=1)
+    row_pairs = (ranks[source] == rank[:, None]).sum(dim=1)
+    rank_pairs = counts[:, 1].long()
+    # Pairs of its rank before a row's.
+    before = row_pairs.cumsum(0) - row_pairs - (rank_pairs.cumsum(0) - rank_pairs)[rank]
+    number = before * rounds // rank_pairs[rank].clamp(min=1)
     by_round = number.argsort(stable=True)
     moved = torch.empty_like(by_round).scatter_(0, by_round, torch.arange(rows, device=device)).int()
-    choice_rows = order.pair_rows
+    pair_rows = order.pair_rows
     if rows:
-        choice_rows = moved[choice_rows.clamp(min=0)].masked_fill_(choice_rows < 0, -1)
+        pair_rows = moved[pair_rows.clamp(min=0)].masked_fill_(pair_rows < 0, -1)
     each = torch.zeros(rounds * size, 2, dtype=torch.int32, device=device)
-    values = torch.stack((torch.ones_like(served), served), dim=1).int()
+    values = torch.stack((torch.ones_like(row_pairs), row_pairs), dim=1).int()
     each.scatter_add_(0, (number * size + rank)[:, None].expand(rows, 2), values)
-    return Rounds(source[by_round], choice_rows, each.view(rounds, size, 2))
+    return Rounds(source[by_round], pair_rows, each.view(rounds, size, 2))
 
 
 class AllToAllDispatch(Dispatch):
     """Tokens travel to their experts and back.
 
     Args:
-        source, choice_rows: see :class:`Rounds`.
+        source, pair_rows: see :class:`Rounds`.
         plans: the sizes of each round.
         rank: this rank's number in the placement, if it is not that in the group.
-        coded_sums: sums travel back as codes and scales.
+        quantized_sums: sums travel back as codes and scales.
     """
 
     def __init__(
@@ -115,20 +116,20 @@ class AllToAllDispatch(Dispatch):
         group: Group,
         placement: ExpertPlacement,
         tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
         source: torch.Tensor,
-        choice_rows: torch.Tensor,
+        pair_rows: torch.Tensor,
         plans: list[RecvPlan],
         rank: int | None = None,
-        coded_sums: bool = False,
+        quantized_sums: bool = False,
     ):
         self._group, self._placement = group, placement
-        self._tokens, self._experts, self._weights = tokens, experts, weights
-        self._source, self._choice_rows = source, choice_rows
+        self._tokens, self._topk_ids, self._topk_weights = tokens, topk_ids, topk_weights
+        self._source, self._pair_rows = source, pair_rows
         self._plans = plans
         self._rank = group.index if rank is None else rank
-        self._coded_sums = coded_sums
+        self._quantized_sums = quantized_sums
         self._returned: torch.Tensor | None = None  # [rows, hidden or words]: at most k rows a token, under any routing
         self._first = [0, *accumulate(sum(plan.send) for plan in plans)]  # first row of each round
         self._returning: Callable[[], None] = lambda: None
@@ -142,18 +143,18 @@ class AllToAllDispatch(Dispatch):
         self._returning()  # it began before this round's tokens; its sums are freed
         packed = self._coming()
         del self._coming
-        rank, k = self._rank, self._experts.shape[1]
+        rank, k = self._rank, self._topk_ids.shape[1]
         return Received(
             *unpacked(packed, self._tokens, k),
-            max(1 / k, self._placement.fraction(rank)),  # a token comes for one choice at least
-            self._plans[number].served,
+            max(1 / k, self._placement.fraction(rank)),  # a token comes for one expert at least
+            self._plans[number].local_pairs,
             self._placement.first(rank),
         )
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         send, receive, _ = self._plans[number]
         self._hidden, self._dtype = sums.shape[1], sums.dtype
-        if self._coded_sums:
+        if self._quantized_sums:
             sums = quantize_tokens(sums, power_of_two=True)
         if self._returned is None:
             self._returned = sums.new_empty(len(self._source), sums.shape[1])
@@ -165,15 +166,15 @@ class AllToAllDispatch(Dispatch):
     def combine(self) -> torch.Tensor:
         assert self._returned is not None
         self._returning()
-        if self._coded_sums:
-            return combine_codes(self._returned, self._choice_rows, self._hidden, self._dtype)
-        return weighted_sum(self._returned, self._choice_rows)
+        if self._quantized_sums:
+            return combine_codes(self._returned, self._pair_rows, self._hidden, self._dtype)
+        return weighted_sum(self._returned, self._pair_rows)
 
     def _start(self, number: int) -> None:
         """Sends the tokens of a round."""
         send, receive, _ = self._plans[number]
         source = self._source[self._first[number] : self._first[number + 1]]
-        packed = pack_tokens(self._tokens, self._experts, self._weights, source=source)
+        packed = pack_tokens(self._tokens, self._topk_ids, self._topk_weights, source=source)
         into = packed.new_empty(sum(receive), packed.shape[1])
         wait = self._group.all_to_all_async(packed, into, send, receive)
         self._coming = lambda: wait() or into

@@ -1,15 +1,15 @@
-"""The dispatch by nodes: a token crosses to a node once, however many ranks serve it there.
+"""The dispatch by nodes: a token crosses to a node once, however many ranks there hold its experts.
 
-A token travels along its rail (`rails.py`) to each node that serves it, by an all-to-all (`all_to_all.py`), and is
+A token travels along its rail (`rails.py`) to each node with its experts, by an all-to-all (`all_to_all.py`), and is
 passed on inside by another one. The sums of a node's ranks are added in float32, in the order of the token's
-choices, and cross back as one row in the tokens' dtype; those of the nodes are added in float32 at home.
+pairs, and cross back as one row in the tokens' dtype; those of the nodes are added in float32 at home.
 
 In float32 the sums differ from those of the all-to-all by their order only. In bfloat16 a node's sum is rounded once
-more before it crosses, as float32 rows would double what the slow links carry back. With ``coded_sums`` it is rounded
-to codes and scales instead, once, and only there: inside a node sums travel in the tokens' dtype.
+more before it crosses, as float32 rows would double what the slow links carry back. With ``quantized_sums`` it is
+rounded to codes and scales instead, once, and only there: inside a node sums travel in the tokens' dtype.
 
 Both all-to-alls have rounds, so that skew costs time and not memory: a round along the rail brings a rank as many
-choices as it may serve in a round itself (`all_to_all.py: rounds_needed`), and is passed on in rounds of its own. The
+pairs as it may compute in a round itself (`all_to_all.py: rounds_needed`), and is passed on in rounds of its own. The
 number of rounds does not change a bit.
 """
 
@@ -53,9 +53,9 @@ class NodeTables:
 
     Attributes:
         peers: int32 ``[physical]``, the rank of this rail that takes this rank's tokens for an expert.
-        inner: int32 ``[physical]``, the index in this machine of an expert's rank, −1 for experts of others.
-        takers: int32 ``[ranks]``, the rank of this machine that takes the tokens of each rank.
-        whole: the placement of all experts on one rank: along a rail, choices keep the numbers of physical experts.
+        inner: int32 ``[physical]``, the index in this node of an expert's rank, −1 for experts of others.
+        takers: int32 ``[ranks]``, the rank of this node that takes the tokens of each rank.
+        whole: the placement of all experts on one rank: along a rail, `topk_ids` keep the numbers of physical experts.
         largest_rail, largest_node: number of ranks in the largest of each, the same on every rank.
     """
 
@@ -79,8 +79,8 @@ class Way(NamedTuple):
     Attributes:
         along: rows of this rank along the rail.
         inside: rows inside the node, in one round.
-        busiest: choices that the most loaded rank of all serves.
-        brought: choices in the rows along the rail to the rank that takes the largest number of them.
+        busiest: pairs of the most loaded rank of all.
+        brought: pairs in the rows along the rail to the rank that takes the largest number of them.
     """
 
     along: RecvPlan
@@ -92,10 +92,10 @@ class Way(NamedTuple):
     def of(cls, numbers: Sequence[int], groups: NodeGroups) -> Way:
         """The sizes from one row of :func:`way_numbers`."""
         size = len(groups.nodes)
-        there, here, passed, taken, served = (numbers[i * size : (i + 1) * size] for i in range(5))
+        there, here, passed, taken, local_pairs = (numbers[i * size : (i + 1) * size] for i in range(5))
         rail, node = groups.rail.ranks, groups.node.ranks
         along = RecvPlan([there[r] for r in rail], [here[r] for r in rail], sum(here))
-        inside = RecvPlan([passed[r] for r in node], [taken[r] for r in node], sum(served))
+        inside = RecvPlan([passed[r] for r in node], [taken[r] for r in node], sum(local_pairs))
         return cls(along, inside, *numbers[5 * size :])
 
 
@@ -172,21 +172,21 @@ class ByNodeDispatch(Dispatch):
 
 def counts_in_rounds(final: SendPlan, along: SendPlan, cut: Rounds) -> torch.Tensor:
     """What a rank has for every rank in each round along the rail: int32 ``[rounds, size, 4]``:
-    rows, and choices of them, to the rank that serves them; the same to the rank of the rail.
+    rows, and pairs of them, to the rank that holds their experts; the same to the rank of the rail.
 
     Args:
-        final: the ranks that serve the choices.
+        final: the ranks of the pairs.
         along: the ranks of the rail that take them.
         cut: the rounds of the rows along the rail.
     """
     rounds, size = cut.counts.shape[:2]
-    # A choice travels in the row of the first choice that has the same rank of the rail.
+    # A pair travels in the row of the token's first pair with the same rank of the rail.
     first = (along.ranks[:, :, None] == along.ranks[:, None, :]).int().argmax(dim=-1)
-    row = cut.choice_rows.gather(1, first)
+    row = cut.pair_rows.gather(1, first)
     row_ends = cut.counts[..., 0].sum(dim=1).cumsum(0)
     number = torch.searchsorted(row_ends, row.clamp(min=0).long(), right=True)
     at = number * size + final.ranks
-    each = at.new_zeros(2, rounds * size + 1)  # the last for choices without an expert
+    each = at.new_zeros(2, rounds * size + 1)  # the last for pairs without an expert
     for counts, counted in zip(each, (final.order.pair_rows >= 0, final.ranks >= 0), strict=True):
         where = at.masked_fill(~counted, rounds * size).flatten()
         counts.scatter_add_(0, where, torch.ones_like(where))
@@ -199,9 +199,9 @@ def way_numbers(by_pair: torch.Tensor, rank: int, takers: torch.Tensor) -> torch
     Args:
         by_pair: int32 ``[rounds, from, to, 4]``, the counts of every rank as :func:`counts_in_rounds` has them.
     """
-    rows, served, along, brought = by_pair.unbind(dim=-1)
+    rows, local_pairs, along, brought = by_pair.unbind(dim=-1)
     # Rows inside the node come from the rank that took them off the rail.
     inside = torch.zeros_like(rows).index_add_(1, takers, rows)
-    largest = [counts.sum(dim=1, dtype=torch.int32).amax(dim=1, keepdim=True) for counts in (served, brought)]
-    mine = (along[:, rank], along[:, :, rank], inside[:, rank], inside[:, :, rank], served[:, :, rank])
+    largest = [counts.sum(dim=1, dtype=torch.int32).amax(dim=1, keepdim=True) for counts in (local_pairs, brought)]
+    mine = (along[:, rank], along[:, :, rank], inside[:, rank], inside[:, :, rank], local_pairs[:, :, rank])
     return torch.cat((*mine, *largest), dim=1)

@@ -10,29 +10,29 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.moe.expert_order import local_experts
-from dsa_engine.kernels.moe.pack_tokens import choices_of, tokens_of
+from dsa_engine.kernels.moe.expert_order import local_topk_ids
+from dsa_engine.kernels.moe.pack_tokens import tokens_of, topk_of
 
 
 class Received(NamedTuple):
     """Tokens at the rank that holds their experts.
 
-    ``experts`` are physical ones, of which this rank's begin with ``first``; −1 is none. Without ``first`` they are
-    counted within this rank's, and −1 is a choice that another rank serves. ``served_fraction`` is the part of the
-    choices that this rank serves under balanced routing, and ``served`` their number, if the host knows it. Rows of
-    tokens, experts and weights may lie apart.
+    ``topk_ids`` are physical experts, of which this rank's begin with ``first``; −1 is none. Without ``first`` they are
+    counted within this rank's, and −1 is an expert of another rank. ``local_fraction`` is the part of the token-expert
+    pairs with experts of this rank under balanced routing, and ``local_pairs`` their number, if the host knows it. Rows
+    of tokens, ``topk_ids`` and ``topk_weights`` need not be contiguous.
     """
 
     tokens: torch.Tensor  # [R, width], as they were sent: numbers, or words with codes and scales
-    experts: torch.Tensor  # [R, k] int32
-    weights: torch.Tensor  # [R, k] float32
-    served_fraction: float
-    served: int | None = None
+    topk_ids: torch.Tensor  # [R, k] int32
+    topk_weights: torch.Tensor  # [R, k] float32
+    local_fraction: float
+    local_pairs: int | None = None
     first: int | None = None
 
     def local(self, count: int) -> torch.Tensor:
-        """``experts`` counted within the ``count`` of this rank, −1 for those that other ranks serve."""
-        return local_experts(self.experts, count, self.first)
+        """``topk_ids`` counted within the ``count`` experts of this rank, −1 for those of other ranks."""
+        return local_topk_ids(self.topk_ids, count, self.first)
 
 
 class Dispatch(ABC):
@@ -84,4 +84,4 @@ class NoDispatch(Dispatch):
 def unpacked(packed: torch.Tensor, like: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens (width and dtype of ``like``), physical experts and weights of packed rows: views."""
     hidden, dtype = like.shape[1], like.dtype
-    return tokens_of(packed, hidden, dtype), *choices_of(packed, hidden, dtype, k)
+    return tokens_of(packed, hidden, dtype), *topk_of(packed, hidden, dtype, k)

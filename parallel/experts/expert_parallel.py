@@ -1,11 +1,11 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
-A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
-row (`kernels/moe/pack_tokens.py`), and the sums back. A dispatch sends a token to a rank at most once, even if it has
-chosen several of that rank's experts.
+A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its `topk_ids` and
+`topk_weights` in one row (`kernels/moe/pack_tokens.py`), and the sums back. A dispatch sends a token to a rank at most
+once, even if it has chosen several of that rank's experts.
 
 * "all_to_all": only what is needed travels, in rounds if much comes to one rank (`all_to_all.py`). The counts depend on
-  the routing, and the host waits for them. Sums add in float32, in the order of a token's choices: the same bits each
+  the routing, and the host waits for them. Sums add in float32, in the order of a token's pairs: the same bits each
   time.
 * "all_gather": every rank gets every token (`all_gather.py`). The bytes that travel depend on the batch only. Sums add
   in the tokens' dtype, on their way back.
@@ -57,10 +57,10 @@ class ExpertParallel:
         nodes: the groups inside and between nodes; None: "by_node" is "all_to_all".
         choice: chooses for "auto".
         groups, top_groups: those of the model's router.
-        even: spread choices evenly over the ranks instead of routing them
+        even: spread pairs evenly over the ranks instead of routing them
             (:meth:`.layer_placements.ExpertDivision.even_routing`).
-        coded_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail; None:
-            sums travel in the tokens' dtype.
+        quantized_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail;
+            None: sums travel in the tokens' dtype.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ExpertParallel:
         self.choice = choice
         self.groups, self.top_groups = 1, 1
         self.even = False
-        self.coded_sum_bytes: int | None = None
+        self.quantized_sum_bytes: int | None = None
         self._tables = NodeTables(nodes, placement) if nodes else None
 
     @property
@@ -87,42 +87,42 @@ class ExpertParallel:
     def dispatch(
         self,
         tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
         method: MoeDispatch,
         max_tokens: int,
         max_pairs: int = sys.maxsize,
         sum_bytes: int | None = None,
     ) -> Dispatch:
-        """Brings each of ``tokens [T, width]`` to its ``experts [T, k]``; every rank of the group takes part.
+        """Brings each of ``tokens [T, width]`` to its experts ``topk_ids [T, k]``; every rank of the group takes part.
 
         Args:
             tokens: numbers or words, as the experts take them.
-            experts: logical experts, int32; −1 is no expert.
-            weights: ``[T, k]`` float32.
+            topk_ids: logical experts, int32; −1 is no expert.
+            topk_weights: ``[T, k]`` float32.
             method: "all_to_all", "all_gather", "by_node" or "auto".
             max_tokens: the largest token count of a rank of the group.
-            max_pairs: bound on the token-expert pairs that a rank serves in a round
+            max_pairs: bound on the token-expert pairs of a rank in a round
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
                 if there may be more, the host waits for their number.
             sum_bytes: of a token's sum in the tokens' dtype; default: those of the token.
         """
         if self.group.size == 1:
-            return NoDispatch(Received(tokens, self.to_physical(experts), weights, 1.0))
+            return NoDispatch(Received(tokens, self.to_physical(topk_ids), topk_weights, 1.0))
         if method == "auto":
-            method = self._chosen(tokens, experts.shape[1], max_tokens, max_pairs, sum_bytes)
+            method = self._chosen(tokens, topk_ids.shape[1], max_tokens, max_pairs, sum_bytes)
         if method == "all_gather":
-            return self._all_gather(tokens, experts, weights, max_tokens, max_pairs)
-        experts = self.to_physical(experts)
+            return self._all_gather(tokens, topk_ids, topk_weights, max_tokens, max_pairs)
+        topk_ids = self.to_physical(topk_ids)
         if method == "by_node" and self.nodes is not None:
-            return self._by_node(tokens, experts, weights, max_pairs, self.nodes)
-        return self._all_to_all(tokens, experts, weights, max_pairs)
+            return self._by_node(tokens, topk_ids, topk_weights, max_pairs, self.nodes)
+        return self._all_to_all(tokens, topk_ids, topk_weights, max_pairs)
 
-    def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
-        """The physical experts ``[T, k]`` that serve this rank's choices of logical ones."""
+    def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The physical experts ``[T, k]`` for this rank's logical ones."""
         if self.even:
-            return self.placement.spread(experts, self.group.index * experts.numel())
-        return self.placement.to_physical(experts, self.group.index)
+            return self.placement.spread(topk_ids, self.group.index * topk_ids.numel())
+        return self.placement.to_physical(topk_ids, self.group.index)
 
     @property
     def choosing(self) -> Replicas | None:
@@ -130,11 +130,11 @@ class ExpertParallel:
         return None if self.even else self.placement.choosing(self.group.index)
 
     def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
-        """Tells every rank what comes to it, and the number of choices that the most loaded rank serves. In a dispatch
+        """Tells every rank what comes to it, and the number of pairs of the most loaded rank. In a dispatch
         of one round, the host waits for nothing else.
 
         Args:
-            sent: int32 ``[size, 2]``, to each rank: tokens, and choices of them that it serves.
+            sent: int32 ``[size, 2]``, to each rank: tokens, and its pairs in them.
         """
         size, index = self.group.size, self.group.index
         all_ranks = self.group.all_gather(sent).view(size, size, 2)  # from, to
@@ -143,7 +143,7 @@ class ExpertParallel:
         return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
 
     def _plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
-        """The plan of every round, whose rows and choices ``sent [rounds, size, 2]`` go to each rank; the host
+        """The plan of every round, whose rows and pairs ``sent [rounds, size, 2]`` go to each rank; the host
         waits."""
         received = group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
         both = download(torch.stack((sent, received), dim=1))()
@@ -160,22 +160,22 @@ class ExpertParallel:
         return [Way.of(row, groups) for row in rows]
 
     def _gather(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int, by_rail: bool
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int, by_rail: bool
     ) -> Callable[[], Received]:
         """Starts to gather the tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert
         works on it.
 
         Args:
-            experts: logical ones.
+            topk_ids: logical experts.
             by_rail: gather them in that order (:meth:`.Group.goes_by_rail`).
 
         Returns:
             a function that waits for them.
         """
-        group, k, replicas = self.group, experts.shape[1], self.choosing
+        group, k, replicas = self.group, topk_ids.shape[1], self.choosing
         if replicas is None:
-            experts = self.to_physical(experts)
-        packed = pack_tokens(tokens, experts, weights, rows=max_tokens, replicas=replicas)
+            topk_ids = self.to_physical(topk_ids)
+        packed = pack_tokens(tokens, topk_ids, topk_weights, rows=max_tokens, replicas=replicas)
         wait = group.all_gather_async(packed, by_rail)
 
         def received() -> Received:
@@ -184,57 +184,58 @@ class ExpertParallel:
 
         return received
 
-    def _served(self, received: Received, together: int) -> list[int]:
-        """Number of gathered choices that this rank serves, of each ``together`` tokens; the host waits for it."""
-        experts = received.local(self.placement.count(self.group.index))
-        padded = F.pad(experts, (0, 0, 0, -len(experts) % together), value=-1) if len(experts) % together else experts
-        return download((padded.view(-1, together * experts.shape[1]) >= 0).sum(dim=1))()
+    def _local_pairs(self, received: Received, together: int) -> list[int]:
+        """Number of gathered pairs with experts of this rank, of each ``together`` tokens; the host waits for it."""
+        topk_ids = received.local(self.placement.count(self.group.index))
+        if missing := -len(topk_ids) % together:
+            topk_ids = F.pad(topk_ids, (0, 0, 0, missing), value=-1)
+        return download((topk_ids.view(-1, together * topk_ids.shape[1]) >= 0).sum(dim=1))()
 
     def _all_to_all(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_pairs: int
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_pairs: int
     ) -> Dispatch:
-        group, k = self.group, experts.shape[1]
-        plan = SendPlan.of(experts, self.placement.rank_of, group.size)
+        group, k = self.group, topk_ids.shape[1]
+        plan = SendPlan.of(topk_ids, self.placement.rank_of, group.size)
         whole, largest = self._counts(plan.counts)
         rows, rounds = sum(whole.send), rounds_needed(largest, max_pairs, group.size, k)
         if rounds == 1:
-            source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
+            source, pair_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
         else:
-            source, choice_rows, counts = in_rounds(plan, rows, rounds)
+            source, pair_rows, counts = in_rounds(plan, rows, rounds)
             plans = self._plans(group, counts)
-        coded = self.coded_sum_bytes is not None
+        quantized = self.quantized_sum_bytes is not None
         return AllToAllDispatch(
-            group, self.placement, tokens, experts, weights, source, choice_rows, plans, coded_sums=coded
+            group, self.placement, tokens, topk_ids, topk_weights, source, pair_rows, plans, quantized_sums=quantized
         )
 
     def _by_node(
         self,
         tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
         max_pairs: int,
         groups: NodeGroups,
     ) -> Dispatch:
-        placement, tables, (size, k) = self.placement, self._tables, (self.group.size, experts.shape[1])
+        placement, tables, (size, k) = self.placement, self._tables, (self.group.size, topk_ids.shape[1])
         assert tables is not None
-        along, final = SendPlan.of(experts, tables.peers, size), SendPlan.of(experts, placement.rank_of, size)
+        along, final = SendPlan.of(topk_ids, tables.peers, size), SendPlan.of(topk_ids, placement.rank_of, size)
         ways = self._ways(torch.cat((final.counts, along.counts), dim=1)[None], groups, tables.takers)
         rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
-        source, choice_rows = along.order.tokens[:rows], along.order.pair_rows
+        source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
         if rounds > 1:
             cut = in_rounds(along, rows, rounds)
-            source, choice_rows, _ = cut
+            source, pair_rows, _ = cut
             ways = self._ways(counts_in_rounds(final, along, cut), groups, tables.takers)
         inner_rounds = [rounds_needed(way.busiest, max_pairs, tables.largest_node, k) for way in ways]
 
         def pass_on(number: int, brought: Received) -> Dispatch:
             return self._inside(groups.node, tables.inner, brought, ways[number].inside, inner_rounds[number])
 
-        plans, coded = [way.along for way in ways], self.coded_sum_bytes is not None
+        plans, quantized = [way.along for way in ways], self.quantized_sum_bytes is not None
 
         def rail() -> Dispatch:
             return AllToAllDispatch(
-                groups.rail, tables.whole, tokens, experts, weights, source, choice_rows, plans, 0, coded
+                groups.rail, tables.whole, tokens, topk_ids, topk_weights, source, pair_rows, plans, 0, quantized
             )
 
         return ByNodeDispatch(groups, rail, pass_on, inner_rounds)
@@ -245,43 +246,43 @@ class ExpertParallel:
         Args:
             rank_of: the index in the node of each physical expert's rank.
         """
-        plan, rows = SendPlan.of(brought.experts, rank_of, node.size), sum(whole.send)
+        plan, rows = SendPlan.of(brought.topk_ids, rank_of, node.size), sum(whole.send)
         if rounds == 1:
-            source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
+            source, pair_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
         else:
-            source, choice_rows, counts = in_rounds(plan, rows, rounds)
+            source, pair_rows, counts = in_rounds(plan, rows, rounds)
             plans = self._plans(node, counts)
-        rank, (tokens, experts, weights) = self.group.index, brought[:3]
-        return AllToAllDispatch(node, self.placement, tokens, experts, weights, source, choice_rows, plans, rank)
+        rank, (tokens, topk_ids, topk_weights) = self.group.index, brought[:3]
+        return AllToAllDispatch(node, self.placement, tokens, topk_ids, topk_weights, source, pair_rows, plans, rank)
 
     def _chosen(
-        self, tokens: torch.Tensor, choices: int, max_tokens: int, max_pairs: int, sum_bytes: int | None
+        self, tokens: torch.Tensor, k: int, max_tokens: int, max_pairs: int, sum_bytes: int | None
     ) -> DispatchMethod:
         """What "auto" is for a step, the same on every rank."""
         assert self.choice is not None
         sent = tokens.shape[1] * tokens.dtype.itemsize
-        row = RowBytes.of(sent, choices, sum_bytes, self.coded_sum_bytes)
-        routing = Routing(self.placement.experts, choices, self.groups, self.top_groups)
+        row = RowBytes.of(sent, k, sum_bytes, self.quantized_sum_bytes)
+        routing = Routing(self.placement.experts, k, self.groups, self.top_groups)
         return self.choice.method(max_tokens, max_pairs, row, routing)
 
     def _all_gather(
         self,
         tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
         max_tokens: int,
         max_pairs: int,
     ) -> Dispatch:
-        group, (count, k) = self.group, experts.shape
-        choices = min(k, self.placement.count(group.index))
+        group, (count, k) = self.group, topk_ids.shape
+        max_per_token = min(k, self.placement.count(group.index))
 
         def parts(received: Received) -> list[Part]:
             rows = len(received.tokens)
-            if rows * choices <= max_pairs:
+            if rows * max_per_token <= max_pairs:
                 return [Part(0, rows, None)]
-            together = tokens_counted_together(max_pairs, choices)
-            return parts_of(self._served(received, together), together, rows, max_pairs)
+            together = tokens_counted_together(max_pairs, max_per_token)
+            return parts_of(self._local_pairs(received, together), together, rows, max_pairs)
 
         by_rail = group.goes_by_rail(max_tokens * RowBytes.of(tokens.shape[1] * tokens.dtype.itemsize, k).there)
-        gathered = self._gather(tokens, experts, weights, max_tokens, by_rail)
+        gathered = self._gather(tokens, topk_ids, topk_weights, max_tokens, by_rail)
         return AllGatherDispatch(group, gathered, parts, count, by_rail)

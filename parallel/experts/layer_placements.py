@@ -150,8 +150,8 @@ class ExpertDivision:
 
     @contextmanager
     def even_routing(self) -> Iterator[None]:
-        """Within the block, choices are spread evenly over the ranks instead of routed, so that the startup can measure
-        the memory of a full round."""
+        """Within the block, token-expert pairs are spread evenly over the ranks instead of routed, so that the startup
+        can measure the memory of a full round."""
         before = [(one, one.even) for one in self._made.values()]
         for one, _ in before:
             one.even = True

@@ -27,12 +27,12 @@ class LoadCounter:
 
     def __init__(self, model: str, layers: Sequence[int], experts: int, group: Group, device: torch.device):
         self._model, self._layers, self._group = model, tuple(layers), group
-        # The first column is for choices that are none.
+        # The first column is for −1.
         self._counts = torch.zeros(len(self._layers), 1 + experts, dtype=torch.int64, device=device)
         self._taken = torch.zeros(len(self._layers), experts, dtype=torch.int64, device=device)  # all ranks together
 
     def counts(self, layer: int) -> torch.Tensor:
-        """int64 ``[1 + experts]``, to which :func:`count_choices` adds."""
+        """int64 ``[1 + experts]``, to which :func:`count_topk_ids` adds."""
         return self._counts[self._layers.index(layer)]
 
     def take(self) -> ExpertLoads:
@@ -71,7 +71,7 @@ class LoadCounter:
         return lambda: ExpertLoads(self._model, self._layers, tuple(map(tuple, counts())))
 
 
-def count_choices(experts: torch.Tensor, counts: torch.Tensor) -> None:
-    """Adds choices ``experts [T, k]``, −1 for none, to ``counts``. Sums of integers do not depend on their order."""
-    numbers = experts.flatten().long() + 1
+def count_topk_ids(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
+    """Adds ``topk_ids [T, k]``, −1 for none, to ``counts``. Sums of integers do not depend on their order."""
+    numbers = topk_ids.flatten().long() + 1
     counts.scatter_add_(0, numbers, torch.ones_like(numbers))

@@ -22,8 +22,8 @@ class ExpertPlacement:
 
     Args:
         held: for every rank, its logical experts in the order of its weights. Ranks may hold different numbers of them.
-        device: device of the tensors that map choices.
-        changes: whether :meth:`change` may be called, so that CUDA graphs must look every choice up.
+        device: device of the tensors that map experts.
+        changes: whether :meth:`change` may be called, so that CUDA graphs must look every expert up.
 
     Attributes:
         held: as given.
@@ -93,29 +93,29 @@ class ExpertPlacement:
             of_logical[expert].append(number)
         return of_logical
 
-    def to_physical(self, experts: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The physical experts of logical ones ``[T, k]``, int32; −1 stays −1.
+    def to_physical(self, topk_ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The physical experts of logical ones ``topk_ids [T, k]``, int32; −1 stays −1.
 
-        Rows are numbered from ``first``; the number decides which replica serves a row, so that each serves equally
-        many.
+        Rows are numbered from ``first``; the number decides which replica computes a row, so that each computes
+        equally many.
         """
         replicas = self.choosing(first)
-        return experts if replicas is None else choose_replicas(experts, *replicas)
+        return topk_ids if replicas is None else choose_replicas(topk_ids, *replicas)
 
     def choosing(self, first: int) -> Replicas | None:
         """What :meth:`to_physical` chooses with; None: physical experts are numbered as logical ones."""
         return None if self._replicas is None else Replicas(self._replicas, first)
 
-    def spread(self, experts: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Physical experts instead of ``experts [T, k]``, each on the rank after that of the one before; −1 stays.
+    def spread(self, topk_ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Physical experts instead of ``topk_ids [T, k]``, each on the rank after that of the one before; −1 stays.
 
-        The choices of all ranks are numbered, and this rank's begin with number ``first``: so every rank is chosen
+        The pairs of all ranks are numbered, and this rank's begin with number ``first``: so every rank is chosen
         equally often.
         """
-        numbers = torch.arange(first, first + experts.numel(), device=experts.device).view(experts.shape)
+        numbers = torch.arange(first, first + topk_ids.numel(), device=topk_ids.device).view(topk_ids.shape)
         rank, turn = numbers % self.ranks, numbers // self.ranks
         spans = self._spans[rank]
-        return (spans[..., 0] + turn % spans[..., 1]).to(experts.dtype).where(experts >= 0, experts)
+        return (spans[..., 0] + turn % spans[..., 1]).to(topk_ids.dtype).where(topk_ids >= 0, topk_ids)
 
     def local(self, physical: torch.Tensor, rank: int) -> torch.Tensor:
         """The same experts counted within those of ``rank``, −1 for experts of other ranks."""

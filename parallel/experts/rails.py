@@ -1,6 +1,6 @@
 """Rails: groups with one rank of every node (or more, where nodes differ in size).
 
-In a dispatch by node, a token travels along its rail to each node that serves it, and from there to the ranks that do.
+In a dispatch by node, a token travels along its rail to each node with experts of it, and from there to their ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads of experts, counted on the device and written to a file, against a plain recount of the router's choices."""
+"""Loads of experts, counted on the device and written to a file, against a plain recount of the router's `topk_ids`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.model import moe
-from dsa_engine.parallel.experts.load_counter import LoadCounter, count_choices
+from dsa_engine.parallel.experts.load_counter import LoadCounter, count_topk_ids
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
@@ -37,16 +37,16 @@ PROMPTS = [[5 + i % 200 for i in range(n)] for n in (70, 9, 1)]
 
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[int]]]:
-    """The router's choices so far, by the address of the layer's bias."""
+    """The router's `topk_ids` so far, by the address of the layer's bias."""
     chosen: dict[int, list[int]] = {}
     original = moe.route
 
     def route(scores: torch.Tensor, bias: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        experts, weights = original(scores, bias, **options)
-        live = options["live"]
-        rows = experts if live is None else experts[live]
+        topk_ids, topk_weights = original(scores, bias, **options)
+        token_mask = options["token_mask"]
+        rows = topk_ids if token_mask is None else topk_ids[token_mask]
         chosen.setdefault(bias.data_ptr(), []).extend(rows.flatten().tolist())
-        return experts, weights
+        return topk_ids, topk_weights
 
     monkeypatch.setattr(moe, "route", route)
     yield chosen
@@ -116,7 +116,7 @@ def counter_of_one() -> LoadCounter:
 
 
 def choose(counter: LoadCounter, *experts: int) -> None:
-    count_choices(torch.tensor([experts], dtype=torch.int32), counter.counts(4))
+    count_topk_ids(torch.tensor([experts], dtype=torch.int32), counter.counts(4))
 
 
 def test_two_readers_do_not_disturb_each_other() -> None:

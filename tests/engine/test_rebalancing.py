@@ -17,7 +17,7 @@ from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
-from dsa_engine.parallel.experts.load_counter import LoadCounter, count_choices
+from dsa_engine.parallel.experts.load_counter import LoadCounter, count_topk_ids
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.movement import expert_bytes
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
@@ -197,9 +197,9 @@ def test_the_busiest_rank_has_what_was_planned(caplog: pytest.LogCaptureFixture)
 def test_loads_are_those_of_all_ranks_since_the_last_time() -> None:
     def work(group: Group) -> list[ExpertLoads]:
         counter = LoadCounter("m", LAYERS, EXPERTS, group, CPU)
-        count_choices(torch.tensor([[0, group.index], [-1, 6]], dtype=torch.int32), counter.counts(4))
+        count_topk_ids(torch.tensor([[0, group.index], [-1, 6]], dtype=torch.int32), counter.counts(4))
         first = counter.take()
-        count_choices(torch.tensor([[5]], dtype=torch.int32), counter.counts(1))
+        count_topk_ids(torch.tensor([[5]], dtype=torch.int32), counter.counts(1))
         return [first, counter.take()]
 
     none = (0.0,) * EXPERTS

@@ -67,11 +67,11 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("weight", lambda x: x[:, :64], "must be contiguous"),
     ],
     "choose_replicas": [
-        ("experts", to(I64), r"not torch.int64 \(60, 4\)"),
+        ("topk_ids", to(I64), r"not torch.int64 \(60, 4\)"),
         ("replicas", columns(1), r"torch.int32 \(8, 1\)"),
     ],
     "combine": [
-        ("weights", columns(1), r"weights \(60, 1\)"),
+        ("topk_weights", columns(1), r"topk_weights \(60, 1\)"),
         ("pair_rows", to(I64), "pair_rows must be int32 and weights float32, not torch.int64"),
     ],
     "combine_codes": [
@@ -94,21 +94,21 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("scale_inv", to(BF16), "float32 scales"),
     ],
     "expert_mlp": [
-        ("weights", columns(3), r"weights \(60, 3\)"),
+        ("topk_weights", columns(3), r"topk_weights \(60, 3\)"),
         ("x", rows(3), r"x \(3, 128\)"),
         ("down", part(0, columns(63)), r"gate_up \(8, 128, 128\), down \(8, 128, 63\)"),
         ("gate_up", part(0, columns(127)), r"gate_up \(8, 128, 127\), down \(8, 128, 64\)"),
     ],
     "expert_mlp, FP8": [
-        ("weights", columns(3), r"weights \(60, 3\)"),
+        ("topk_weights", columns(3), r"topk_weights \(60, 3\)"),
         ("x", columns(127), r"x \(60, 127\), gate_up"),
         ("down", part(1, lambda x: x[..., 0]), r"\[8, 128, 128\] must be \[8, 1, 1\], not \[8, 1\]"),
     ],
     "expert_mlp, INT4": [("down", part(0, columns(8)), r"gate_up \(8, 256, 16\), down \(8, 128, 8\)")],
     "expert_mlp, INT8": [("down", part(0, columns(63)), r"gate_up \(8, 128, 128\), down \(8, 128, 63\)")],
     "expert_order": [
-        ("experts", to(I64), "int32.*not torch.int64"),
-        ("experts", lambda x: x[0], r"not torch.int32 \(4,\)"),
+        ("topk_ids", to(I64), "int32.*not torch.int64"),
+        ("topk_ids", lambda x: x[0], r"not torch.int32 \(4,\)"),
         ("count", set_to(0), "0 experts"),
     ],
     "gather_latent": [
@@ -136,7 +136,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("partial_out", to(HALF), "float32, not torch.float16"),
     ],
     "pack_tokens": [
-        ("experts", rows(2), r"experts \(2, 4\)"),
+        ("topk_ids", rows(2), r"topk_ids \(2, 4\)"),
         ("tokens", to(F64), "at most 4 bytes"),
         ("rows", set_to(2), "60 tokens do not fit in 2 rows"),
     ],
@@ -231,7 +231,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("slots", to(F32), "slots must be int32 or int64, not torch.float32"),
     ],
     "token_ranks": [
-        ("experts", to(I64), r"not torch.int64 \(60, 4\)"),
+        ("topk_ids", to(I64), r"not torch.int64 \(60, 4\)"),
         ("rank_of", to(I64), r"torch.int64 \(8,\)"),
         ("size", set_to(0), "not to 0"),
     ],

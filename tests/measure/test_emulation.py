@@ -154,7 +154,7 @@ def test_experts_get_equal_parts(method: Any, max_pairs: int, tokens: int, paddi
     for number in range(dispatch.rounds):
         here = dispatch.receive(number)
         local = here.local(3)
-        assert here.served in (None, int((local >= 0).sum()))
+        assert here.local_pairs in (None, int((local >= 0).sum()))
         counts += local[local >= 0].long().bincount(minlength=3)
         dispatch.send_back(number, torch.randn(len(here.tokens), 6))
     assert dispatch.combine().shape == (count, 6)

@@ -21,7 +21,7 @@ for _module in pkgutil.walk_packages(dsa_engine.kernels.__path__, "dsa_engine.ke
     if "native" not in _module.name:
         importlib.import_module(_module.name)
 
-T, HIDDEN, HEADS, EXPERTS, CHOICES, PAGE = 60, 128, 2, 8, 4, 16
+T, HIDDEN, HEADS, EXPERTS, TOP_K, PAGE = 60, 128, 2, 8, 4, 16
 BF16 = torch.bfloat16
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -49,8 +49,8 @@ class Make:
         return angle.cos(), angle.sin()
 
     def experts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x, experts, weights."""
-        return self.normal(T, HIDDEN), self.whole(EXPERTS, T, CHOICES), self.floats(T, CHOICES).abs()
+        """x, topk_ids, topk_weights."""
+        return self.normal(T, HIDDEN), self.whole(EXPERTS, T, TOP_K), self.floats(T, TOP_K).abs()
 
     def blocks(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = quantize_blocks(self.floats(shape[0] * shape[1], shape[2]), (128, 128))
@@ -100,7 +100,7 @@ def _store_cache_rows(make: Make) -> Call:
 
 
 def _route(make: Make) -> Call:
-    how = {"top_k": CHOICES, "groups": 4, "top_groups": 2, "normalise": True, "factor": 2.5}
+    how = {"top_k": TOP_K, "groups": 4, "top_groups": 2, "normalise": True, "factor": 2.5}
     return (make.floats(T, EXPERTS), make.floats(EXPERTS)), how
 
 
@@ -146,7 +146,7 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "combine_codes": lambda m: (
         (quantize_tokens(m.normal(T * 4, HIDDEN), True), m.order(T * 4).view(T, 4), HIDDEN, BF16), {},
     ),
-    "choose_replicas": lambda m: ((m.whole(EXPERTS, T, CHOICES), _two_replicas(), 3), {}),
+    "choose_replicas": lambda m: ((m.whole(EXPERTS, T, TOP_K), _two_replicas(), 3), {}),
     "dense_mla": _dense,
     "dequantize_blocks": lambda m: ((*(x.squeeze(0) for x in m.blocks(1, 256, 256)), (128, 128)), {"dtype": BF16}),
     "expert_mlp": lambda m: ((*m.experts(), (m.normal(EXPERTS, 128, HIDDEN),), (m.normal(EXPERTS, HIDDEN, 64),)), {}),
@@ -155,7 +155,7 @@ CASES: dict[str, Callable[[Make], Call]] = {
         (*m.experts(), (*m.int4(EXPERTS, 256, HIDDEN), None), (*m.int4(EXPERTS, HIDDEN, 128), None), W4A16), {},
     ),
     "expert_mlp, INT8": lambda m: ((*m.experts(), m.int8(EXPERTS, 128, HIDDEN), m.int8(EXPERTS, HIDDEN, 64), INT8), {}),
-    "expert_order": lambda m: ((m.whole(EXPERTS, T, CHOICES), EXPERTS), {}),
+    "expert_order": lambda m: ((m.whole(EXPERTS, T, TOP_K), EXPERTS), {}),
     "gather_latent": lambda m: (
         (m.paged(LatentFormat(128, 16, FP8))[0], m.order(T), LatentFormat(128, 16, FP8), BF16), {},
     ),
@@ -186,5 +186,5 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "store_latent": lambda m: _store_latent(m, BF16),
     "store_latent, FP8": lambda m: _store_latent(m, FP8),
     "store_rows": lambda m: ((_pool(32, BF16), m.normal(T, 32), _slots(m)), {}),
-    "token_ranks": lambda m: ((m.whole(EXPERTS, T, CHOICES), (torch.arange(EXPERTS) // 4).int(), 4), {}),
+    "token_ranks": lambda m: ((m.whole(EXPERTS, T, TOP_K), (torch.arange(EXPERTS) // 4).int(), 4), {}),
 }  # fmt: skip

@@ -87,7 +87,7 @@ class StaticRows:
             tp_rows=count,
             ep_rows=count,
             decodes=True,
-            live=positions >= 0,
+            token_mask=positions >= 0,
         )
         return replace(whole, micro_batches=self._micro_batches_of(whole, selects)) if self.micro_batches else whole
 
@@ -99,8 +99,8 @@ class StaticRows:
         """The rows of the first requests of a batch and of the others; all are views."""
 
         def micro_batch(number: int) -> ForwardBatch:
-            segments, count, live = self.micro_batches[number].segments, whole.rows // 2, whole.live
-            assert live is not None
+            segments, count, token_mask = self.micro_batches[number].segments, whole.rows // 2, whole.token_mask
+            assert token_mask is not None
             return replace(
                 whole,
                 rows=count,
@@ -114,7 +114,7 @@ class StaticRows:
                 cp_rows=count,
                 tp_rows=count,
                 ep_rows=count,
-                live=live.chunk(2)[number],
+                token_mask=token_mask.chunk(2)[number],
             )
 
         return MicroBatchPair((micro_batch(0), micro_batch(1)), None)
@@ -159,10 +159,10 @@ class StepRows(NamedTuple):
     ) -> StepRows:
         """``tables``: block tables ``[requests, pages]``."""
         positions = columns.first[:, None] + rows.offsets
-        live = (rows.offsets < columns.length[:, None]) & (positions < columns.limit[:, None])
-        at = positions.where(live, -1)
+        token_mask = (rows.offsets < columns.length[:, None]) & (positions < columns.limit[:, None])
+        at = positions.where(token_mask, -1)
         batch = rows.batch(model, page_size, tables, at.flatten(), columns.ids.flatten())
-        return cls(batch, columns, at, live[:, 1:].sum(dim=1))
+        return cls(batch, columns, at, token_mask[:, 1:].sum(dim=1))
 
 
 @dataclass(frozen=True)

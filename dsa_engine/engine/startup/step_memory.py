@@ -89,7 +89,7 @@ def sends_words(model: Model) -> bool:
     """Whether tokens travel to experts in another form than sums travel back."""
     token = torch.empty(1, model.config.hidden_size, dtype=model.runtime.dtype, device=model.runtime.mesh.device)
     experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
-    return any(one.to_send(token).dtype != token.dtype for one in experts)
+    return any(one.quantize_for_dispatch(token).dtype != token.dtype for one in experts)
 
 
 def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
@@ -101,7 +101,7 @@ def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     Args:
         words: see :func:`sends_words`.
     """
-    size, k, groups = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.node_groups
+    size, k, groups = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.node_groups
     method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
     if size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
@@ -112,7 +112,7 @@ def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     if method == "all_to_all" or groups is None:
         return direct
     rail, node = largest_groups(groups.nodes)
-    bound = max(tokens * k if chunk is None else chunk, max(rail, node) * (k + 1))  # choices that a round brings
+    bound = max(tokens * k if chunk is None else chunk, max(rail, node) * (k + 1))  # pairs that a round brings
     # Rows of both micro-batches of a step may be on their way at once.
     sent, brought = tokens * min(len(set(groups.nodes)), k), min(2 * bound, rail * tokens)
     by_node = (sent + brought) * row.there + (sent + bound) * row.back
@@ -125,7 +125,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     Each further token-expert pair takes its rows between the products, and in an all-to-all at most a token that
     arrives and a sum.
     """
-    size, k, chunk = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.config.moe_chunk_size
+    size, k, chunk = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.config.moe_chunk_size
     if chunk is None or size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
     even = tokens * k

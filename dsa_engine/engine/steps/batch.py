@@ -95,7 +95,7 @@ def _build(
         tp_rows=tp_rows,
         ep_rows=ep_rows,
         decodes=step.decodes,
-        live=None if bucket is None else put(plan.positions >= 0, "live"),
+        token_mask=None if bucket is None else put(plan.positions >= 0, "token_mask"),
     )
 
 

@@ -16,7 +16,7 @@ from dsa_engine.parallel.group import Group
 
 
 class EmulatedExpertParallel(ExpertParallel):
-    """This rank's choices are spread over all ranks, and those that come to it over its experts. Every rank has as many
+    """This rank's pairs are spread over all ranks, and those that come to it over its experts. Every rank has as many
     tokens as this one, and sends it as many as it gets from it."""
 
     def __init__(self, group: Group, placement: ExpertPlacement, choice: DispatchChoice | None = None):
@@ -24,13 +24,13 @@ class EmulatedExpertParallel(ExpertParallel):
         self.even = True
 
     def _gather(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int, by_rail: bool
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int, by_rail: bool
     ) -> Callable[[], Received]:
-        wait = super()._gather(tokens, experts, weights, max_tokens, by_rail)
+        wait = super()._gather(tokens, topk_ids, topk_weights, max_tokens, by_rail)
 
         def received() -> Received:
             copies = wait()
-            return copies._replace(experts=self.placement.spread(copies.experts))
+            return copies._replace(topk_ids=self.placement.spread(copies.topk_ids))
 
         return received
 
@@ -38,12 +38,12 @@ class EmulatedExpertParallel(ExpertParallel):
         self.group.all_gather(sent)
         rows = download(sent)()
         plan = RecvPlan.of(rows, rows)
-        return plan, plan.served
+        return plan, plan.local_pairs
 
     def _all_to_all(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_pairs: int
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_pairs: int
     ) -> Dispatch:
-        return _Dealt(super()._all_to_all(tokens, experts, weights, max_pairs), len(self.held))
+        return _Dealt(super()._all_to_all(tokens, topk_ids, topk_weights, max_pairs), len(self.held))
 
 
 class _Dealt(Dispatch):
@@ -58,12 +58,12 @@ class _Dealt(Dispatch):
 
     def receive(self, number: int) -> Received:
         received = self._dispatch.receive(number)
-        experts = torch.full_like(received.experts, -1)
-        rows, pairs = max(1, len(experts)), torch.arange(received.served or 0, device=experts.device)
+        topk_ids = torch.full_like(received.topk_ids, -1)
+        rows, pairs = max(1, len(topk_ids)), torch.arange(received.local_pairs or 0, device=topk_ids.device)
         column = pairs // rows
-        experts[pairs % rows, column] = ((self._pairs + pairs + column) % self._held).to(experts.dtype)
+        topk_ids[pairs % rows, column] = ((self._pairs + pairs + column) % self._held).to(topk_ids.dtype)
         self._pairs += len(pairs)
-        return received._replace(experts=experts, first=None)
+        return received._replace(topk_ids=topk_ids, first=None)
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         self._dispatch.send_back(number, sums)

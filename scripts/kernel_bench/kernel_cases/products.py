@@ -26,7 +26,7 @@ from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import runs_triton
 from kernel_cases.inputs import HIDDEN, Call, Inputs, KernelCase, Sizes
 
-INTERMEDIATE, CHOICES, GROUP, BLOCK = 2048, 8, 128, 128
+INTERMEDIATE, TOP_K, GROUP, BLOCK = 2048, 8, 128, 128
 FP8_PRODUCTS = 89  # the first compute capability with FP8 products
 FORMATS = {"bfloat16": PLAIN, "FP8": block_fp8(True, HIDDEN), "INT8": INT8, "W4A8": W4A8, "W4A16": W4A16}
 # Output and input width of a linear layer: few columns and many, and the longest sums.
@@ -55,8 +55,8 @@ def experts(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 
 def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFormat) -> KernelCase:
-    x = make.normal(max(1, rows // CHOICES), HIDDEN)
-    chosen, weights = make.whole(groups, len(x), CHOICES), make.floats(len(x), CHOICES)
+    x = make.normal(max(1, rows // TOP_K), HIDDEN)
+    chosen, weights = make.whole(groups, len(x), TOP_K), make.floats(len(x), TOP_K)
     halves = (2, INTERMEDIATE) if name == "FP8" else (2 * INTERMEDIATE,)
     gate_up, down = (_weight(make, product, groups, *one) for one in ((*halves, HIDDEN), (HIDDEN, INTERMEDIATE)))
     baselines: dict[str, Call] = {}
@@ -79,7 +79,7 @@ def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFo
 
 def _plain_product(make: Inputs, groups: int, rows: int) -> KernelCase:
     """Our kernel, also at sizes at which experts take PyTorch's: gather, gate and up, SwiGLU."""
-    x, weight = make.normal(max(1, rows // CHOICES), HIDDEN), make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
+    x, weight = make.normal(max(1, rows // TOP_K), HIDDEN), make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
     row_ends = (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
     source = make.whole(len(x), rows)
     way = Groups(row_ends, source, gated=True)

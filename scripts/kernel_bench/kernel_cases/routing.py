@@ -19,8 +19,8 @@ from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from kernel_cases.inputs import HIDDEN, Inputs, KernelCase, Sizes
 
-EXPERTS, CHOICES, RANKS = 256, 8, 64
-V3: dict[str, Any] = {"top_k": CHOICES, "groups": 8, "top_groups": 4, "normalise": True, "factor": 2.5}
+EXPERTS, TOP_K, RANKS = 256, 8, 64
+V3: dict[str, Any] = {"top_k": TOP_K, "groups": 8, "top_groups": 4, "normalise": True, "factor": 2.5}
 
 
 def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
@@ -29,21 +29,21 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     # Every fourth expert has two replicas.
     table = torch.stack((1 + (expert % 4 == 0).long(), expert, EXPERTS + expert // 4), dim=1).int()
     for tokens in (sizes.tokens, *sizes.batches[:3]):
-        logits, bias, choices = make.floats(tokens, EXPERTS), make.floats(EXPERTS), make.whole(EXPERTS, tokens, CHOICES)
-        pairs, shape = tokens * CHOICES, f"{tokens} x {CHOICES}"
+        logits, bias, topk_ids = make.floats(tokens, EXPERTS), make.floats(EXPERTS), make.whole(EXPERTS, tokens, TOP_K)
+        pairs, shape = tokens * TOP_K, f"{tokens} x {TOP_K}"
         route_v3 = partial(route, logits, bias, **V3)
         yield KernelCase("router", f"{tokens} tokens", route_v3, bytes=logits.nbytes + 8 * pairs)
-        order = partial(expert_order, choices, EXPERTS)
-        yield KernelCase("order of pairs by expert", shape, order, bytes=3 * choices.nbytes)
-        replicas = partial(choose_replicas, choices, table, 0)
-        yield KernelCase("replicas of experts", shape, replicas, bytes=2 * choices.nbytes)
-        ranks = partial(token_ranks, choices, rank_of, RANKS)
-        yield KernelCase("ranks that tokens go to", shape, ranks, bytes=3 * choices.nbytes)
+        order = partial(expert_order, topk_ids, EXPERTS)
+        yield KernelCase("order of pairs by expert", shape, order, bytes=3 * topk_ids.nbytes)
+        replicas = partial(choose_replicas, topk_ids, table, 0)
+        yield KernelCase("replicas of experts", shape, replicas, bytes=2 * topk_ids.nbytes)
+        ranks = partial(token_ranks, topk_ids, rank_of, RANKS)
+        yield KernelCase("ranks that tokens go to", shape, ranks, bytes=3 * topk_ids.nbytes)
 
-        y, weights, rows_of = make.normal(pairs, HIDDEN), make.floats(tokens, CHOICES), make.order(pairs)
-        rows_of = rows_of.view(tokens, CHOICES)
-        weighted = partial(combine, y, rows_of, weights)
-        moved = y.nbytes * (1 + 1 / CHOICES)
+        y, topk_weights, rows_of = make.normal(pairs, HIDDEN), make.floats(tokens, TOP_K), make.order(pairs)
+        rows_of = rows_of.view(tokens, TOP_K)
+        weighted = partial(combine, y, rows_of, topk_weights)
+        moved = y.nbytes * (1 + 1 / TOP_K)
         yield KernelCase("weighted sum of experts", f"{tokens} tokens", weighted, bytes=moved, flops=2.0 * y.numel())
         # Zeros: random words would be codes and scales of NaN too.
         words = make.zeros(pairs, quantized_words(HIDDEN) or 0, dtype=torch.int32)
@@ -55,7 +55,7 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         gate = partial(silu_mul, gate_up)
         yield KernelCase("SiLU, mul", f"{tokens} x 2 x 18432", gate, bytes=1.5 * gate_up.nbytes)
         x = make.normal(tokens, HIDDEN)
-        moved = 2 * (x.nbytes + choices.nbytes + weights.nbytes)
+        moved = 2 * (x.nbytes + topk_ids.nbytes + topk_weights.nbytes)
         for name, chosen in (("", None), (" and chosen replicas", Replicas(table, 0))):
-            pack = partial(pack_tokens, x, choices, weights, replicas=chosen)
+            pack = partial(pack_tokens, x, topk_ids, topk_weights, replicas=chosen)
             yield KernelCase(f"tokens{name} in one row", f"{tokens} x {HIDDEN}", pack, bytes=moved)

@@ -15,7 +15,7 @@ from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
 
 def _bytes_between_nodes(*runs: list[dict[str, Any]]) -> None:
-    """Bytes that cross are those of the choices: of tokens for each rank of the other node, and for that node.
+    """Bytes that cross are those of the routing: of tokens for each rank of the other node, and for that node.
     To FP8 weights tokens travel as codes and scales; of the last run sums do."""
     config = demo_config()
     hidden, k = config["hidden_size"], config["num_experts_per_tok"]
@@ -48,10 +48,10 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     for layer, (in_order, planned) in enumerate(zip(before[0]["held"], after[0]["held"], strict=True)):
         loads, later = (sum(rank["chosen"][layer] for rank in run).tolist() for run in (before, after))
         assert loads == later, "the same routing"
-        was, now = ([rank["served"][layer] for rank in run] for run in (before, after))
-        assert sum(was) == sum(now) == sum(loads), "every pair is served once"
-        for served, run in ((was, before), (now, after)):
-            assert served == [sum(to_rank) for to_rank in zip(*(rank["sent"][layer] for rank in run), strict=True)]
+        was, now = ([rank["local_pairs"][layer] for rank in run] for run in (before, after))
+        assert sum(was) == sum(now) == sum(loads), "every pair is computed once"
+        for local_pairs, run in ((was, before), (now, after)):
+            assert local_pairs == [sum(to_rank) for to_rank in zip(*(rank["sent"][layer] for rank in run), strict=True)]
         assert was == [sum(loads[expert] for expert in held) for held in in_order]
         assert all(rank["held"][layer] == planned for rank in after) and [len(held) for held in planned] == [8] * 4
         predicted = imbalance(loads, in_order) / imbalance(loads, planned)

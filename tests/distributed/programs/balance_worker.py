@@ -2,7 +2,7 @@
 order and by node with FP8 weights, and by node with sums that come back in FP8: balance_worker.py FOLDER.
 
 Every rank stores, of all runs: the tokens of all requests, and in each layer the logical experts that its own tokens
-chose and how many of these choices each rank must serve, the number of pairs that it served, and the experts of all
+chose and how many of these pairs each rank must compute, the number of pairs that it computed, and the experts of all
 ranks; the number of ranks on the other node and of other nodes that its tokens must reach, and the bytes that it
 sent there.
 """
@@ -31,20 +31,20 @@ class Counted:
 
     def __init__(self, layer: MoE):
         self.parallel, self.experts = layer.expert_parallel, layer.experts
-        self.group, self.to_send = self.parallel.group, self.experts.to_send
+        self.group, self.quantize_for_dispatch = self.parallel.group, self.experts.quantize_for_dispatch
         self.chosen = torch.zeros(len(layer.bias), dtype=torch.int64)
-        self.served = 0
+        self.local_pairs = 0
         self.sent = [0] * self.parallel.placement.ranks
         self.crossing = [0, 0]
         layer.expert_parallel, layer.experts = self, self  # type: ignore[assignment]
 
-    def dispatch(self, tokens: torch.Tensor, experts: torch.Tensor, *more: Any) -> Dispatch:
-        self.chosen += experts[experts >= 0].bincount(minlength=len(self.chosen))
-        self._predict(experts.tolist())
-        return self.parallel.dispatch(tokens, experts, *more)
+    def dispatch(self, tokens: torch.Tensor, topk_ids: torch.Tensor, *more: Any) -> Dispatch:
+        self.chosen += topk_ids[topk_ids >= 0].bincount(minlength=len(self.chosen))
+        self._predict(topk_ids.tolist())
+        return self.parallel.dispatch(tokens, topk_ids, *more)
 
     def _predict(self, rows: list[list[int]]) -> None:
-        """The rank of each choice by the formula of choose_replicas, in floating point."""
+        """The rank of each pair by the formula of choose_replicas, in floating point."""
         replicas, rank_of = self.parallel.placement.replicas(), self.parallel.placement.rank_of.tolist()
         for number, row in enumerate(rows, self.parallel.group.index):
             owns = [replicas[expert] for expert in row if expert >= 0]
@@ -56,7 +56,7 @@ class Counted:
             self.crossing[1] += bool(away)
 
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
-        self.served += int((received.local(self.experts.count) >= 0).sum())
+        self.local_pairs += int((received.local(self.experts.count) >= 0).sum())
         return self.experts(received, uncounted_bytes)
 
 
@@ -83,7 +83,7 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
     return llm, {
         "tokens": [out.token_ids for out in outs],
         "chosen": torch.stack([one.chosen for one in counted]),
-        "served": [one.served for one in counted],
+        "local_pairs": [one.local_pairs for one in counted],
         "sent": [one.sent for one in counted],
         "crossing": torch.tensor([one.crossing for one in counted]).sum(dim=0).tolist(),
         "crossed_bytes": sum(

@@ -2,8 +2,8 @@
 
 A case is a dictionary: ``name``, ``world_size``, ``parallel`` (of ``ParallelConfig``), ``options`` (of ``LLM``),
 ``prompts`` of several batches, and ``nodes`` of the ranks (default: all are on one). Each batch is prefilled; then
-every rank decodes a filled request. A true run spreads choices as an
-emulated one does, which cannot know the choices of another rank's router.
+every rank decodes a filled request. A true run spreads pairs as an
+emulated one does, which cannot know the `topk_ids` of another rank's router.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
-from dsa_engine.kernels.moe.expert_order import local_experts
+from dsa_engine.kernels.moe.expert_order import local_topk_ids
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.parallel import Mesh
@@ -63,12 +63,12 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 
     multiply = unquantized.expert_mlp
 
-    def counted(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    def counted(tokens: torch.Tensor, topk_ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         _, _, (down,) = rest
-        local = local_experts(experts, len(down), more["first"])
-        served = local[local >= 0].flatten().long().bincount(minlength=len(down))
-        result["expert_pairs"].append((len(tokens), served.tolist()))
-        return multiply(tokens, experts, *rest, **more)
+        local = local_topk_ids(topk_ids, len(down), more["first"])
+        pairs = local[local >= 0].flatten().long().bincount(minlength=len(down))
+        result["expert_pairs"].append((len(tokens), pairs.tolist()))
+        return multiply(tokens, topk_ids, *rest, **more)
 
     log: list[Collective] = []
     before = [group.bytes_sent for group in mesh.groups]

@@ -39,14 +39,14 @@ def four_ranks(nodes: tuple[int, ...] | None = None, **options: Any) -> Any:
     return SimpleNamespace(
         world_size=4,
         config=SimpleNamespace(**{"moe_combine_dtype": "auto"} | options),
-        choices=lambda top_k: top_k,
+        experts_per_token=lambda top_k: top_k,
         node_groups=groups,
     )
 
 
 @pytest.mark.parametrize(("chunk", "pairs"), [(None, 0), (800, 0), (1000, 200), (10_000, 2400), (700, 300)])
 def test_a_chunk_that_even_routing_does_not_fill(chunk: int | None, pairs: int) -> None:
-    """100 tokens with 8 choices on each of 4 ranks: 800 pairs a rank under even routing, 3,200 if all choose one rank,
+    """100 tokens with 8 experts on each of 4 ranks: 800 pairs a rank under even routing, 3,200 if all choose one rank,
     and 400 in each of two rounds."""
     mesh = four_ranks(moe_dispatch="all_to_all", moe_chunk_size=chunk)
     assert unfilled_bytes(MOE, mesh, 100, torch.bfloat16) == pairs * (2 * 10 + 4 * 100) * 2

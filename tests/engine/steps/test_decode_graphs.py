@@ -283,16 +283,16 @@ def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Requ
     step, later = padded((0, 5, 2), (1, 4, 1), (2, 0, 2)), padded((2, 2, 1), (0, 7, 2), (1, 6, 1))
     tables = BlockTables(8, mesh.device)
     batch = build_batch(step, config, mesh, tables, None)
-    assert batch.rows == batch.ep_rows == 8 and batch.live is not None and batch.mha is None
+    assert batch.rows == batch.ep_rows == 8 and batch.token_mask is not None and batch.mha is None
     assert batch.input_ids.tolist() == [[5, 6, 4, 0, 0, 1, 0, 0]]
     assert batch.slot_mapping.tolist() == [5, 6, 20, -1, 32, 33, -1, -1]
-    assert batch.live.tolist() == [True] * 3 + [False] + [True] * 2 + [False] * 2
+    assert batch.token_mask.tolist() == [True] * 3 + [False] + [True] * 2 + [False] * 2
     assert batch.sparse_mqa.visible.tolist() == [6, 7, 5, 0, 1, 2, 0, 0]
     assert batch.sparse_mqa.sequences.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [s.end for s in batch.sparse_mqa] == [16] * 4, "on the host they see the whole context"
     assert later.bucket == step.bucket
     again, fresh = (build_batch(later, config, mesh, tables, None, buffers) for buffers in (batch, None))
-    for name in ("input_ids", "cos", "sin", "block_tables", "slot_mapping", "live"):
+    for name in ("input_ids", "cos", "sin", "block_tables", "slot_mapping", "token_mask"):
         assert getattr(again, name) is getattr(batch, name) and torch.equal(getattr(again, name), getattr(fresh, name))
     assert again.sparse_mqa is batch.sparse_mqa
     assert torch.equal(again.sparse_mqa.visible, fresh.sparse_mqa.visible)

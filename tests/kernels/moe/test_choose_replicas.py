@@ -1,4 +1,4 @@
-"""The replicas of choices, against a loop over fractions of multiples of √2."""
+"""The replicas of experts, against a loop over fractions of multiples of √2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts against a loop over tokens and choices in float64."""
+"""The experts against a loop over token-expert pairs in float64."""
 
 from __future__ import annotations
 
@@ -21,35 +21,40 @@ EXPERTS, HIDDEN, WIDTH = 5, 12, 7
 
 
 def problem(tokens: int, k: int, elsewhere: float, seed: int = 0) -> list[torch.Tensor]:
-    """x, experts (a fraction ``elsewhere`` of them −1, expert 3 never chosen), weights, gate_up, down."""
+    """x, topk_ids (a fraction ``elsewhere`` of them −1, expert 3 never chosen), topk_weights, gate_up, down."""
     g = torch.Generator().manual_seed(seed)
-    served = torch.tensor([0, 1, 2, 4])
-    experts = torch.stack([served[torch.randperm(4, generator=g)[:k]] for _ in range(tokens)]) if tokens else None
-    experts = torch.empty(0, k, dtype=torch.int64) if experts is None else experts
-    experts[torch.rand(experts.shape, generator=g) < elsewhere] = -1
-    weights = torch.rand(tokens, k, generator=g)
+    chosen = torch.tensor([0, 1, 2, 4])
+    topk_ids = torch.stack([chosen[torch.randperm(4, generator=g)[:k]] for _ in range(tokens)]) if tokens else None
+    topk_ids = torch.empty(0, k, dtype=torch.int64) if topk_ids is None else topk_ids
+    topk_ids[torch.rand(topk_ids.shape, generator=g) < elsewhere] = -1
+    topk_weights = torch.rand(tokens, k, generator=g)
     sizes = ((tokens, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
     x, gate_up, down = (torch.randn(size, generator=g) for size in sizes)
-    return [x, experts.int(), weights, gate_up, down]
+    return [x, topk_ids.int(), topk_weights, gate_up, down]
 
 
 def run(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, **how: Any
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    **how: Any,
 ) -> torch.Tensor:
-    return expert_mlp(x, experts, weights, (gate_up,), (down,), **how)
+    return expert_mlp(x, topk_ids, topk_weights, (gate_up,), (down,), **how)
 
 
 def naive(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    x, weights, gate_up, down = (t.double() for t in (x, weights, gate_up, down))
+    x, topk_weights, gate_up, down = (t.double() for t in (x, topk_weights, gate_up, down))
     width = down.shape[2]
     out = torch.zeros_like(x)
-    for t, row in enumerate(experts.tolist()):
+    for t, row in enumerate(topk_ids.tolist()):
         for j, expert in enumerate(row):
             if expert >= 0:
                 gate, up = gate_up[expert, :width] @ x[t], gate_up[expert, width:] @ x[t]
-                out[t] += weights[t, j] * (down[expert] @ (gate / (1 + (-gate).exp()) * up))
+                out[t] += topk_weights[t, j] * (down[expert] @ (gate / (1 + (-gate).exp()) * up))
     return out
 
 
@@ -67,19 +72,19 @@ def test_against_a_loop(tokens: int, k: int, elsewhere: float, device: str) -> N
 
 
 def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
-    x, experts, weights, gate_up, down = (a.to(device) for a in problem(40, 3, 0.2))
+    x, topk_ids, topk_weights, gate_up, down = (a.to(device) for a in problem(40, 3, 0.2))
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-    out = run(x, experts, weights, gate_up, down)
+    out = run(x, topk_ids, topk_weights, gate_up, down)
     assert out.dtype == dtype
-    assert relative_error(out, naive(*(a.cpu() for a in (x, experts, weights, gate_up, down)))) < bound
+    assert relative_error(out, naive(*(a.cpu() for a in (x, topk_ids, topk_weights, gate_up, down)))) < bound
 
 
-@pytest.mark.parametrize("served_fraction", [1.0, 1e-3, 1000.0])
+@pytest.mark.parametrize("local_fraction", [1.0, 1e-3, 1000.0])
 @pytest.mark.parametrize("uncounted_bytes", [0, 1 << 30], ids=["counted", "uncounted"])
 @pytest.mark.parametrize("elsewhere", [0.7, 1.0])
-def test_every_way_gives_the_same(served_fraction: float, uncounted_bytes: int, elsewhere: float, device: str) -> None:
+def test_every_way_gives_the_same(local_fraction: float, uncounted_bytes: int, elsewhere: float, device: str) -> None:
     arguments = [a.to(device) for a in problem(30, 4, elsewhere)]
-    out = run(*arguments, served_fraction=served_fraction, uncounted_bytes=uncounted_bytes)
+    out = run(*arguments, local_fraction=local_fraction, uncounted_bytes=uncounted_bytes)
     torch.testing.assert_close(out, run(*arguments), rtol=1e-5, atol=1e-5)
 
 
@@ -87,10 +92,10 @@ def test_products_of_pytorch(dtype: torch.dtype, bound: float, device: str, rela
     """Many rows of widths that PyTorch's own grouped product takes, in bfloat16 on a GPU."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(70, 32, generator=g).to(dtype)
-    experts = torch.randint(-1, 2, (70, 2), generator=g, dtype=torch.int32)
-    weights = torch.rand(70, 2, generator=g)
+    topk_ids = torch.randint(-1, 2, (70, 2), generator=g, dtype=torch.int32)
+    topk_weights = torch.rand(70, 2, generator=g)
     gate_up, down = (torch.randn(s, generator=g).to(dtype) / 6 for s in ((2, 32, 32), (2, 32, 16)))
-    arguments = x, experts, weights, gate_up, down
+    arguments = x, topk_ids, topk_weights, gate_up, down
     for uncounted_bytes in (0, 1 << 30):
         out = run(*(a.to(device) for a in arguments), uncounted_bytes=uncounted_bytes)
         assert relative_error(out, naive(*arguments)) < bound
@@ -103,15 +108,15 @@ def test_the_same_bits_each_time(device: str) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
 def test_what_does_not_lie_in_memory_is_not_read() -> None:
-    x, experts, weights, gate_up, down = problem(4, 2, 0.0)
-    halves = weights.bfloat16()
-    out = run(x, experts, halves, gate_up, down)
-    torch.testing.assert_close(out, run(x, experts, halves.float(), gate_up, down))
+    x, topk_ids, topk_weights, gate_up, down = problem(4, 2, 0.0)
+    halves = topk_weights.bfloat16()
+    out = run(x, topk_ids, halves, gate_up, down)
+    torch.testing.assert_close(out, run(x, topk_ids, halves.float(), gate_up, down))
     with pytest.raises(ValueError, match="x is torch.float32, the weight torch.bfloat16"):
-        run(x, experts, weights, gate_up.bfloat16(), down.bfloat16())
-    experts[1, 1] = 1 << 20
+        run(x, topk_ids, topk_weights, gate_up.bfloat16(), down.bfloat16())
+    topk_ids[1, 1] = 1 << 20
     with pytest.raises(IndexError):
-        run(x, experts, weights, gate_up, down)
+        run(x, topk_ids, topk_weights, gate_up, down)
 
 
 def on(device: str, value: Any) -> Any:
@@ -121,16 +126,16 @@ def on(device: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("expert_mlp")])
-def test_choices_of_experts_of_all_ranks(name: str, device: str) -> None:
+def test_topk_ids_of_all_ranks(name: str, device: str) -> None:
     """Columns of wider rows that name experts of other ranks too: the same bits as if these were −1."""
-    (x, experts, weights, gate_up, down, *product), _ = CASES[name](Make())
-    experts[::3, 1] = -1
+    (x, topk_ids, topk_weights, gate_up, down, *product), _ = CASES[name](Make())
+    topk_ids[::3, 1] = -1
     count, first = MADE - 5, 3
-    local = experts - first
+    local = topk_ids - first
     held = [tuple(None if part is None else part[:count] for part in one) for one in (gate_up, down)]
     local[(local < 0) | (local >= count)] = -1
-    x, rows, *held = on(device, (x, torch.cat((weights.view(torch.int32), experts, experts), dim=1), *held))
-    k = experts.shape[1]
+    x, rows, *held = on(device, (x, torch.cat((topk_weights.view(torch.int32), topk_ids, topk_ids), dim=1), *held))
+    k = topk_ids.shape[1]
     seen, carried = rows[:, k : 2 * k], rows[:, :k].view(torch.float32)
     out = expert_mlp(x, seen, carried, *held, *product, first=first)
-    assert torch.equal(out, expert_mlp(x, local.to(device), weights.to(device), *held, *product)) and out.any()
+    assert torch.equal(out, expert_mlp(x, local.to(device), topk_weights.to(device), *held, *product)) and out.any()

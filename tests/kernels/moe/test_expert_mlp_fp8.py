@@ -1,4 +1,4 @@
-"""FP8 experts against a loop over tokens and choices, in float64 sums of the same codes and scales."""
+"""FP8 experts against a loop over token-expert pairs, in float64 sums of the same codes and scales."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ EXPERTS = 4
 
 
 def problem(tokens: int, k: int, hidden: int, width: int, elsewhere: float = 0.0) -> list[torch.Tensor]:
-    """x, experts (a fraction ``elsewhere`` of them −1, expert 2 never chosen), weights; codes and scales of gate and
-    up, and of down."""
+    """x, topk_ids (a fraction ``elsewhere`` of them −1, expert 2 never chosen), topk_weights; codes and scales of gate
+    and up, and of down."""
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=g)
-    served = torch.tensor([0, 1, 3])
-    experts = served[torch.randint(3, (tokens, k), generator=g)]
-    experts[torch.rand(experts.shape, generator=g) < elsewhere] = -1
+    chosen = torch.tensor([0, 1, 3])
+    topk_ids = chosen[torch.randint(3, (tokens, k), generator=g)]
+    topk_ids[torch.rand(topk_ids.shape, generator=g) < elsewhere] = -1
     gate_up = [quantize_blocks(torch.randn(width, hidden, generator=g) / 8, (128, 128)) for _ in range(2 * EXPERTS)]
     down = [quantize_blocks(torch.randn(hidden, width, generator=g), (128, 128)) for _ in range(EXPERTS)]
     stacked = [torch.stack(t).unflatten(0, (EXPERTS, 2)) for t in zip(*gate_up, strict=True)]
     stacked += [torch.stack(t) for t in zip(*down, strict=True)]
-    return [x, experts.int(), torch.rand(tokens, k, generator=g), *stacked]
+    return [x, topk_ids.int(), torch.rand(tokens, k, generator=g), *stacked]
 
 
 def dequantized(x: torch.Tensor, power_of_two: bool) -> torch.Tensor:
@@ -41,19 +41,19 @@ def dequantized(x: torch.Tensor, power_of_two: bool) -> torch.Tensor:
 
 
 def run(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor,
-    down: torch.Tensor, down_scale: torch.Tensor, power_of_two: bool = False, **how: Any,
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor, down: torch.Tensor, down_scale: torch.Tensor, power_of_two: bool = False, **how: Any,
 ) -> torch.Tensor:  # fmt: skip
     product = block_fp8(power_of_two, down.shape[1])
-    return expert_mlp(x, experts, weights, (gate_up, gate_up_scale), (down, down_scale), product, **how)
+    return expert_mlp(x, topk_ids, topk_weights, (gate_up, gate_up_scale), (down, down_scale), product, **how)
 
 
 def naive(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor,
-    down: torch.Tensor, down_scale: torch.Tensor, power_of_two: bool,
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor, down: torch.Tensor, down_scale: torch.Tensor, power_of_two: bool,
 ) -> torch.Tensor:  # fmt: skip
     rows, out = dequantized(x, power_of_two), torch.zeros(x.shape, dtype=torch.float64)
-    for t, row in enumerate(experts.tolist()):
+    for t, row in enumerate(topk_ids.tolist()):
         for j, e in enumerate(row):
             if e < 0:
                 continue
@@ -62,7 +62,7 @@ def naive(
                 for i in range(2)
             )
             hidden = dequantized((gate / (1 + (-gate).exp()) * up).float()[None], power_of_two)[0]
-            out[t] += weights[t, j] * (
+            out[t] += topk_weights[t, j] * (
                 dequantize_blocks(down[e].cpu(), down_scale[e].cpu(), (128, 128)).double() @ hidden
             )
     return out
@@ -75,7 +75,7 @@ def naive(
 def test_against_a_loop(
     tokens: int, k: int, hidden: int, width: int, power_of_two: bool, device: str, relative_error: Error
 ) -> None:
-    """Few and many rows an expert, widths that the block does not divide, choices that no expert here serves."""
+    """Few and many rows an expert, widths that the block does not divide, experts of other ranks."""
     arguments = problem(tokens, k, hidden, width, elsewhere=0.3)
     out = run(*(a.to(device) for a in arguments), power_of_two=power_of_two)
     assert out.shape == (tokens, hidden) and out.dtype == torch.float32
@@ -87,18 +87,18 @@ def test_against_a_loop(
 @pytest.mark.parametrize("hidden", [128, 160])
 def test_tokens_that_were_quantised_before_they_travelled(hidden: int, power_of_two: bool, device: str) -> None:
     """The same bits, read from packed rows; these have the bytes that are counted without them."""
-    x, experts, weights, *stored = (one.to(device) for one in problem(9, 2, hidden, 96, elsewhere=0.3))
+    x, topk_ids, topk_weights, *stored = (one.to(device) for one in problem(9, 2, hidden, 96, elsewhere=0.3))
     words = quantize_tokens(x, power_of_two)
     codes, scales = quantize_rows(x, 128, power_of_two)
     assert torch.equal(words, torch.cat((codes.view(torch.int32), scales.view(torch.int32)), dim=1))
     assert words.shape[1] == quantized_words(hidden) == quantized_bytes(hidden) // 4
-    packed = pack_tokens(words, experts, weights)
+    packed = pack_tokens(words, topk_ids, topk_weights)
     assert packed.shape[1] * 4 == RowBytes.of(quantized_bytes(hidden), 2).there
     tokens = tokens_of(packed, words.shape[1], torch.int32)
-    out = run(tokens, experts, weights, *stored, power_of_two=power_of_two, dtype=torch.float32)
-    assert torch.equal(out, run(x, experts, weights, *stored, power_of_two=power_of_two))
+    out = run(tokens, topk_ids, topk_weights, *stored, power_of_two=power_of_two, dtype=torch.float32)
+    assert torch.equal(out, run(x, topk_ids, topk_weights, *stored, power_of_two=power_of_two))
     with pytest.raises(ValueError, match="quantised tokens"):
-        run(words[:, 1:], experts, weights, *stored, dtype=torch.float32)
+        run(words[:, 1:], topk_ids, topk_weights, *stored, dtype=torch.float32)
 
 
 def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
@@ -115,16 +115,16 @@ def test_every_way_gives_the_same(uncounted_bytes: int, elsewhere: float, device
     arguments = [a.to(device) for a in problem(15, 4, 128, 96, elsewhere)]
     once = run(*arguments)
     for fraction in (1e-3, 1000.0):
-        out = run(*arguments, served_fraction=fraction, uncounted_bytes=uncounted_bytes)
+        out = run(*arguments, local_fraction=fraction, uncounted_bytes=uncounted_bytes)
         assert relative_error(out, once) < 1e-3
     if elsewhere == 1.0:
         assert not once.any()
 
 
 def test_a_token_does_not_see_the_others(device: str, relative_error: Error) -> None:
-    x, experts, weights, *stored = (a.to(device) for a in problem(6, 2, 160, 96))
-    together = run(x, experts, weights, *stored)
-    alone = [run(x[t, None], experts[t, None], weights[t, None], *stored) for t in range(6)]
+    x, topk_ids, topk_weights, *stored = (a.to(device) for a in problem(6, 2, 160, 96))
+    together = run(x, topk_ids, topk_weights, *stored)
+    alone = [run(x[t, None], topk_ids[t, None], topk_weights[t, None], *stored) for t in range(6)]
     assert relative_error(together, torch.cat(alone)) < 1e-3
 
 

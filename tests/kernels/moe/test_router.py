@@ -29,13 +29,13 @@ def naive(
 
 
 def check(logits: torch.Tensor, bias: torch.Tensor, device: str, **kwargs: Any) -> None:
-    chosen, weights = route(logits.to(device), bias.to(device), **kwargs)
-    assert (chosen.dtype, weights.dtype) == (torch.int32, torch.float32)
-    assert chosen.shape == weights.shape == (logits.shape[0], kwargs["top_k"])
+    topk_ids, topk_weights = route(logits.to(device), bias.to(device), **kwargs)
+    assert (topk_ids.dtype, topk_weights.dtype) == (torch.int32, torch.float32)
+    assert topk_ids.shape == topk_weights.shape == (logits.shape[0], kwargs["top_k"])
     for row in range(logits.shape[0]):
         expected = naive(logits[row].double().tolist(), bias.double().tolist(), **kwargs)
-        assert chosen[row].tolist() == list(expected)  # best first
-        assert weights[row].tolist() == pytest.approx(list(expected.values()), rel=1e-5)
+        assert topk_ids[row].tolist() == list(expected)  # best first
+        assert topk_weights[row].tolist() == pytest.approx(list(expected.values()), rel=1e-5)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -82,46 +82,46 @@ def test_the_lower_of_equals_is_chosen(groups: int, top_groups: int, tokens: int
 def test_rows_that_are_no_tokens_choose_no_expert(tokens: int, device: str) -> None:
     g = torch.Generator().manual_seed(tokens)
     logits, bias = torch.randn(tokens, 24, generator=g).to(device), torch.randn(24, generator=g).to(device)
-    live = (torch.arange(tokens) % 3 > 0).to(device)
+    token_mask = (torch.arange(tokens) % 3 > 0).to(device)
     kwargs: dict[str, Any] = {"top_k": 4, "groups": 3, "top_groups": 2, "normalise": True, "factor": 2.5}
-    all_live, weights = route(logits, bias, **kwargs)
-    chosen, same = route(logits, bias, **kwargs, live=live)
-    assert torch.equal(chosen, torch.where(live[:, None], all_live, -1)) and torch.equal(same, weights)
-    with pytest.raises(ValueError, match="live must be bool"):
-        route(logits, bias, **kwargs, live=live[:-1])
+    all_ids, topk_weights = route(logits, bias, **kwargs)
+    topk_ids, same = route(logits, bias, **kwargs, token_mask=token_mask)
+    assert torch.equal(topk_ids, torch.where(token_mask[:, None], all_ids, -1)) and torch.equal(same, topk_weights)
+    with pytest.raises(ValueError, match="token_mask must be bool"):
+        route(logits, bias, **kwargs, token_mask=token_mask[:-1])
 
 
 def test_the_bias_chooses_but_never_weighs(device: str) -> None:
     logits, bias = torch.tensor([[3.0, 2.0, -4.0, -5.0]]), torch.tensor([0.0, 0.0, 10.0, 10.0])
-    chosen, weights = route(
+    topk_ids, topk_weights = route(
         logits.to(device), bias.to(device), top_k=2, groups=1, top_groups=1, normalise=False, factor=1.0
     )
-    assert chosen[0].tolist() == [2, 3]
-    assert weights[0].tolist() == pytest.approx([1 / (1 + math.exp(4)), 1 / (1 + math.exp(5))])
+    assert topk_ids[0].tolist() == [2, 3]
+    assert topk_weights[0].tolist() == pytest.approx([1 / (1 + math.exp(4)), 1 / (1 + math.exp(5))])
 
 
 def test_very_negative_choices_still_stay_within_the_best_groups(device: str) -> None:
     """Closed groups are worth −inf, not 0: a bias far below zero does not let their experts in."""
     bias = torch.tensor([-9.0, -9.1, -9.2, -9.3, -20.0, -20.0, -20.0, -20.0])
-    chosen, _ = route(
+    topk_ids, _ = route(
         torch.zeros(1, 8, device=device), bias.to(device), top_k=3, groups=2, top_groups=1, normalise=True, factor=1.0
     )
-    assert sorted(chosen[0].tolist()) == [0, 1, 2]
+    assert sorted(topk_ids[0].tolist()) == [0, 1, 2]
 
 
 def test_scores_that_vanish_are_normalised_without_nan(device: str) -> None:
     logits = torch.full((1, 4), -200.0, device=device)
-    _, weights = route(
+    _, topk_weights = route(
         logits, torch.zeros(4, device=device), top_k=2, groups=1, top_groups=1, normalise=True, factor=1.0
     )
-    assert bool(torch.isfinite(weights).all())
+    assert bool(torch.isfinite(topk_weights).all())
 
 
 @pytest.mark.parametrize("groups, top_groups", [(1, 1), (3, 2)])
 def test_nan_chooses_valid_experts(groups: int, top_groups: int, device: str) -> None:
     """A broken model gives NaN, not an expert that does not exist."""
     logits = torch.full((2, 12), float("nan"), device=device)
-    chosen, _ = route(
+    topk_ids, _ = route(
         logits,
         torch.zeros(12, device=device),
         top_k=3,
@@ -130,11 +130,11 @@ def test_nan_chooses_valid_experts(groups: int, top_groups: int, device: str) ->
         normalise=True,
         factor=1.0,
     )
-    assert all(len(set(row)) == 3 and set(row) <= set(range(12)) for row in chosen.tolist())
+    assert all(len(set(row)) == 3 and set(row) <= set(range(12)) for row in topk_ids.tolist())
 
 
 def test_no_tokens(device: str) -> None:
-    chosen, weights = route(
+    topk_ids, topk_weights = route(
         torch.empty(0, 4, device=device),
         torch.zeros(4, device=device),
         top_k=2,
@@ -143,4 +143,4 @@ def test_no_tokens(device: str) -> None:
         normalise=True,
         factor=1.0,
     )
-    assert chosen.shape == weights.shape == (0, 2)
+    assert topk_ids.shape == topk_weights.shape == (0, 2)

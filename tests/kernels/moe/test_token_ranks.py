@@ -12,19 +12,19 @@ from dsa_engine.kernels.moe.token_ranks import token_ranks
     ("tokens", "k", "experts", "size"),
     [(1, 1, 1, 1), (37, 8, 24, 5), (130, 3, 130, 130), (300, 6, 8, 2), (0, 8, 8, 4), (5, 0, 4, 2)],
 )
-@pytest.mark.parametrize("unserved", [0.0, 0.4, 1.0])
-def test_token_ranks(tokens: int, k: int, experts: int, size: int, unserved: float, device: str) -> None:
+@pytest.mark.parametrize("no_expert", [0.0, 0.4, 1.0])
+def test_token_ranks(tokens: int, k: int, experts: int, size: int, no_expert: float, device: str) -> None:
     generator = torch.Generator().manual_seed(tokens)
     rank_of = torch.arange(size).repeat_interleave(experts // size + 1)[torch.randperm(experts, generator=generator)]
     chosen = torch.randint(experts, (tokens, k), generator=generator, dtype=torch.int32)
-    chosen[torch.rand(tokens, k, generator=generator) < unserved] = -1
+    chosen[torch.rand(tokens, k, generator=generator) < no_expert] = -1
     result = token_ranks(chosen.to(device), rank_of.int().to(device), size)
     ranks = [[-1 if e < 0 else int(rank_of[e]) for e in row] for row in chosen.tolist()]
     first = [[-1 if r in row[:j] else r for j, r in enumerate(row)] for row in ranks]
     assert all(part.dtype == torch.int32 for part in result)
     assert result.ranks.tolist() == ranks and result.first.tolist() == first
-    goes, served = ([r for row in table for r in row] for table in (first, ranks))
-    assert result.counts.tolist() == [[goes.count(r), served.count(r)] for r in range(size)]
+    goes, pair_ranks = ([r for row in table for r in row] for table in (first, ranks))
+    assert result.counts.tolist() == [[goes.count(r), pair_ranks.count(r)] for r in range(size)]
     assert result.counts.is_contiguous(), "it is what travels"
 
 

@@ -17,21 +17,21 @@ from dsa_engine.parallel.group import Group
 
 
 @given(st.lists(st.integers(0, 24), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 8))
-def test_parts(served: list[int], max_pairs: int, together: int) -> None:
-    tokens = (len(served) - 1) * together + 1  # the last number may be of fewer tokens
-    parts = parts_of(served, together, tokens, max_pairs)
+def test_parts(local_pairs: list[int], max_pairs: int, together: int) -> None:
+    tokens = (len(local_pairs) - 1) * together + 1  # the last number may be of fewer tokens
+    parts = parts_of(local_pairs, together, tokens, max_pairs)
     assert parts[0].first == 0 and parts[-1].last == tokens
     assert all(one.last == other.first for one, other in zip(parts, parts[1:], strict=False))
     for first, last, here in parts:
-        assert here == sum(served[first // together : -(-last // together)])
-        assert here <= max(max_pairs, *served)
-    assert len(parts) <= 1 + 2 * sum(served) // max(1, max_pairs)
-    if sum(served) <= max_pairs:
+        assert here == sum(local_pairs[first // together : -(-last // together)])
+        assert here <= max(max_pairs, *local_pairs)
+    assert len(parts) <= 1 + 2 * sum(local_pairs) // max(1, max_pairs)
+    if sum(local_pairs) <= max_pairs:
         assert len(parts) == 1
 
 
 def test_parts_are_alike() -> None:
-    assert [part.served for part in parts_of([1] * 160, 4, 640, 90)] == [81, 79]
+    assert [part.local_pairs for part in parts_of([1] * 160, 4, 640, 90)] == [81, 79]
 
 
 @dataclass
@@ -55,21 +55,21 @@ def test_every_token_is_served_once(rank: int, max_pairs: int) -> None:
     """3 ranks of 4 experts each; most tokens want those of rank 0. 11 tokens, and 2 rows of padding."""
     size, k, count, hidden = 3, 3, 11, 4
     generator = torch.Generator().manual_seed(0)
-    tokens, weights = torch.randn(count, hidden, generator=generator), torch.rand(count, k, generator=generator)
-    experts = torch.randint(0, 7, (count, k), generator=generator, dtype=torch.int32)
+    tokens, topk_weights = torch.randn(count, hidden, generator=generator), torch.rand(count, k, generator=generator)
+    topk_ids = torch.randint(0, 7, (count, k), generator=generator, dtype=torch.int32)
     placement = ExpertPlacement.contiguous(12, size, torch.device("cpu"))
     parallel = ExpertParallel(AllRanks(tuple(range(size)), rank, None), placement)
-    dispatch = parallel.dispatch(tokens, experts, weights, "all_gather", count + 2, max_pairs)
-    served = []
+    dispatch = parallel.dispatch(tokens, topk_ids, topk_weights, "all_gather", count + 2, max_pairs)
+    local_pairs = []
     for number in range(dispatch.rounds):
         here = dispatch.receive(number)
         mine = here.local(4) >= 0
-        served.append(int(mine.sum()))
-        assert here.served in (None, served[-1])
+        local_pairs.append(int(mine.sum()))
+        assert here.local_pairs in (None, local_pairs[-1])
         together = tokens_counted_together(max_pairs, k)
-        assert served[-1] <= max(max_pairs, together * k)
-        dispatch.send_back(number, here.tokens * (here.weights * mine).sum(dim=1, keepdim=True))
-    mine = experts // 4 == rank
-    assert sum(served) == size * int(mine.sum())
-    assert (dispatch.rounds == 1) == (sum(served) <= max_pairs)
-    torch.testing.assert_close(dispatch.combine(), tokens * (weights * mine).sum(dim=1, keepdim=True))
+        assert local_pairs[-1] <= max(max_pairs, together * k)
+        dispatch.send_back(number, here.tokens * (here.topk_weights * mine).sum(dim=1, keepdim=True))
+    mine = topk_ids // 4 == rank
+    assert sum(local_pairs) == size * int(mine.sum())
+    assert (dispatch.rounds == 1) == (sum(local_pairs) <= max_pairs)
+    torch.testing.assert_close(dispatch.combine(), tokens * (topk_weights * mine).sum(dim=1, keepdim=True))

@@ -20,7 +20,7 @@ from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
 
 
-def choices(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:
+def random_ids(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:
     """Random experts of which each rank has one, a part of them all the same, and now and then no expert."""
     generator = torch.Generator().manual_seed(seed)
     experts = torch.randint(-1, size, (tokens, k), generator=generator, dtype=torch.int32)
@@ -35,17 +35,17 @@ def test_no_rank_serves_more_than_the_bound(
     tokens: int, k: int, size: int, hot: float, max_pairs: int, seed: int
 ) -> None:
     """All ranks of a world, each with its own tokens."""
-    by_rank = [choices(tokens, k, size, hot, seed + rank) for rank in range(size)]
+    by_rank = [random_ids(tokens, k, size, hot, seed + rank) for rank in range(size)]
     plans = [SendPlan.of(experts, torch.arange(size, dtype=torch.int32), size) for experts in by_rank]
-    served = sum(one.counts[:, 1] for one in plans)
+    local_pairs = sum(one.counts[:, 1] for one in plans)
     for rank in range(size):
-        assert served[rank] == sum(int((experts == rank).sum()) for experts in by_rank)
-    rounds = rounds_needed(int(served.max()), max_pairs, size, k)
-    assert rounds == 1 or int(served.max()) > max_pairs
+        assert local_pairs[rank] == sum(int((experts == rank).sum()) for experts in by_rank)
+    rounds = rounds_needed(int(local_pairs.max()), max_pairs, size, k)
+    assert rounds == 1 or int(local_pairs.max()) > max_pairs
     total = 0
     for experts, one in zip(by_rank, plans, strict=True):
         rows = int(one.counts[:, 0].sum())
-        source, choice_rows, counts = in_rounds(one, rows, rounds)
+        source, pair_rows, counts = in_rounds(one, rows, rounds)
         assert torch.equal(counts.sum(dim=0), one.counts) and len(source) == rows
         total = total + counts[..., 1]
         first = 0
@@ -58,16 +58,16 @@ def test_no_rank_serves_more_than_the_bound(
         # A row says which token it is, so each token gets itself back as often as ranks serve it.
         own = torch.arange(1.0, tokens + 1)[source.long()][:, None]
         ranks = torch.tensor([len(set(row) - {-1}) for row in experts.tolist()], dtype=torch.float32)
-        assert torch.equal(combine(own, choice_rows)[:, 0], torch.arange(1.0, tokens + 1) * ranks)
+        assert torch.equal(combine(own, pair_rows)[:, 0], torch.arange(1.0, tokens + 1) * ranks)
     assert int(total.max()) <= max(max_pairs, size * (k + 1))
 
 
 @pytest.mark.parametrize(
-    ("served", "max_pairs", "rounds"), [(0, 8, 1), (65536, 65536, 1), (65537, 65536, 2), (3 * 65536, 65536, 4)]
+    ("local_pairs", "max_pairs", "rounds"), [(0, 8, 1), (65536, 65536, 1), (65537, 65536, 2), (3 * 65536, 65536, 4)]
 )
-def test_rounds(served: int, max_pairs: int, rounds: int) -> None:
-    """64 ranks and 8 experts a token: a round may have 8 more choices of each rank than its part."""
-    assert rounds_needed(served, max_pairs, 64, 8) == rounds
+def test_rounds(local_pairs: int, max_pairs: int, rounds: int) -> None:
+    """64 ranks and 8 experts a token: a round may have 8 more pairs of each rank than its part."""
+    assert rounds_needed(local_pairs, max_pairs, 64, 8) == rounds
 
 
 @dataclass
@@ -113,12 +113,13 @@ class ThreadGroup(Group):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "coded"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
+    ("dtype", "quantized"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
 )
-def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype, coded: bool) -> None:
+def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype, quantized: bool) -> None:
     """Three ranks with different numbers of tokens, most of which want the same rank; experts that only scale. Also
-    if sums come back as codes."""
-    size, k, hidden = 3, 4, 132 if coded else 5
+    if the combine is quantized."""
+    size, k, hidden = 3, 4, 132 if quantized else 5
     placement = ExpertPlacement.contiguous(10, size, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     counts = (40, 0, 7)
@@ -126,28 +127,28 @@ def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype, code
     experts = [
         torch.stack([torch.randperm(10, generator=generator)[:k] for _ in range(n)] or [torch.zeros(k)]) for n in counts
     ]
-    chosen = [
+    topk_ids = [
         (one[:n] // torch.randint(1, 3, (n, 1), generator=generator)).int()
         for one, n in zip(experts, counts, strict=True)
     ]
-    weights = [torch.rand(n, k, generator=generator) for n in counts]
+    topk_weights = [torch.rand(n, k, generator=generator) for n in counts]
 
     def run(max_pairs: int) -> tuple[list[torch.Tensor], set[int], int]:
         room, rounds, largest = Room(size), set(), []
 
         def rank(index: int) -> torch.Tensor:
             parallel = ExpertParallel(ThreadGroup(tuple(range(size)), index, None, room=room), placement)
-            parallel.coded_sum_bytes = 4 * (33 + 2) if coded else None
+            parallel.quantized_sum_bytes = 4 * (33 + 2) if quantized else None
             dispatch = parallel.dispatch(
-                tokens[index], chosen[index], weights[index], "all_to_all", max(counts), max_pairs
+                tokens[index], topk_ids[index], topk_weights[index], "all_to_all", max(counts), max_pairs
             )
             rounds.add(dispatch.rounds)
             for number in range(dispatch.rounds):
                 here = dispatch.receive(number)
                 local = here.local(len(parallel.held))
-                largest.append(here.served)
-                assert here.served == int((local >= 0).sum())
-                scale = (here.weights * (local + 1)).where(local >= 0, 0.0).sum(dim=1)
+                largest.append(here.local_pairs)
+                assert here.local_pairs == int((local >= 0).sum())
+                scale = (here.topk_weights * (local + 1)).where(local >= 0, 0.0).sum(dim=1)
                 dispatch.send_back(number, (here.tokens.float() * scale[:, None]).to(dtype))
             return dispatch.combine()
 

@@ -45,9 +45,9 @@ def inputs(rank: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
 
 def skewed(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All tokens choose experts of the last rank, and one of the first."""
-    tokens, _, weights = inputs(rank)
+    tokens, _, topk_weights = inputs(rank)
     chosen = torch.tensor([EXPERTS - 1, 0, EXPERTS - 2, EXPERTS - 3], dtype=torch.int32)
-    return tokens, chosen.expand(len(tokens), K), weights
+    return tokens, chosen.expand(len(tokens), K), topk_weights
 
 
 Given = Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -88,16 +88,16 @@ def sums(
     for number in range(rounds := dispatch.rounds):
         here = dispatch.receive(number)
         local = here.local(len(parallel.held))
-        assert here.served in (None, int((local >= 0).sum()))
+        assert here.local_pairs in (None, int((local >= 0).sum()))
         factor = (held[local] + 1) / 4
-        scale = (here.weights * factor).where(local >= 0, 0.0).sum(dim=1)
+        scale = (here.topk_weights * factor).where(local >= 0, 0.0).sum(dim=1)
         dispatch.send_back(number, (here.tokens.float() * scale[:, None]).to(here.tokens.dtype))
     return dispatch.combine(), rounds
 
 
 def wanted(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    tokens, experts, weights = given
-    return tokens.double() * (weights * (experts + 1) / 4).where(experts >= 0, 0.0).sum(dim=1)[:, None]
+    tokens, experts, topk_weights = given
+    return tokens.double() * (topk_weights * (experts + 1) / 4).where(experts >= 0, 0.0).sum(dim=1)[:, None]
 
 
 def crossing_tokens(placement: ExpertPlacement, nodes: Sequence[int]) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def test_equal_sums_and_fewer_bytes_between_nodes(nodes: tuple[int, ...]) -> Non
 
     def work(parallel: ExpertParallel, log: list[Collective]) -> Any:
         results = []
-        for method, parallel.coded_sum_bytes in runs:
+        for method, parallel.quantized_sum_bytes in runs:
             log.clear()
             results.append((sums(parallel, method)[0], [*log]))
         return results
@@ -198,7 +198,7 @@ def test_a_sum_is_rounded_once_more_in_bfloat16() -> None:
 
     def work(parallel: ExpertParallel, _: list[Collective]) -> Any:
         results = [sums(parallel, method, given, largest=200)[0] for method in METHODS]
-        parallel.coded_sum_bytes = quantized_bytes(HIDDEN)
+        parallel.quantized_sum_bytes = quantized_bytes(HIDDEN)
         return results + [sums(parallel, method, given, largest=200)[0] for method in METHODS]
 
     errors = torch.zeros(6)
@@ -221,8 +221,8 @@ def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pair
     scales = [torch.rand(EXPERTS, *shape, generator=g) for shape in ((2, 1, 2), (2, 1))]
 
     def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _, chosen, weights = inputs(rank)
-        return torch.randn(len(chosen), hidden, generator=g.manual_seed(rank)).bfloat16(), chosen, weights
+        _, chosen, topk_weights = inputs(rank)
+        return torch.randn(len(chosen), hidden, generator=g.manual_seed(rank)).bfloat16(), chosen, topk_weights
 
     all_given = [given(rank) for rank in range(4)]
 
@@ -231,11 +231,11 @@ def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pair
         experts = BlockFP8Experts([*map(str, held)], hidden, 128, True, torch.bfloat16, CPU)
         for stored, whole in zip(experts.tensors, (codes[0], scales[0], codes[1], scales[1]), strict=True):
             stored.copy_(whole[held])
-        x, chosen, weights = all_given[parallel.group.index]
+        x, chosen, topk_weights = all_given[parallel.group.index]
         results = []
-        for tokens in (x, experts.to_send(x)):
+        for tokens in (x, experts.quantize_for_dispatch(x)):
             log.clear()
-            dispatch = parallel.dispatch(tokens, chosen, weights, method, 12, max_pairs, 2 * hidden)
+            dispatch = parallel.dispatch(tokens, chosen, topk_weights, method, 12, max_pairs, 2 * hidden)
             for number in range(rounds := dispatch.rounds):
                 dispatch.send_back(number, experts(dispatch.receive(number), sys.maxsize))
             results.append((dispatch.combine(), rounds, [*log]))

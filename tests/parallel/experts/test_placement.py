@@ -35,10 +35,10 @@ def test_contiguous(experts: int, ranks: int, counts: list[int]) -> None:
 @pytest.mark.parametrize("experts, ranks", [(24, 5), (24, 4), (9, 9)])
 def test_every_expert_is_served_once(experts: int, ranks: int) -> None:
     placement = ExpertPlacement.contiguous(experts, ranks, CPU)
-    choices = torch.arange(-1, experts, dtype=torch.int32)
+    topk_ids = torch.arange(-1, experts, dtype=torch.int32)
     rank_of = torch.cat((torch.tensor([-1]), placement.rank_of))  # expert −1 first
     for rank in range(ranks):
-        local = placement.local(choices, rank)
+        local = placement.local(topk_ids, rank)
         assert local.dtype == torch.int32
         assert torch.equal(local >= 0, rank_of == rank)
         assert local[local >= 0].tolist() == list(range(placement.count(rank)))
@@ -64,7 +64,7 @@ def test_one_rank_in_any_order() -> None:
     tokens, experts = torch.randn(2, 4), torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
     dispatch = parallel.dispatch(tokens, experts, torch.rand(2, 2), "all_to_all", 2)
     here = dispatch.receive(0)
-    assert here.experts.tolist() == [[1, 0], [2, -1]] and here.served_fraction == 1.0
+    assert here.topk_ids.tolist() == [[1, 0], [2, -1]] and here.local_fraction == 1.0
     dispatch.send_back(0, tokens)
     assert dispatch.rounds == 1 and here.tokens is tokens and dispatch.combine() is tokens
 
@@ -88,13 +88,13 @@ def test_layers_share_one_division() -> None:
 
 @pytest.mark.parametrize("ranks", [3, 6])
 def test_even_routing_adds_up_over_the_ranks(ranks: int) -> None:
-    """Each rank serves as much as one sends, also where a rank's choices do not divide."""
+    """Each rank serves as much as one sends, also where a rank's pairs do not divide."""
     placement = ExpertPlacement.contiguous(24, ranks, CPU)
-    choices = torch.zeros(7, 4, dtype=torch.int32)
+    topk_ids = torch.zeros(7, 4, dtype=torch.int32)
     parts = [ExpertParallel(Group(tuple(range(ranks)), rank, None), placement) for rank in range(ranks)]
     for part in parts:
         part.even = True
-    serving = torch.cat([placement.rank_of[part.to_physical(choices).long()] for part in parts])
+    serving = torch.cat([placement.rank_of[part.to_physical(topk_ids).long()] for part in parts])
     assert serving.flatten().bincount(minlength=ranks).tolist() == [28] * ranks
 
 

@@ -162,29 +162,29 @@ class FakeExpertParallel(ExpertParallel):
 
     def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         super()._counts(sent)
-        total, size = self.choices, self.group.size
+        total, size = self.pairs, self.group.size
         each = [total // size] * size
-        served = self._skewed(total)
-        return RecvPlan(each, [self._skewed(n) for n in each], served), served
+        local_pairs = self._skewed(total)
+        return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
 
     def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> list[Way]:
-        """Each choice of a token crosses to another node, if there are so many, and is passed on in its own row."""
+        """Each pair crosses to another node, if there are so many, and is passed on in its own row."""
         rounds, rail, inside = len(super()._ways(sent, groups, takers)), groups.rail.size, groups.node.size
-        crossing = self.tokens * min(rail, self.choices // max(1, self.tokens))
-        self.passed = [self._skewed(n) for n in _even(self.choices, rounds)]
+        crossing = self.tokens * min(rail, self.pairs // max(1, self.tokens))
+        self.passed = [self._skewed(n) for n in _even(self.pairs, rounds)]
         return [
             Way(
-                RecvPlan(_even(rows, rail), _even(min(self._skewed(rows), rail * self.tokens), rail), served),
-                RecvPlan(_even(served, inside), _even(served, inside), served),
-                served,
-                served,
+                RecvPlan(_even(rows, rail), _even(min(self._skewed(rows), rail * self.tokens), rail), local_pairs),
+                RecvPlan(_even(local_pairs, inside), _even(local_pairs, inside), local_pairs),
+                local_pairs,
+                local_pairs,
             )
-            for rows, served in zip(_even(crossing, rounds), self.passed, strict=True)
+            for rows, local_pairs in zip(_even(crossing, rounds), self.passed, strict=True)
         ]
 
-    def _served(self, received: Received, together: int) -> list[int]:
-        parts, choices = len(super()._served(received, together)), received.experts.numel()
-        return _even(min(self._skewed(choices // self.group.size), choices), parts)
+    def _local_pairs(self, received: Received, together: int) -> list[int]:
+        parts, pairs = len(super()._local_pairs(received, together)), received.topk_ids.numel()
+        return _even(min(self._skewed(pairs // self.group.size), pairs), parts)
 
     def _skewed(self, balanced: int) -> int:
         """Number of tokens for this rank in place of a balanced number."""
@@ -195,13 +195,13 @@ class FakeExpertParallel(ExpertParallel):
         rounds, size = sent.shape[:2]
         if group is not self.group:  # inside a node
             return [RecvPlan(_even(n, size), _even(n, size), n) for n in _even(max(self.passed), rounds)]
-        total = self.choices // size * size
+        total = self.pairs // size * size
         send, receive = _even(total, rounds), _even(self._skewed(total), rounds)
         return [RecvPlan(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]
 
-    def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
-        self.tokens, self.choices = len(experts), experts.numel()
-        return super().to_physical(experts)
+    def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        self.tokens, self.pairs = len(topk_ids), topk_ids.numel()
+        return super().to_physical(topk_ids)
 
 
 def _even(total: int, parts: int) -> list[int]:

@@ -109,12 +109,12 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             rounds = dispatch.rounds  # it may wait for the tokens
         for number in range(rounds):
-            self._serve(dispatch, number, counts=batch.token_mask is None)
+            self._run_round(dispatch, number, counts=batch.token_mask is None)
         yield "MoE combine"
         with stage("MoE combine"):
             return [dispatch.combine(), *([shared()] if shared else [])]
 
-    def _serve(self, dispatch: Dispatch, number: int, counts: bool) -> None:
+    def _run_round(self, dispatch: Dispatch, number: int, counts: bool) -> None:
         """Runs one round.
 
         Args:

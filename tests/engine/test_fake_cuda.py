@@ -178,7 +178,7 @@ def test_skewed_routing_costs_time_and_not_memory(fake_engine: Callable[..., Any
 
 
 def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) -> None:
-    """Every token comes to every rank, and this one serves up to 8 times as many choices as under balanced routing."""
+    """Every token comes to every rank, and this one has up to 8 times as many pairs as under balanced routing."""
     peaks, rounds = [], []
     for skew, chunk in ((1.0, None), (1.5, None), (8.0, None), (7.0, 131_071)):
         with FakeDevice() as device:
@@ -187,7 +187,7 @@ def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) ->
             engine = fake_engine(device, "deepseek_v32", 8, parallel, **sizes)
             peaks.append(prefill(device, engine, 16_384) / 2**30)
             rounds.append(device.count("triton", "combine_kernel") // 2)  # 2 layers with experts
-            assert device.waits == ["event in expert_parallel.py:_served"] * 2
+            assert device.waits == ["event in expert_parallel.py:_local_pairs"] * 2
     print(peaks, rounds)
     assert rounds == [1, 2, 8, 1]
     returned = 16_384 * 7168 * 2 / 2**30  # the sums of several rounds, which are longer than the tokens' codes

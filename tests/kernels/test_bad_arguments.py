@@ -72,7 +72,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "combine": [
         ("topk_weights", columns(1), r"topk_weights \(60, 1\)"),
-        ("pair_rows", to(I64), "pair_rows must be int32 and weights float32, not torch.int64"),
+        ("pair_rows", to(I64), "pair_rows must be int32 and topk_weights float32, not torch.int64"),
     ],
     "combine_codes": [
         ("hidden", set_to(256), "rows of 256"),

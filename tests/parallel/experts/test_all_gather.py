@@ -1,4 +1,4 @@
-"""Rounds of an all-gather: what a rank serves in one is bounded, and sums come back to their tokens."""
+"""Rounds of an all-gather: the pairs of a rank in one are bounded, and sums come back to their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of an all-to-all: what each rank serves in one is bounded, and every token comes back to its place."""
+"""Rounds of an all-to-all: the pairs of each rank in one are bounded, and every token comes back to its place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_no_rank_serves_more_than_the_bound(
                 assert sent.tolist() == sorted(set(sent.tolist()))
                 assert bool((experts[sent.long()] == rank).any(dim=1).all())
                 first += n
-        # A row says which token it is, so each token gets itself back as often as ranks serve it.
+        # A row says which token it is, so each token gets itself back as often as ranks hold experts of it.
         own = torch.arange(1.0, tokens + 1)[source.long()][:, None]
         ranks = torch.tensor([len(set(row) - {-1}) for row in experts.tolist()], dtype=torch.float32)
         assert torch.equal(combine(own, pair_rows)[:, 0], torch.arange(1.0, tokens + 1) * ranks)

@@ -101,7 +101,7 @@ def wanted(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tens
 
 
 def crossing_tokens(placement: ExpertPlacement, nodes: Sequence[int]) -> tuple[int, int]:
-    """Rows that cross between nodes: one for each rank that serves the token, and one for each node."""
+    """Rows that cross between nodes: one for each rank with experts of the token, and one for each node."""
     to_ranks = to_nodes = 0
     for rank, home in enumerate(nodes):
         for row in placement.to_physical(inputs(rank)[1], rank).tolist():

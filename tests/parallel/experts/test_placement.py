@@ -88,7 +88,7 @@ def test_layers_share_one_division() -> None:
 
 @pytest.mark.parametrize("ranks", [3, 6])
 def test_even_routing_adds_up_over_the_ranks(ranks: int) -> None:
-    """Each rank serves as much as one sends, also where a rank's pairs do not divide."""
+    """Each rank computes as many pairs as one sends, also where a rank's pairs do not divide."""
     placement = ExpertPlacement.contiguous(24, ranks, CPU)
     topk_ids = torch.zeros(7, 4, dtype=torch.int32)
     parts = [ExpertParallel(Group(tuple(range(ranks)), rank, None), placement) for rank in range(ranks)]

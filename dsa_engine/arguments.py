@@ -35,7 +35,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        if action.help is None or "default" in action.help or default is argparse.SUPPRESS:
+        if action.help is None or "default:" in action.help.lower() or default is argparse.SUPPRESS:
             return action.help
         if not action.option_strings:
             return action.help

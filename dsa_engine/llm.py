@@ -13,7 +13,7 @@ import torch
 
 from dsa_engine.async_calls import AsyncCalls, PreparedPrompt, outputs_of, requests_of
 from dsa_engine.config.fields import takes_options_of
-from dsa_engine.engine.call import Call, Callers
+from dsa_engine.engine.call import Call, LoopEntrance
 from dsa_engine.engine.disaggregation.loop_for import loop_for
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Add
@@ -50,7 +50,7 @@ class LLM(AsyncCalls):
         ValueError: an option, the configuration or the world size is not possible; the text says what is possible.
     """
 
-    _callers: Callers
+    _callers: LoopEntrance
 
     @takes_options_of(EngineOptions)
     def __init__(self, *args: Any, **named: Any):
@@ -64,7 +64,7 @@ class LLM(AsyncCalls):
         log_start(self.engine, self.folder)
         self.loop = loop_for(self.engine)
         weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
-        self._callers = Callers(self.loop)
+        self._callers = LoopEntrance(self.loop)
 
     def generate(
         self,

@@ -72,15 +72,15 @@ class EngineOptions(Options):
     )
     max_num_seqs: PositiveInt = option(64, "maximum number of requests that run at once.")
     stream_interval: PositiveInt = option(
-        1, "tokens that a piece of a stream waits for, after the first token; more of them cost the host less."
+        1, "tokens in each piece of a stream after the first; larger pieces cost the host less."
     )
     max_num_batched_tokens: PositiveInt = option(
-        8192, "prefill chunk per rank; a step takes up to cp_size times as many."
+        8192, "maximum tokens of a prefill chunk on each rank; a step takes up to cp_size times as many."
     )
     max_prefill_share: Fraction = option(
         0.5,
-        "maximum fraction of prefill steps while any request decodes, in (0, 1]; 1 puts prefill first: best for the "
-        "time to first token, worst for the time per token.",
+        "maximum fraction of steps that prefill while any request decodes, in (0, 1]; 1 puts prefill first: best for "
+        "the time to first token, worst for the time per token.",
     )
     page_size: PositiveInt = option(64, "tokens per cache page.")
     enable_prefix_caching: bool = option(

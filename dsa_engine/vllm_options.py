@@ -45,7 +45,7 @@ _ANSWERS = {
     "attention_backend": _OWN_KERNELS,
     "moe_backend": _OWN_KERNELS,
     "max_logprobs": "SamplingParams(logprobs=…) says how many",
-    "disable_log_stats": "the environment variable DSA_ENGINE_LOG_LEVEL sets what is logged",
+    "disable_log_stats": "an LLM logs none; it is an option of dsa-engine serve",
     "use_tqdm_on_load": "progress=False shows no bars",
     "enable_lora": _NO_LORA,
     "tokenizer": "the tokenizer is that of the model folder; put its files there",

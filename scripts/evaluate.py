@@ -42,7 +42,7 @@ def main() -> None:
     for length in args.length:
         cases = retrieval(llm, documents, length, args.cases)
         results[length] = {"right": sum(right for _, right in cases) / len(cases), "cases": cases}
-    if llm.engine.mesh.rank:
+    if not llm.engine.mesh.is_leader:
         return
     if args.json:
         write_json(args.json, run_report(llm, reported(args), llm.engine.mesh.world_size) | {"retrieval": results})

@@ -20,6 +20,7 @@ import torch
 
 import triton_interpreter
 from caches import measure_peak, scatter
+from dsa_engine import cli
 from dsa_engine.kernels.runtime.cpu import user_cache
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.device import is_lost
@@ -223,14 +224,17 @@ class Ended(NamedTuple):
 def run_script(
     demo_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Ended]]:
-    """``run_script("bench_prefill.py", *arguments)`` runs a script in this process: starting Python and PyTorch takes
-    seconds each time."""
+    """``run_script("bench_prefill.py", *arguments)`` runs a script in this process, and ``run_script("convert", …)`` a
+    command of dsa-engine: starting Python and PyTorch takes seconds each time."""
 
     def run(script: str, *arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
         status: Any = 0
         try:
-            runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+            if script.endswith(".py"):
+                runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+            else:
+                cli.main([*script.split(), *map(str, arguments)])
         except SystemExit as ended:
             status = ended.code or 0
         assert isinstance(status, int), status

@@ -48,8 +48,8 @@ class Entrance(Protocol):
         ...
 
 
-class Callers:
-    """Entrance for callers: checks that a thread may call, and that all ranks make the same call."""
+class LoopEntrance:
+    """The :class:`Entrance` of an engine in this process."""
 
     def __init__(self, loop: EngineLoop):
         self.loop = loop
@@ -106,7 +106,6 @@ class Callers:
             raise
 
     def abort(self, ids: tuple[int, ...]) -> None:
-        """Ends requests and jobs."""
         self.loop.send((Abort(ids), None))
 
     @property
@@ -148,7 +147,7 @@ class Call:
         self._mailbox: Any = EventLoopMailbox() if asynchronous else SimpleQueue()
 
     def begin(self, kind: str, adds: Sequence[tuple[Add, Tokenizer | None]]) -> None:
-        """Sends the requests, each with the tokenizer for its text; raises what :meth:`Callers.send` raises."""
+        """Sends the requests, each with the tokenizer for its text; raises what :meth:`Entrance.send` raises."""
         for add, _ in adds:
             add.id = next(self._callers.ids)
         interval = self._callers.stream_interval if self._streams else None

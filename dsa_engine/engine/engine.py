@@ -36,7 +36,7 @@ from dsa_engine.engine.sampling.result import RequestTokens, StepResult
 from dsa_engine.engine.tiers import PageTiers
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.model.profile_stages import observed
+from dsa_engine.model.profile_stages import has_hook
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
@@ -86,14 +86,14 @@ class Engine:
         self.recorder: LoadRecorder | None = None
         self.side: Side | None = None
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
-        self.draft(self._max_drafts)
+        self.set_num_drafts(self._max_drafts)
 
     @property
     def _max_drafts(self) -> int:
         speculation = self.options.speculation
         return speculation.num_speculative_tokens if speculation else 0
 
-    def draft(self, num_drafts: int) -> None:
+    def set_num_drafts(self, num_drafts: int) -> None:
         """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``.
 
         Raises:
@@ -154,7 +154,7 @@ class Engine:
         """
         self.tiers.poll()
         # While stages are timed, each step is read at once: its time must not contain another step.
-        ahead = self.async_scheduling and not observed()
+        ahead = self.async_scheduling and not has_hook()
         read = [] if ahead else self._read_in_flight()
         with record_function("schedule"):
             chunks = self.scheduler.schedule()

@@ -188,18 +188,18 @@ class EngineLoop:
 
     def _turn(self) -> None:
         """Runs a step of the requests, or a part of a job."""
-        while self._backlog and isinstance(self._backlog[0], Add):
-            self._begin(self._backlog.popleft())
+        while self._backlog and isinstance(add := self._backlog[0], Add):
+            self._backlog.popleft()
+            self._begin(add)
         if self._job is None and (self._requests or self._unread):
             self._step()
-        elif self._backlog:
-            self._run(self._backlog[0])
+        elif self._backlog and isinstance(run := self._backlog[0], Run):
+            self._run(run)
         else:
             return
         self.steps += 1
 
-    def _begin(self, add: Add | Run) -> None:
-        assert isinstance(add, Add)
+    def _begin(self, add: Add) -> None:
         request = self._requests[add.id] = self.engine.queue(add)
         if (reply := self._callers.reply(add.id)) is not None:
             reply.request = request
@@ -229,9 +229,8 @@ class EngineLoop:
                 self._requests.pop(request.id, None)
             self._callers.answer(request.id, tokens, request.ending)
 
-    def _run(self, run: Add | Run) -> None:
+    def _run(self, run: Run) -> None:
         """Begins or continues a job, which has the engine for itself."""
-        assert isinstance(run, Run)
         try:
             if self._job is None:
                 self._job = run_job(self.engine, run)

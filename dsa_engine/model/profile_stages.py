@@ -1,4 +1,4 @@
-"""The named stages of a forward pass: ranges in PyTorch's profiler, and events for an hook of the pass."""
+"""The named stages of a forward pass: ranges in PyTorch's profiler, and events for a hook of the pass."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def set_hook(hook: StageHook | None) -> None:
     _hook = hook
 
 
-def observed() -> bool:
-    """Whether the stages have an hook: a step is then run kernel by kernel, and read at once."""
+def has_hook() -> bool:
+    """Whether the stages have a hook: a step is then run kernel by kernel, and read at once."""
     return _hook is not None

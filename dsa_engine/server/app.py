@@ -42,10 +42,6 @@ _REVALIDATED = {"Cache-Control": "no-cache"}  # a browser asks whether its copy 
 class Server:
     """What the routes share.
 
-    Args:
-        llm: the engine.
-        options: the server's.
-
     Raises:
         ValueError: a parser or the chat template is not possible.
     """

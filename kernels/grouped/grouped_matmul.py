@@ -98,7 +98,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype:
     rows = len(x if groups.source is None else groups.source)
     expected = rows if groups.expected is None else groups.expected
     # PyTorch's way also gathers and gates the rows of other ranks' pairs: many, where they were not counted.
-    if expected > FEW_ROWS * len(weight) and rows <= 2 * expected and torch_has_it(x, weight):
+    if expected > FEW_ROWS * len(weight) and rows <= 2 * expected and takes_torch_grouped_mm(x, weight):
         return grouped_matmul_torch(x, weight, groups)
     return grouped_matmul_triton(x, weight, groups)
 
@@ -121,7 +121,7 @@ def check(x: torch.Tensor, weight: torch.Tensor) -> None:
         raise ValueError(f"x is {x.dtype}, the weight {weight.dtype}")
 
 
-def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def takes_torch_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether PyTorch's own grouped product applies: on sm_90 or sm_100, in bfloat16, with strides of 16 bytes.
     On other chips it copies the ends of the groups to the host, which a CUDA graph does not allow."""
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
@@ -130,7 +130,7 @@ def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """PyTorch's product, if :func:`torch_has_it`: gathered rows, and gate and up, are written and read."""
+    """PyTorch's product, if :func:`takes_torch_grouped_mm`: gathered rows, and gate and up, are written and read."""
     x = x.contiguous() if groups.source is None else x.index_select(0, groups.source)
     out = F.grouped_mm(x, weight.transpose(1, 2), offs=groups.row_ends)
     del x  # the gathered rows are not held while the results are gated

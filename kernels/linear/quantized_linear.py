@@ -17,7 +17,7 @@ from dsa_engine.kernels.runtime.operation import operation
 _ROWS_OF_INT_MM = 64
 
 
-def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def takes_int_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether PyTorch's ``_int_mm`` takes these codes on CUDA: many rows, of widths in steps of 8."""
     return x.is_cuda and not INTERPRETED and x.shape[0] > _ROWS_OF_INT_MM and not any(n % 8 for n in weight.shape)
 
@@ -53,7 +53,7 @@ def quantized_linear(
     assert matrix is not None
     if not runs_triton(codes):
         out = product.reference(codes, x_scale, *one, [rows], x.dtype)
-    elif product is INT8 and torch_has_it(codes, matrix):
+    elif product is INT8 and takes_int_mm(codes, matrix):
         out = matmul_int8_reference(codes, x_scale, *weight, x.dtype)  # type: ignore[arg-type, call-arg]
     else:
         row_ends = torch.full((1,), rows, dtype=torch.int32, device=x.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import runpy
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from dsa_engine.commands.bench.serving.result import NOT_SENT, print_serving, re
 from dsa_engine.commands.bench.serving.traffic import Traffic, send_load
 from servers.openai_server import OpenAIServer, openai_server
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_serve.py"
 # 127 words are sent to calibrate; only longer prompts meet a server's fault.
 LONG = "--num-prompts 3 --random-input-len 500 --random-output-len 4"
 
@@ -186,13 +184,11 @@ def test_failures_are_counted_and_shown(
     fault: str,
     error: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     server.fault, path = fault, tmp_path / "a.json"
     words = f"--base-url {server.url}/v1 {LONG} --num-warmups 0 --json {path}"
-    monkeypatch.setattr(sys, "argv", ["bench_serve.py", *words.split()])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    cli.main(["bench", "serve", *words.split()])
     report = json.loads(path.read_text())
     assert (report["completed"], report["failed"]) == (0, 3) and all(error in r["error"] for r in report["requests"])
     assert f"failed: 3 × {error}" in capsys.readouterr().out

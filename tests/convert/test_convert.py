@@ -144,19 +144,19 @@ def test_scales_that_fail_in_the_middle_leave_nothing(tmp_path: Path) -> None:
 def test_scripts_make_and_convert(run_script: Callable[..., Any], tmp_path: Path) -> None:
     overrides = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
     options = ["--overrides", json.dumps(overrides), "--max-shard-size", "1MB", "--json", tmp_path / "report.json"]
-    made = run_script("make_checkpoint.py", "--config", "demo", "--output", tmp_path / "fp8", *options)
+    made = run_script("make-checkpoint", "--config", "demo", "--output", tmp_path / "fp8", *options)
     assert made.returncode == 0, made.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["files"] == len(list((tmp_path / "fp8").glob("*.safetensors"))) > 1
     assert f"{report['tensors']:,} tensors" in made.stdout
     assert (tmp_path / "fp8" / "tokenizer.json").exists()
-    converted = run_script("convert_checkpoint.py", tmp_path / "fp8", tmp_path / "plain", "--dtype", "float32")
+    converted = run_script("convert", tmp_path / "fp8", tmp_path / "plain", "--dtype", "float32")
     assert converted.returncode == 0, converted.stderr
     assert ModelConfig.from_pretrained(tmp_path / "plain").dtype == torch.float32
     assert (tmp_path / "plain" / "tokenizer.json").read_text() == (tmp_path / "fp8" / "tokenizer.json").read_text()
     # A configuration from a folder, another dtype and seed.
     options = ["--config", tmp_path / "fp8", "--output", tmp_path / "f32", "--dtype", "float32", "--seed", 1]
-    again = run_script("make_checkpoint.py", *options)
+    again = run_script("make-checkpoint", *options)
     assert again.returncode == 0, again.stderr
     config = ModelConfig.from_pretrained(tmp_path / "f32")
     assert (config.dtype, config.weight_block_size, config.num_hidden_layers) == (torch.float32, None, 2)
@@ -165,12 +165,12 @@ def test_scripts_make_and_convert(run_script: Callable[..., Any], tmp_path: Path
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("convert_checkpoint.py nowhere out", "no such model folder: nowhere"),
-        ("make_checkpoint.py --config nowhere --output out", "no such file, and not one of demo, deepseek_v32"),
-        ("make_checkpoint.py --config demo --output out --overrides {", "--overrides"),
-        ("make_checkpoint.py --config demo --output out --overrides []", "--overrides"),
-        ("make_checkpoint.py --config demo --output out --max-shard-size x", "max_shard_size"),
-        ('make_checkpoint.py --config deepseek_v32 --output out --overrides {"n_group":3}', "n_group 3"),
+        ("convert nowhere out", "no such model folder: nowhere"),
+        ("make-checkpoint --config nowhere --output out", "no such file, and not one of demo, deepseek_v32"),
+        ("make-checkpoint --config demo --output out --overrides {", "--overrides"),
+        ("make-checkpoint --config demo --output out --overrides []", "--overrides"),
+        ("make-checkpoint --config demo --output out --max-shard-size x", "max_shard_size"),
+        ('make-checkpoint --config deepseek_v32 --output out --overrides {"n_group":3}', "n_group 3"),
     ],
 )
 def test_script_errors_are_one_line(
@@ -185,7 +185,7 @@ def test_script_errors_are_one_line(
 
 def test_a_terminated_script_cleans_up(tmp_path: Path) -> None:
     # Nearly 2 GB of weights: it is still writing when the signal comes.
-    command = [sys.executable, str(ROOT / "scripts" / "make_checkpoint.py"), "--config", "deepseek_v32", "--overrides"]
+    command = [sys.executable, "-m", "dsa_engine", "make-checkpoint", "--config", "deepseek_v32", "--overrides"]
     overrides = {"vocab_size": 100, "num_hidden_layers": 3, "num_nextn_predict_layers": 0}
     command += [json.dumps(overrides), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

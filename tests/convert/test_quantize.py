@@ -4,8 +4,6 @@ round, and SmoothQuant."""
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsa_engine import LLM
+from dsa_engine import LLM, cli
 from dsa_engine.checkpoint import CheckpointReader, Source
 from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.convert import quantize_checkpoint
@@ -262,18 +260,15 @@ def test_bad_sources_leave_nothing(source: Path, tmp_path: Path, oracle: Callabl
     assert sorted(path.name for path in tmp_path.iterdir()) == ["missing", "nan"]
 
 
-def script(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+def convert(*arguments: object) -> None:
+    cli.main(["convert", *map(str, arguments)])
 
 
-def test_from_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The demo model, calibrated on a text, and converted."""
     (tmp_path / "text.txt").write_text("def main():\n    return 0\n" * 10)
     options = ["--calibration", tmp_path / "text.txt", "--calibration-tokens", 50, "--json", tmp_path / "out.json"]
-    script(
-        monkeypatch,
-        "convert_checkpoint.py",
+    convert(
         ROOT / "dsa_engine/demo_model",
         tmp_path / "int8",
         "--quantize",
@@ -300,9 +295,9 @@ def test_from_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     ],
 )
 def test_options_that_do_not_fit(
-    options: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        script(monkeypatch, "convert_checkpoint.py", ROOT / "dsa_engine/demo_model", tmp_path / "out", *options)
+        convert(ROOT / "dsa_engine/demo_model", tmp_path / "out", *options)
     assert ended.value.code == 2 and error in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -66,7 +66,7 @@ def test_one_run_with_and_without_drafts(tiny_llm: Callable[..., Any]) -> None:
         assert row["median_tpot_ms"] > 0
     assert steps[0] == steps[3] == 1.0 and 3.5 < steps[1] <= 4 and steps[2] == 2.0
     with pytest.raises(ValueError, match="4 drafts a step are not possible: num_speculative_tokens allows 0 to 3"):
-        llm.engine.draft(4)
+        llm.engine.set_num_drafts(4)
 
 
 def test_measure_tpot_with_several_numbers_of_drafts(

@@ -50,7 +50,7 @@ def test_bench_prefill_takes_a_text_and_a_model_of_configuration_only(run: Run, 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2].startswith("501 ")  # bytes, and the beginning of the sentence
     folder = tmp_path / "model"
-    made = run("make_checkpoint.py", "--config", "demo", "--output", folder)
+    made = run("make-checkpoint", "--config", "demo", "--output", folder)
     assert made.returncode == 0, made.stderr
     for path in folder.glob("*.safetensors*"):
         path.unlink()

@@ -57,7 +57,7 @@ def measure_latency(
     engine, mesh = llm.engine, llm.engine.mesh
     timed: list[TimedGeneration] = []
     if num_drafts is not None:
-        engine.draft(num_drafts)
+        engine.set_num_drafts(num_drafts)
     if engine.runner.drafter is not None:
         engine.runner.drafter.rule = acceptance or count_equal
     reset_peak(mesh.device)

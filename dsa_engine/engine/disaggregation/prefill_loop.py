@@ -212,9 +212,9 @@ class PrefillLoop(SideLoop):
             self._departing[request.id] = request
         return journey is not None
 
-    def _run(self, run: Add | Run) -> None:
+    def _run(self, run: Run) -> None:
         if self._departing:
             return
-        if isinstance(run, Run) and run.job == "reset_prefix_cache":
+        if run.job == "reset_prefix_cache":
             self.tell(Reset())
         super()._run(run)

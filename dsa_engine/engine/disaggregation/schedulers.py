@@ -31,7 +31,7 @@ class PrefillScheduler(Scheduler):
     @property
     def running(self) -> list[Request]:
         """Requests that have pages on either side, in order of arrival."""
-        return sorted([*self._running, *list(self.away)], key=lambda one: one.id)  # list(): threads read it
+        return sorted([*self._running, *self.away], key=lambda one: one.id)
 
     @property
     def cache_usage(self) -> float:

@@ -27,7 +27,7 @@ from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.model.profile_stages import observed
+from dsa_engine.model.profile_stages import has_hook
 from dsa_engine.system.interrupts import uninterrupted
 
 
@@ -107,8 +107,8 @@ class DecodeGraphs:
         The first call with a name captures the function, later calls replay the graph. So it must launch the same
         kernels on the same tensors every time.
         """
-        # Timing events and the log of collectives do not work in a graph: an observed step runs without.
-        if not self._capture or observed():
+        # Timing events and the log of collectives do not work in a graph: an has_hook step runs without.
+        if not self._capture or has_hook():
             return function()
         if name not in self._graphs:
             self._graphs[name] = self._captured_once(function)

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_torch, grouped_matmul_triton, torch_has_it
+from dsa_engine.kernels.grouped.grouped_matmul import (
+    grouped_matmul_torch,
+    grouped_matmul_triton,
+    takes_torch_grouped_mm,
+)
 from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8
 from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16, ProductFormat, block_fp8
 from dsa_engine.kernels.grouped.tiles import Groups
@@ -92,7 +96,7 @@ def _plain_product(make: Inputs, groups: int, rows: int) -> KernelCase:
         ours if runs_triton(x) else partial(PLAIN.reference, x[source], weight, counts, x.dtype),
         bytes=x.nbytes + weight.nbytes + rows * INTERMEDIATE * x.element_size(),
         flops=4.0 * rows * INTERMEDIATE * HIDDEN,
-        baselines=theirs if torch_has_it(x, weight) else {},
+        baselines=theirs if takes_torch_grouped_mm(x, weight) else {},
         product=rows > 64 * groups,
     )
 

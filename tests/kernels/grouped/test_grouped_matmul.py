@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped import grouped_matmul as module
-from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_reference, grouped_matmul_triton, torch_has_it
+from dsa_engine.kernels.grouped.grouped_matmul import (
+    grouped_matmul_reference,
+    grouped_matmul_triton,
+    takes_torch_grouped_mm,
+)
 from dsa_engine.kernels.grouped.tiles import Groups, max_tiles
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 from fake_cuda import FakeDevice
@@ -162,13 +166,15 @@ def test_torch_is_asked_where_it_does_not_wait(chip: int, has_it: bool) -> None:
     """On other chips its grouped product copies to the host, also in a capture."""
     with FakeDevice(capability=chip):
         x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((2, 8), (1, 16, 8)))
-        assert torch_has_it(x, weight) == has_it
+        assert takes_torch_grouped_mm(x, weight) == has_it
 
 
 def test_when_torch_is_asked() -> None:
     """Never on a CPU; on a GPU in bfloat16 where rows of matrices begin at 16 bytes."""
-    assert not torch_has_it(torch.ones(2, 8).bfloat16(), torch.ones(1, 8, 8).bfloat16())
+    assert not takes_torch_grouped_mm(torch.ones(2, 8).bfloat16(), torch.ones(1, 8, 8).bfloat16())
     if torch.cuda.is_available() and hasattr(F, "grouped_mm"):
         x = torch.ones(2, 8, device="cuda", dtype=torch.bfloat16)
-        assert torch_has_it(x, torch.ones(1, 16, 8))
-        assert not torch_has_it(x, torch.ones(1, 12, 8)) and not torch_has_it(x.half(), torch.ones(1, 16, 8))
+        assert takes_torch_grouped_mm(x, torch.ones(1, 16, 8))
+        assert not takes_torch_grouped_mm(x, torch.ones(1, 12, 8)) and not takes_torch_grouped_mm(
+            x.half(), torch.ones(1, 16, 8)
+        )

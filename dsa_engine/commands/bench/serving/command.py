@@ -1,4 +1,4 @@
-"""Serving, at a server with the OpenAI API: ``scripts/bench_serve.py`` and ``dsa-engine bench serve``."""
+"""Serving, at a server with the OpenAI API: ``dsa-engine bench serve``."""
 
 from __future__ import annotations
 

@@ -60,19 +60,19 @@ def experts(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFormat) -> KernelCase:
     x = make.normal(max(1, rows // TOP_K), HIDDEN)
-    chosen, weights = make.whole(groups, len(x), TOP_K), make.floats(len(x), TOP_K)
+    topk_ids, topk_weights = make.whole(groups, len(x), TOP_K), make.floats(len(x), TOP_K)
     halves = (2, INTERMEDIATE) if name == "FP8" else (2 * INTERMEDIATE,)
     gate_up, down = (_weight(make, product, groups, *one) for one in ((*halves, HIDDEN), (HIDDEN, INTERMEDIATE)))
     baselines: dict[str, Call] = {}
     if product is not PLAIN:
         plain_gate_up = _weight(make, PLAIN, groups, 2 * INTERMEDIATE, HIDDEN)
         plain_down = _weight(make, PLAIN, groups, HIDDEN, INTERMEDIATE)
-        plain = partial(expert_mlp, x, chosen, weights, plain_gate_up, plain_down)
+        plain = partial(expert_mlp, x, topk_ids, topk_weights, plain_gate_up, plain_down)
         baselines["in the run's dtype"] = partial(plain, uncounted_bytes=sys.maxsize)
     return KernelCase(
         f"experts, {name}",
         f"{rows:,} rows, {groups} experts",
-        partial(expert_mlp, x, chosen, weights, gate_up, down, product, uncounted_bytes=sys.maxsize),
+        partial(expert_mlp, x, topk_ids, topk_weights, gate_up, down, product, uncounted_bytes=sys.maxsize),
         bytes=2.0 * x.nbytes + sum(part.nbytes for part in (*gate_up, *down) if part is not None),
         flops=6.0 * rows * INTERMEDIATE * HIDDEN,
         baselines=baselines,

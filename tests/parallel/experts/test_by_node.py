@@ -126,8 +126,8 @@ def slow_bytes(seen: Sequence[Collective], nodes: Sequence[int], rank: int) -> i
 def test_equal_sums_and_fewer_bytes_between_nodes(nodes: tuple[int, ...]) -> None:
     case = Case(nodes)
 
-    coded = quantized_bytes(HIDDEN)
-    runs = [(method, None) for method in METHODS] + [(method, coded) for method in METHODS]
+    quantized = quantized_bytes(HIDDEN)
+    runs = [(method, None) for method in METHODS] + [(method, quantized) for method in METHODS]
 
     def work(parallel: ExpertParallel, log: list[Collective]) -> Any:
         results = []
@@ -142,8 +142,8 @@ def test_equal_sums_and_fewer_bytes_between_nodes(nodes: tuple[int, ...]) -> Non
             exact, rounded = wanted(inputs(rank)), bytes_back is not None and method != "all_gather"
             assert (ours - exact).norm() <= (1 / 16 if rounded else 1e-6) * exact.norm()
             slow[number] += slow_bytes(seen, nodes, rank)
-    row, crossing = RowBytes.of(4 * HIDDEN, K, coded=coded), crossing_tokens(case.placement(), nodes)
-    assert row.back == coded < row.plain == 4 * HIDDEN
+    row, crossing = RowBytes.of(4 * HIDDEN, K, coded=quantized), crossing_tokens(case.placement(), nodes)
+    assert row.back == quantized < row.plain == 4 * HIDDEN
     assert slow == [n * (row.there + back) for back in (row.plain, row.back) for n in (*crossing, 0)]
     assert slow[1] < slow[0] or nodes in ((0, 0, 0, 1), (0, 0, 1)), "a node of one rank gains one way only"
 
@@ -247,5 +247,5 @@ def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pair
     assert any(rounds > 1 for results in ranks for _, rounds, _ in results) == (max_pairs == 20)
     for rank, results in enumerate(ranks):
         assert torch.equal(results[0][0], results[1][0]) and results[0][0].any() == (rank != 1)
-    plain, coded = (sum(sum(one.sent) for results in ranks for one in results[i][2]) for i in (0, 1))
-    assert coded < plain
+    plain, quantized = (sum(sum(one.sent) for results in ranks for one in results[i][2]) for i in (0, 1))
+    assert quantized < plain

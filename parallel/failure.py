@@ -8,6 +8,7 @@ hangs has no error to store: its peers' collectives fail, or time out. They name
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import os
 import signal
@@ -107,8 +108,9 @@ class _Reporter:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._ending.acquire()
         brief = isinstance(error, self.brief) and not is_transport_error(error)
-        mine = _stored(f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0].removesuffix(": "))
-        _limit_end(mine)
+        mine = f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0].removesuffix(": ")
+        mine = mine.encode("utf-8", "backslashreplace").decode()  # a file's name may have half of a surrogate pair
+        faulthandler.dump_traceback_later(_LAST_S, exit=True, file=2)
         first = mine
         with suppress(Exception):  # the store may have ended with the process that held it
             if self.store is None and launched_store():
@@ -130,9 +132,13 @@ class _Reporter:
             _say(f"[rank {self._rank}] failed and ends the run:")
             with suppress(Exception):
                 self._show(kind, error, trace)
-            _tell_torchrun(error)
         with suppress(Exception):
-            self._dismiss_others(code, lost=is_transport_error(error))
+            self._wait_for_others(code, lost=is_transport_error(error))
+        if code == 1:
+            _tell_torchrun(error)  # after the wait: torchrun has then seen the end of a killed rank, as the first
+        with suppress(Exception):
+            if self.store is not None:
+                self.store.set("over", "")
         self._end(code)
 
     def _watch(self) -> None:
@@ -147,7 +153,7 @@ class _Reporter:
             logger.info("the store of the run does not answer (%s): failures of other ranks are not read there", error)
             return
         if self._ending.acquire(timeout=_OWN_S):  # else the main thread has failed too, and ends the process
-            _limit_end(first)
+            faulthandler.dump_traceback_later(_LAST_S, exit=True, file=2)
             self._follow(store, first)
 
     def _follow(self, store: dist.Store | None, first: str | None) -> None:
@@ -165,8 +171,8 @@ class _Reporter:
             time.sleep(_AFTER_S)
         self._end(code)
 
-    def _dismiss_others(self, code: int, lost: bool) -> None:
-        """Lets the other ranks end once each knows why; after a ``lost`` connection, names those that do not answer."""
+    def _wait_for_others(self, code: int, lost: bool) -> None:
+        """Waits until the others know why they end; after a ``lost`` connection, names those that do not answer."""
         if (store := self.store) is None:
             return
         store.set("shown", str(code))
@@ -177,7 +183,6 @@ class _Reporter:
         if lost and silent:
             ranks = ", ".join(map(str, silent))
             _say(f"[rank {self._rank}] no word from rank {ranks}: ended without an error, or stopped")
-        store.set("over", "")
 
     def _end(self, code: int) -> None:
         with suppress(Exception):
@@ -205,16 +210,6 @@ def _connect(patience_s: float) -> dist.Store:
     return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _limit_end(reason: str) -> None:
-    def end() -> None:
-        _say(reason)
-        os._exit(1)
-
-    limit = threading.Timer(_LAST_S, end)
-    limit.daemon = True
-    limit.start()
-
-
 def _tell_torchrun(error: BaseException) -> None:
     """Writes the error where torchrun's report reads it, which then names this rank as the first to fail."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -224,11 +219,6 @@ def _tell_torchrun(error: BaseException) -> None:
             raise error
         except BaseException as raised:
             get_error_handler().record_exception(raised)
-
-
-def _stored(text: str) -> str:
-    """The text, with escapes for characters that have no UTF-8 (half of a surrogate pair, from a file name)."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _say(text: str) -> None:

@@ -94,7 +94,7 @@ def reporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[failure._Reporter]:
         raise Ended(code)
 
     monkeypatch.setattr(failure.os, "_exit", end)
-    monkeypatch.setattr(failure, "_limit_end", lambda reason: None)
+    monkeypatch.setattr(failure.faulthandler, "dump_traceback_later", lambda *_, **__: None)
     handler = signal.getsignal(signal.SIGTERM)
     reporter = failure._Reporter(sys.__excepthook__)
     reporter.store = dist.HashStore()

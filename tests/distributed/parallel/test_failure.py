@@ -96,24 +96,10 @@ def test_ranks_that_differ_are_told_in_what(failing: Failing) -> None:
     done = failing("ranks_that_differ")
     digest = "[0-9a-f]{16}"
     for what, message in (
-        (
-            "checkpoint",
-            f"the checkpoint's files is {digest} on rank 0, 2 and {digest} on rank 1; start all of them alike",
-        ),
-        (
-            "weights",
-            r"different checkpoints: 1 tensor\(s\) differ, model.layers.1.self_attn.o_proj.weight between rank 0, 2 "
-            "and rank 1; give all nodes the same files",
-        ),
-        (
-            "layout",
-            "the ranks were started differently: tp_size is 3 on rank 0, 2 and 1 on rank 1; "
-            "timeout is 60 on rank 0, 2 and 50 on rank 1; start",
-        ),
-        (
-            "layers",
-            'hf_overrides is {"num_hidden_layers": 3} on rank 0, 2 and {"num_hidden_layers": 2} on rank 1; start',
-        ),
+        ("checkpoint", f"the checkpoint's files is {digest} on rank 0, 2 and {digest} on rank 1"),
+        ("weights", "1 tensor.s. differ, model.layers.1.self_attn.o_proj.weight between rank 0, 2 and rank 1"),
+        ("layout", "tp_size is 3 on rank 0, 2 and 1 on rank 1; timeout is 60 on rank 0, 2 and 50 on rank 1"),
+        ("layers", 'hf_overrides is {"num_hidden_layers": 3} on rank 0, 2 and {"num_hidden_layers": 2} on rank 1'),
         ("prompts", r"rank\(s\) 2 were given other prompts than rank 0; give every rank the same"),
         ("borders", r"rank\(s\) 2 were given other prompts than"),
         ("params", r"rank\(s\) 2 were given other sampling parameters than"),

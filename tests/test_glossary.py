@@ -71,10 +71,3 @@ def bad_texts(source: str) -> list[str]:
 def test_words_are_the_glossarys(check: Callable[[str], list[str]]) -> None:
     bad = {str(path.relative_to(ROOT)): check(path.read_text()) for path in python_files()}
     assert {path: lines for path, lines in bad.items() if lines} == {}
-
-
-def test_the_test_sees_what_it_looks_for() -> None:
-    source = '"""Of a thing, for whoever wants it."""\n'
-    source += "most_rows = in_place + at_most  # of nobody\nclass RowPlaces:\n    ends = 1\n"
-    assert bad_names(source) == ["2: the name most_rows", "3: the name RowPlaces", "4: the name ends"]
-    assert len(bad_texts(source)) == 4

@@ -34,11 +34,6 @@ def test_help_imports_no_torch() -> None:
     assert len(lines) == 2 + len(cli.COMMANDS) and [line for line in lines if not line.endswith(" []")] == []
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_function_of_a_command_exists(name: str) -> None:
-    assert callable(cli.COMMANDS[name].load())
-
-
 PLAN = "--weights fp8 --cache fp8 --drafts 0 --chunk 8192 --tp-size 1"
 
 

@@ -113,22 +113,10 @@ def unloadable(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "words, stdin, message",
     [
-        (
-            ["generate", "--prompt", ""],
-            "",
-            "the prompt is empty",
-        ),
+        (["generate", "--prompt", ""], "", "the prompt is empty"),
         (["generate", "--prompt", "-"], "", "the prompt is empty"),
-        (
-            ["generate", "--prompt", "a\udcff"],
-            "",
-            "surrogate",
-        ),
-        (
-            ["generate", "--prompt-ids", "5,320"],
-            "",
-            "token id 320",
-        ),
+        (["generate", "--prompt", "a\udcff"], "", "surrogate"),
+        (["generate", "--prompt-ids", "5,320"], "", "token id 320"),
         (["generate", "--prompt-ids", ""], "", "the prompt is empty"),
         (["generate", "--prompt", "x" * 200], "", "201 tokens, max_model_len is 200"),
         (["generate", "--prompt", "x", "--chat"], "", "has no chat template; use generate() with a prompt"),
@@ -153,18 +141,6 @@ def test_what_is_known_is_said_before_weights_are_loaded(
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--model", str(unloadable), "--device", "cpu", "--max-model-len", "200"])
     assert message in capsys.readouterr().err
-
-
-def test_a_command_without_output_and_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", None)
-        main(["info", "demo-random"])
-
-
-def test_what_an_llm_says_of_itself(llm: LLM) -> None:
-    layers, tokens = llm.engine.config.num_hidden_layers, f"{llm.engine.cache.pages * 64:,}"
-    start = f"LLM('demo': deepseek_v32, {layers} layers, float32 on cpu, rank 0 of 1, cache of {tokens} tokens in "
-    assert repr(llm).startswith(start), repr(llm)
 
 
 def test_bench(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

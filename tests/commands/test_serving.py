@@ -224,23 +224,3 @@ def test_a_server_is_measured_without_torch() -> None:
     code += "import dsa_engine.commands.bench.serving.traffic; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--num-prompts 0", "--num-prompts: must be at least 1"),
-        ("--gsp-num-turns x", "--gsp-num-turns: must be at least 1"),
-        ("--max-concurrency 0", "--max-concurrency: must be at least 1"),
-        ("--random-range-ratio 1", "--random-range-ratio: must be at least 0 and below 1"),
-        ("--request-rate nan", "--request-rate: must be above 0"),
-        ("--burstiness -1", "--burstiness: must be above 0"),
-        ("--base-url 127.0.0.1:9", "--base-url must be such as http://127.0.0.1:8000"),
-        ("--base-url http://127.0.0.1:9", "http://127.0.0.1:9/v1/models names no model"),
-        ("--base-url http://127.0.0.1:9 --model a", "refused a first request for the model 'a': ConnectError"),
-    ],
-)
-def test_impossible_options(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "serve", *words.split()])
-    assert message in capsys.readouterr().err

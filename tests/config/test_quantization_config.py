@@ -104,10 +104,7 @@ def changed(group: dict[str, Any], part: str, **keys: Any) -> dict[str, Any]:
         (compressed(INT8 | {"of_tomorrow": 1}), "config_groups.group_0.of_tomorrow 1"),
         (compressed(INT8, ignore=["re:*"]), r"ignore: 're:\*'"),
         (compressed(INT8, of_tomorrow={"a": 1}), "quantization_config.of_tomorrow {'a': 1}"),
-        (
-            compressed(INT8, transform_config={"config_groups": {"R1": {}}}),
-            "quantization_config.transform_config {.*R1",
-        ),
+        (compressed(INT8, transform_config={"config_groups": {"R1": {}}}), "transform_config {.*R1"),
         (compressed(INT8, sparsity_config={"format": "sparse-bitmask"}), "sparsity_config .*sparse-bitmask"),
         (compressed(INT8, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme {'num_bits': 8}"),
         (changed(INT8, "weights", num_bits="8"), "num_bits .*'8'"),

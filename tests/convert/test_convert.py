@@ -134,9 +134,7 @@ def test_scales_that_fail_in_the_middle_leave_nothing(tmp_path: Path) -> None:
     tensors = load_all(tmp_path / "in")
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "in" / "model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"lacks its scales 'model.layers.1.mlp.experts.3.up_proj.weight_scale_inv'"
-    ):
+    with pytest.raises(CheckpointError, match="'model.layers.1.mlp.experts.3.up_proj.weight_scale_inv'"):
         dequantize_checkpoint(tmp_path / "in", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import copy
 import gc
 import os
 import pickle
@@ -219,14 +218,6 @@ def test_a_thread_that_cannot_be_started(llm: LLM, monkeypatch: pytest.MonkeyPat
         with pytest.raises(RuntimeError, match="can't start new thread"):
             EngineLoop(llm.engine)
     assert atexit._ncallbacks() == hooks
-
-
-@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_an_llm_is_not_copied(llm: LLM, copied: Callable[[Any], Any]) -> None:
-    with pytest.raises(
-        TypeError, match="^an LLM cannot be pickled or copied: it holds .*; make one LLM in each process"
-    ):
-        copied(llm)
 
 
 def test_a_panic_in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,10 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
-from unittest.mock import MagicMock
 
 import pytest
 
-from dsa_engine import LLM, SamplingParams, cli
+from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine import stats_log
 from dsa_engine.engine.stats_log import StatsLog
 
@@ -53,14 +52,6 @@ def test_the_figures_since_the_line_before(llm: LLM, clock: list[float]) -> None
     assert log.line() is None
 
 
-def test_preemptions_are_counted(llm: LLM) -> None:
-    request = llm.engine.add(PROMPT, SamplingParams(max_tokens=4))
-    llm.engine.step()
-    llm.engine.scheduler.preempt(request)
-    assert "0 running, 1 waiting, 1 preemptions so far" in (StatsLog(llm.engine).line() or "")
-    llm.engine.finish(request, "abort")
-
-
 def test_lines_come_while_requests_run_and_end_with_the_log(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dsa_engine")
     with StatsLog(llm.engine, interval_s=0.001):
@@ -71,18 +62,3 @@ def test_lines_come_while_requests_run_and_end_with_the_log(llm: LLM, caplog: py
     assert lines and all(re.match(r"prefill [\d,.]+ tokens/s, decode [\d,.]+ tokens/s; ", line) for line in lines)
     assert not [thread for thread in threading.enumerate() if "stats log" in thread.name]
     StatsLog(llm.engine).close()  # never started
-
-
-@pytest.mark.parametrize(("options", "lines"), [([], True), (["--disable-log-stats"], False)])
-def test_the_server_has_the_lines_unless_told_not_to(
-    llm: LLM, options: list[str], lines: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def serving(*_: object) -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if "stats log" in thread.name]
-
-    seen: list[bool] = []
-    monkeypatch.setattr("dsa_engine.commands.serve.llm_from", lambda _: MagicMock(engine=llm.engine))
-    waits = MagicMock(wait=lambda: seen.append(bool(serving())))
-    monkeypatch.setattr("dsa_engine.server.process.HttpProcess", lambda *_: waits)
-    cli.main(["serve", "demo", *options])
-    assert seen == [lines] and not serving()

@@ -219,11 +219,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("row_format", set_to(LatentFormat(128, 16, HALF)), r"rows of 128 \+ 16 numbers in torch.bfloat16"),
     ],
     "store_latent, FP8": [
-        (
-            "out",
-            lambda x: torch.ones(40, 1, 166, dtype=x.dtype)[..., :164],
-            "4 bytes; the row stride is 166",
-        )
+        ("out", lambda x: torch.ones(40, 1, 166, dtype=x.dtype)[..., :164], "4 bytes; the row stride is 166")
     ],
     "store_rows": [
         ("rows", rows(2), r"\(2, 32\) rows do not fit 60 slots"),

@@ -263,12 +263,6 @@ def test_a_layer_asks_before_it_uses_its_pools() -> None:
         Attention.forward(attention, torch.empty(0), None, only, None)  # type: ignore[arg-type]
 
 
-def test_host_memory_that_cannot_be_allocated() -> None:
-    cache = make(torch.float32)
-    with pytest.raises(CapacityError, match="bytes of host memory .* could not be allocated .*host_cache_memory"):
-        HostPages(cache, 1 << 46)
-
-
 @NO_GPU
 class TestOnCuda:
     """Streams, memory and waits on a fake device, whose default stream computes."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.system import logs, progress
+from dsa_engine.system import logs
 
 
 @pytest.fixture
@@ -78,20 +78,3 @@ def test_the_level_of_the_environment(
     monkeypatch.setenv("DSA_ENGINE_LOG_LEVEL", "loud")
     with pytest.raises(ValueError, match="DSA_ENGINE_LOG_LEVEL must be one of DEBUG, INFO, .*, not 'loud'"):
         logs.set_up_logging()
-
-
-def test_progress_is_logged_seldom_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def lines(shown: bool) -> list[str]:
-        caplog.clear()
-        with progress.progress_bar(1000, "tensors", "loading", shown) as bar:
-            for _ in range(25):
-                bar.set_postfix_str("so far", refresh=False)
-                bar.update(40)
-        return [record.getMessage() for record in caplog.records]
-
-    with caplog.at_level(logging.INFO, "dsa_engine"):
-        assert lines(True) == []
-        monkeypatch.setattr(progress, "_EVERY_S", 1e-9)
-        assert "loading: 400 of 1000 tensors in 00:00, so far" in lines(True) and lines(False) == []

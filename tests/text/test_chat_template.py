@@ -41,12 +41,7 @@ def test_what_a_conversation_may_look_like() -> None:
         ([{"role": "user", "content": 5}], TypeError, "a conversation is a list of"),
         ([HELLO[0], "x"], TypeError, "a conversation is a list of"),
         ([["x"]], TypeError, "a conversation is a list of"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            ValueError,
-            "a part of a message's content must be {'type': 'text', 'text': …}, as the model reads text only, not "
-            "{'type': 'image_url'",
-        ),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, "text only, not {'type': 'image_url'"),
     ],
 )
 def test_what_is_no_conversation(messages: Any, error: type[Exception], message: str) -> None:
@@ -69,21 +64,13 @@ def test_arguments(form: ConversationFormat) -> None:
         form.render(HELLO, chat_template_kwargs={"chat_template": "x"})
 
 
-def test_half_a_surrogate_pair(form: ConversationFormat) -> None:
-    with pytest.raises(ValueError, match="content of a message has half a surrogate pair"):
-        form.render([*HELLO, {"role": "user", "content": "a\udcff"}])
-
-
 @pytest.mark.parametrize(
     "template, reason",
     [
         ("{% for %}", "TemplateSyntaxError"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
-        ("{{ messages[0].content.missing.deep }}", "UndefinedError"),
         ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        ("{{ range(10000000) | list }}", "OverflowError"),
     ],
 )
 def test_a_template_that_fails_is_one_error(form: ConversationFormat, template: str, reason: str) -> None:

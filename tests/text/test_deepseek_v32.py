@@ -236,15 +236,6 @@ def test_what_the_form_refuses(form: ConversationFormat, messages: Any, options:
         form.render(messages, **options)
 
 
-def test_values_that_are_no_flags(form: ConversationFormat) -> None:
-    with pytest.raises(ValueError, match="thinking in chat_template_kwargs must be True or False, not 'yes'"):
-        form.render([USER], chat_template_kwargs={"thinking": "yes"})
-    with pytest.raises(TypeError, match="response_format must be an object"):
-        form.render([USER], response_format="json")
-    with pytest.raises(TypeError, match="a conversation is a list of"):
-        form.render("Hello")
-
-
 @pytest.mark.parametrize(
     "content, message",
     [

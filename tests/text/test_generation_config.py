@@ -83,17 +83,3 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes, message: str
     with pytest.raises(CheckpointError, match=message) as caught:
         default_sampling(tmp_path, "auto")
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-
-
-def test_a_damaged_file_is_said_before_weights_are_loaded(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
-    (copy / "generation_config.json").write_text("{")
-    for file in copy.glob("*.safetensors"):
-        file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"generation_config.json cannot be read"):
-        load(copy)
-
-
-def test_no_file_is_no_default(tmp_path: Path) -> None:
-    assert default_sampling(tmp_path, "auto") == {}

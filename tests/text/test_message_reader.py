@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 
 from dsa_engine.text.conversations.deltas import MessageDelta, message_of
-from dsa_engine.text.conversations.families import REASONING_PARSERS, TOOL_CALL_PARSERS
+from dsa_engine.text.conversations.families import TOOL_CALL_PARSERS
 from dsa_engine.text.conversations.reader import MessageReader, Thought
 from dsa_engine.text.conversations.source import LONGEST_NAME
 from dsa_engine.text.conversations.tool_calls import CallForm
@@ -259,46 +257,6 @@ def test_pieces_come_as_early_as_they_are_certain() -> None:
     assert [delta.tool_calls[0].arguments for delta in pieces] == ['{"a"', ": 5", "5}"]
 
 
-LONG = {
-    "a thought": (Thought.OPEN, "deepseek_v32", "word <thi ", ""),
-    "space before a thought": (Thought.POSSIBLE, "deepseek_v32", " \n", ""),
-    "newlines": (Thought.NONE, "deepseek_v32", "\n", ""),
-    "beginnings of tags": (Thought.NONE, "glm47", "<tool_cal", ""),
-    "calls that are none": (Thought.NONE, "glm47", "<tool_call>", ""),
-    "space in calls": (Thought.NONE, "deepseek_v32", " ", CALL),
-    "a name": (Thought.NONE, "deepseek_v32", "f", f'<{TAG}function_calls>\n<{TAG}invoke name="'),
-    "a text": (Thought.NONE, "deepseek_v32", 'x"</', CALL[: CALL.index("x</")]),
-    "a value": (Thought.NONE, "glm47", "[1,", "<tool_call>find<arg_key>any</arg_key><arg_value>"),
-    "a deep value": (Thought.NONE, "glm47", "[", "<tool_call>find<arg_key>any</arg_key><arg_value>"),
-    "a number": (Thought.NONE, "deepseek_v31", "7", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a":'),
-    "depth": (Thought.NONE, "deepseek_v31", '{"a":', "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
-    "calls": (Thought.NONE, "glm47", "<tool_call>f</tool_call>", ""),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LONG)
-def test_time_is_linear(case: str) -> None:
-    """Texts that never end a tag: eight times the text takes about eight times the time, in small pieces and whole."""
-    thought, parser, part, before = LONG[case]
-
-    def seconds(length: int, step: int) -> float:
-        text = before + part * (length // len(part))
-        reader, start = MessageReader(thought, call_form(parser), TOOLS, (END,)), time.process_time()
-        for at in range(0, len(text), step):
-            reader.push(text[at : at + step])
-        reader.finish()
-        return time.process_time() - start
-
-    gc.disable()  # a collection takes as long as the process is large
-    try:
-        for length, step in ((1_500, 3), (15_000, 10**9)):
-            short, long = (min(seconds(n, step) for _ in range(3)) for n in (length, 8 * length))
-            assert long < 30 * short + 0.05  # quadratic time is 64 times as long
-    finally:
-        gc.enable()
-
-
 def test_a_name_has_an_end() -> None:
     """Text after something like a tag is not held back for ever."""
     reader = MessageReader(Thought.NONE, call_form("glm47"), TOOLS)
@@ -327,8 +285,3 @@ def test_schemas_that_say_nothing(schema: Any) -> None:
         assert read(MessageReader(Thought.NONE, call_form("glm45"), tools), text)["tool_calls"] == [
             ("f", {"a": 5, "b": "x"})
         ]
-
-
-def test_names_of_parsers() -> None:
-    assert set(TOOL_CALL_PARSERS) == {"deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "glm47", "none"}
-    assert set(REASONING_PARSERS) == {"deepseek_r1", "deepseek_v3", "glm45", "glm47", "none"}

@@ -186,24 +186,6 @@ def test_a_panic_is_an_error(tmp_path: Path, demo_cache: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("ab"), skip_special_tokens=True) == "ab"
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_none(
-    demo_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]
-) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise interrupt
-
-    monkeypatch.setattr(demo_tokenizer.hf, "encode", interrupted)
-    with pytest.raises(interrupt):
-        demo_tokenizer.encode("a")
-
-
-def test_where_a_tokenizer_lies(tmp_path: Path) -> None:
-    assert not Tokenizer.lies_in(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert Tokenizer.lies_in(tmp_path)
-
-
 def test_a_folder_may_not_run_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does transformers ask on stdin: a pipe with the prompt might hold a "y"."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asked on stdin"))
@@ -211,9 +193,7 @@ def test_a_folder_may_not_run_its_own_code(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\nclass Own:\n    pass\n")
-    with pytest.raises(
-        ValueError, match="cannot be read: .*wants to run Python code of that folder.*trust_remote_code"
-    ):
+    with pytest.raises(ValueError, match="cannot be read: .*trust_remote_code"):
         Tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
 

@@ -222,27 +222,3 @@ def test_no_process_remains(number: signal.Signals, emulate: Emulate) -> None:
     process.send_signal(number)
     process.communicate(timeout=120)
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--nodes", "65", "x"], "--nodes must be 1 to 64"),
-        (["--slow-link", "fast", "x"], "must be a rate of tc, such as 100mbit or 1gbit, not 'fast'"),
-        (["--slow-link", "1gbit,1gbit,1gbit", "x"], "names 3 rates for 2 nodes"),
-        (["--lose", "cut", "x"], "--lose and --lose-at belong together"),
-        (["--lost-node", "2", "x"], "--lost-node must be 0 to 1"),
-    ],
-)
-def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        emulate_nodes.parse(options)
-    assert message in capsys.readouterr().err
-
-
-def test_where_namespaces_are_not_permitted(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(emulate_nodes, "outer_namespace", lambda: ["sh", "-c", "echo not allowed >&2; exit 1"])
-    assert emulate_nodes.run_outside(["--", "x.py"]) == 2
-    assert "not permitted here: not allowed" in capfd.readouterr().err
-    monkeypatch.setattr(emulate_nodes, "TOOLS", ("sh", "no-such-tool"))
-    assert emulate_nodes.why_not() == "not installed: no-such-tool (packages util-linux and iproute2)"

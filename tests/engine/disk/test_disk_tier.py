@@ -196,9 +196,7 @@ def test_rows_of_a_failed_request_are_not_written(make: Callable[..., LLM], tmp_
 def test_bad_folders(make: Callable[..., LLM], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file", "file/below"):
-        with pytest.raises(
-            ValueError, match=f"^cache_folder '{tmp_path / name}' cannot be made: .*; give a folder that"
-        ):
+        with pytest.raises(ValueError, match=f"^cache_folder '{tmp_path / name}' cannot be made"):
             make(cache_folder=tmp_path / name)
     for name in ("~no such user/pages", "a\0b"):
         with pytest.raises(ValueError, match="^cache_folder '.*' cannot be made: .*; give a folder that"):

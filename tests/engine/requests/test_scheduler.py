@@ -100,11 +100,7 @@ def test_no_request_overtakes_one_that_waits_for_pages() -> None:
 def test_a_request_that_can_never_run() -> None:
     scheduler = make(pages=5, page_size=4)
     scheduler.add(make_request(0, 17, output=4))  # 20 tokens in the cache: the last sampled one never enters it
-    with pytest.raises(
-        CapacityError,
-        match=r"17 prompt tokens and up to 5 new ones \(22 in all\) need 6 pages of 4 tokens, the cache has 5; "
-        r"raise cache_memory by a factor of 1.20, or take fewer requests or tokens",
-    ):
+    with pytest.raises(CapacityError, match="need 6 pages of 4 tokens, the cache has 5; .*cache_memory .* 1.20"):
         scheduler.capacity.check(17, 5)
     assert step(scheduler) == [(0, 0, 16)]  # the other request goes on
 

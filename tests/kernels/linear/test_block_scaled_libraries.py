@@ -80,8 +80,3 @@ def test_pytorch_gets_the_layout_that_it_asks_for(rows: int, monkeypatch: pytest
     weight = quantize_blocks(torch.randn(256, 1024, generator=g), (128, 128))
     out = libraries.by_torch(codes, scales, *weight)
     torch.testing.assert_close(out, right(codes, scales, *weight))
-
-
-def test_what_they_take() -> None:
-    x, weight = torch.empty(8, 1024, dtype=torch.bfloat16), torch.empty(256, 1024)
-    assert not libraries.takes(x, weight, torch.bfloat16)  # on a CPU nothing

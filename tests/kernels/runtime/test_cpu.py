@@ -99,11 +99,6 @@ def test_without_a_library_the_references_run(
         assert built(tmp_path) == [".lock"], "nothing half-written"
 
 
-def test_switched_off(sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("DSA_ENGINE_NATIVE", "0")
-    assert cpu.library() is None and not caplog.text
-
-
 @NO_COMPILER
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter takes CPU tensors")
 def test_what_is_served() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from demo_model.corpus import documents_of
-from demo_model.data import ANSWER, Documents, draw_facts
+from demo_model.data import ANSWER, Documents
 from demo_model.evaluation import conversation
 from demo_model.guides import guides_of
 from demo_model.recipe import Phase
@@ -30,30 +30,6 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def documents() -> Documents:
     return documents_of(TEXTS, seed=3)
-
-
-def pieces(tokenizer: Any, text: str) -> list[str]:
-    return tokenizer.encode(text, add_special_tokens=False).tokens
-
-
-def test_numbers_are_groups_of_two_digits(tokenizer: Any) -> None:
-    space = "\u0120"
-    assert pieces(tokenizer, "key 4821 is 97") == ["key", f"{space}48", "21", f"{space}is", f"{space}97"]
-    assert pieces(tokenizer, "What is key 0099?") == ["What", f"{space}is", f"{space}key", f"{space}00", "99", "?"]
-    assert pieces(tokenizer, "482") == ["48", "2"] and pieces(tokenizer, "x=7") == ["x", "=", "7"]
-    for number in range(10_000):
-        ids = tokenizer.encode(f" {number:04}", add_special_tokens=False).ids
-        assert len(ids) == 2
-    assert tokenizer.encode("x").ids[0] == 0  # begins with the first special token
-
-
-@pytest.mark.parametrize(
-    "text", ["a\n\n  b\n", "\n    def f(self):\n", "key 1 is\n\n", "\u00e9\u6df1\n \U0001f389", "  \n \n"]
-)
-def test_a_text_is_its_lines_put_together_and_round_trips(tokenizer: Any, text: str) -> None:
-    by_line = [piece for line in text.splitlines(keepends=True) for piece in pieces(tokenizer, line)]
-    assert by_line == pieces(tokenizer, text)
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_what_is_written_is_what_the_tokenizer_makes_of_its_text(tokenizer: Any, documents: Documents) -> None:
@@ -85,14 +61,6 @@ def test_sources_say_where_a_token_stood_before(documents: Documents) -> None:
     assert (wanted[:, :-1][batch.asked[:, 1:]] == batch.sources[:, 1:][batch.asked[:, 1:]]).all()
     assert (guides[0][1].numpy()[:, 2:] == np.arange(254)).all() and (guides[0][1].numpy()[:, :2] == -1).all()
     assert guides[3][0].shape == (16, 255)
-
-
-def test_facts_have_different_keys_that_share_halves() -> None:
-    for seed in range(20):
-        keys = [key for key, _ in draw_facts(np.random.default_rng(seed), 60)]
-        assert len(set(keys)) == len(keys) == 60 and all(0 <= key < 10_000 for key in keys)
-    shared = [len({key // 100 for key, _ in draw_facts(np.random.default_rng(seed), 60)}) for seed in range(20)]
-    assert min(shared) < 20 < max(shared)  # hard documents and easy ones
 
 
 def test_a_conversation_asks_at_every_depth(documents: Documents, tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -161,14 +162,13 @@ def hardware() -> Iterator[tuple[str, str, str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(hardware()), ids=lambda case: " ".join(map(str, case)))
-def test_the_planner_agrees_with_the_table_of_hardware(case: tuple[str, str, str, int], tmp_path: Path) -> None:
+def test_the_planner_agrees_with_the_table_of_hardware(case: tuple[str, str, str, int]) -> None:
     """A request of 128K has room on as many devices as the table says, and on half as many it has none."""
     weights, model, device, count = case
     for devices, fits in ((count, True), (count // 2, False)):
         options = ["--model", model, "--weights", weights, "--device", device, "--drafts", "0"]
-        main(["plan", *options, "--devices", str(devices), "--json", str(tmp_path / "plan.json")])
-        plan = json.loads((tmp_path / "plan.json").read_text())["together"]
-        assert ("lacking_bytes_per_rank" not in plan) == fits, devices
+        with nullcontext() if fits else pytest.raises(SystemExit):
+            main(["plan", *options, "--devices", str(devices)])
 
 
 CLUSTERS = ROOT / "docs" / "clusters"

@@ -10,7 +10,7 @@ from functools import cached_property
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import agree_on_prompts
-from dsa_engine.measure.filled_requests import add_filled
+from dsa_engine.measure.requests import add_filled
 from dsa_engine.measure.stage_timer import StageTimer
 from dsa_engine.sampling_params import SamplingParams
 

@@ -7,8 +7,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
-from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.quantization import quantization_name, weight_format

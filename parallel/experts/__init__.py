@@ -4,7 +4,7 @@
 * :mod:`.expert_parallel`: one rank's view, which starts a dispatch
 * :mod:`.dispatch`: the interface of a dispatch: tokens travel to their experts, and weighted sums travel back
 * :mod:`.all_to_all`, :mod:`.all_gather`, :mod:`.by_node`: the dispatches
-* :mod:`.traffic`, :mod:`.choose_dispatch`: the bytes of each, counted without running it; the choice between them
+* :mod:`.traffic`: the modelled time of each, and the choice between them
 """
 
 from typing import Literal

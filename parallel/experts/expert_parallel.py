@@ -10,7 +10,7 @@ once, even if it has chosen several of that rank's experts.
 * "all_gather": every rank gets every token (`all_gather.py`). The bytes that travel depend on the batch only. Sums add
   in the tokens' dtype, on their way back.
 * "by_node": as "all_to_all", in two levels: a token crosses to a node once (`by_node.py`).
-* "auto": the one of them with the shortest modelled exchange for a step of this size (`choose_dispatch.py`).
+* "auto": the one of them with the shortest modelled exchange for a step of this size (`traffic.py`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ from dsa_engine.parallel.experts.by_node import (
     counts_in_rounds,
     way_numbers,
 )
-from dsa_engine.parallel.experts.choose_dispatch import DispatchChoice
 from dsa_engine.parallel.experts.dispatch import Dispatch, NoDispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
-from dsa_engine.parallel.experts.traffic import Routing, RowBytes
+from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes
 from dsa_engine.parallel.group import Group
 
 

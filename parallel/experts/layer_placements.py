@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsa_engine.parallel.experts.balance import balance_layer, imbalance
-from dsa_engine.parallel.experts.choose_dispatch import DispatchChoice
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
+from dsa_engine.parallel.experts.traffic import DispatchChoice
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig

@@ -1,14 +1,20 @@
-"""The exchange of a MoE layer, as modelled: bytes of a row, tokens by even routing, seconds of each dispatch."""
+"""The exchange of a MoE layer, as modelled: bytes of a row, tokens by even routing, seconds of each dispatch; and the
+dispatch that a step takes by it (``moe_dispatch="auto"``)."""
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.parallel.experts import DispatchMethod
+from dsa_engine.parallel.experts.rails import has_two_levels
 from dsa_engine.parallel.links import Links
+
+logger = logging.getLogger(__name__)
 
 
 class RowBytes(NamedTuple):
@@ -46,78 +52,39 @@ class Routing(NamedTuple):
     top_groups: int = 1
 
     def reached(self, parts: int) -> float:
-        """The part of all tokens that choose an expert of one of ``parts`` equal parts of consecutive experts."""
-        return _reached(self, parts)
-
-
-@lru_cache(maxsize=1024)
-def _reached(routing: Routing, parts: int) -> float:
-    each = routing.experts / parts
-    return reached_part([min(1.0, max(0.0, each - expert)) for expert in range(routing.experts)], routing)
-
-
-def reached_part(weights: Sequence[float], routing: Routing) -> float:
-    """The part of all tokens that choose at least one of a set of experts.
-
-    Only sums, products and quotients are taken, so that all processors give the same bits.
-
-    Args:
-        weights: the part of each expert that is in the set. Experts that no group has, as a routed shared expert, are
-            chosen by every token.
-    """
-    _, k, groups, top_groups = routing
-    size = len(weights) // groups
-    if any(weights[size * groups :]):
-        return 1.0
-    chosen = top_groups * size
-    sets = {(0, 0.0): 1}  # by number of groups and weight of their experts: the number of sets of groups
-    for group in range(groups):
-        weight = sum(weights[group * size : (group + 1) * size])
-        for (number, total), ways in list(sets.items()):
-            if number < top_groups:
-                key = number + 1, total + weight
-                sets[key] = sets.get(key, 0) + ways
-    missed, ways_of_all = 0.0, 0
-    for (number, total), ways in sets.items():
-        if number == top_groups:
-            part = 1.0
-            for i in range(min(k, chosen)):
-                part *= max(0.0, chosen - total - i) / (chosen - i)
-            missed += ways * part
-            ways_of_all += ways
-    return 1.0 - missed / ways_of_all
-
-
-class Exchange(NamedTuple):
-    """Seconds of a layer's way to the experts, with the exchange of counts, and back, if nothing else travels."""
-
-    there: float = 0.0
-    back: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.there + self.back
+        """The part of all tokens that choose an expert of one of ``parts`` equal parts of consecutive experts. A part
+        counts as lying in one group, or as holding whole groups."""
+        size, own = self.experts // self.groups, self.experts / parts
+        held = max(1, min(self.groups, round(own / size)))  # groups of the part
+        each, chosen = min(own / held, size), self.top_groups * size
+        missed = 0.0
+        for met in range(min(held, self.top_groups) + 1):
+            none = 1.0  # the part of the choices that miss its experts in ``met`` groups
+            for i in range(min(self.top_k, chosen)):
+                none *= max(0.0, chosen - met * each - i) / (chosen - i)
+            missed += math.comb(held, met) * math.comb(self.groups - held, self.top_groups - met) * none
+        return 1.0 - missed / math.comb(self.groups, self.top_groups)
 
 
 def exchange(
     method: DispatchMethod, rows: float, ranks: int, nodes: int, row: RowBytes, routing: Routing, links: Links
-) -> Exchange:
-    """The exchange of ``rows`` tokens of each rank, in one round, with even routing and consecutive experts."""
+) -> float:
+    """Seconds of a layer's way to the experts, with the exchange of counts, and back, for ``rows`` tokens of each rank,
+    in one round, with even routing and consecutive experts, if nothing else travels."""
     if ranks == 1:
-        return Exchange()
+        return 0.0
     if method == "all_gather":
-        there, back = (gathered(links, ranks, nodes, rows * nbytes) for nbytes in (row.there, row.plain))
-        return Exchange(there, back)
+        return sum(gathered(links, ranks, nodes, rows * nbytes) for nbytes in (row.there, row.plain))
     to_rank = rows * routing.reached(ranks)
     if method == "all_to_all" or not 1 < nodes < ranks:
-        there, back = (links.all_to_all(ranks, nodes, to_rank * nbytes) for nbytes in (row.there, row.back))
-        return Exchange(gathered(links, ranks, nodes, 8 * ranks) + there, back)
+        ways = sum(links.all_to_all(ranks, nodes, to_rank * nbytes) for nbytes in (row.there, row.back))
+        return gathered(links, ranks, nodes, 8 * ranks) + ways
     to_node, passed_on = rows * routing.reached(nodes), nodes * to_rank
-    there, back = (
-        links.all_to_all(nodes, nodes, to_node * rail) + links.all_to_all(ranks // nodes, 1, passed_on * inside)
-        for rail, inside in ((row.there, row.there), (row.back, row.plain))
-    )
-    return Exchange(gathered(links, ranks, nodes, 16 * ranks) + there, back)
+    ways = gathered(links, ranks, nodes, 16 * ranks)
+    for rail, inside in ((row.there, row.there), (row.back, row.plain)):
+        ways += links.all_to_all(nodes, nodes, to_node * rail)
+        ways += links.all_to_all(ranks // nodes, 1, passed_on * inside)
+    return ways
 
 
 def gathered(links: Links, ranks: int, nodes: int, part: float) -> float:
@@ -141,3 +108,51 @@ def largest_part(ranks: int, nodes: int) -> int:
 
 def _in_two_levels(links: Links, ranks: int, nodes: int, part: float) -> float:
     return links.ring(nodes, nodes, part) + links.ring(ranks // nodes, 1, part * nodes)
+
+
+class DispatchChoice:
+    """Chooses a dispatch by the size of a step. All ranks know what the choice depends on, so they choose the same.
+
+    Sizes count in classes, up to a power of two. The model assumes even routing, the links of :class:`.links.Links`,
+    nodes of equal size, and as many tokens on every rank as the fullest has. The host's wait for counts isn't modelled.
+
+    Args:
+        nodes: the node of each rank.
+        logs: whether this rank logs each choice.
+    """
+
+    def __init__(self, nodes: Sequence[int], logs: bool = False, links: Links | None = None):
+        self._ranks, self._nodes = len(nodes), len(set(nodes))
+        self._logs, self._links = logs, links or Links()
+        self._methods: list[DispatchMethod] = ["all_gather", "all_to_all"]
+        if has_two_levels(nodes):
+            self._methods.append("by_node")
+        self._chosen: dict[tuple[int, int, RowBytes, Routing], DispatchMethod] = {}
+
+    def method(self, tokens: int, max_pairs: int, row: RowBytes, routing: Routing) -> DispatchMethod:
+        """The dispatch of a step.
+
+        Args:
+            tokens: the largest token count of a rank.
+            max_pairs: bound on the token-expert pairs of a round. "all_gather" is chosen only if no more tokens meet on
+                a rank, so that it takes no more memory than the others may.
+        """
+        key = 1 << max(0, tokens - 1).bit_length(), max_pairs, row, routing
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(*key)
+        return self._chosen[key]
+
+    def seconds(self, tokens: int, row: RowBytes, routing: Routing) -> dict[DispatchMethod, float]:
+        """Modelled seconds of each dispatch on the way to experts and back."""
+        sizes = tokens, self._ranks, self._nodes
+        return {method: exchange(method, *sizes, row, routing, self._links) for method in self._methods}
+
+    def _choose(self, tokens: int, max_pairs: int, row: RowBytes, routing: Routing) -> DispatchMethod:
+        seconds = self.seconds(tokens, row, routing)
+        if tokens * self._ranks > max_pairs:
+            del seconds["all_gather"]
+        best = min(seconds, key=lambda method: seconds[method])
+        if self._logs:
+            times = ", ".join(f"{method} {1e6 * one:.0f} µs" for method, one in seconds.items())
+            logger.info("dispatch of at most %s tokens a rank: %s (modelled: %s)", f"{tokens:,}", best, times)
+        return best

@@ -41,7 +41,7 @@ PLAN = "--weights fp8 --cache fp8 --drafts 0 --chunk 8192 --tp-size 1"
     ("words", "module", "table"),
     [
         ("bench serve --num-prompts 1", "bench.serving.command", "output tokens/s"),
-        (f"plan --devices 8 --input-len 8192 {PLAN}", "planner.command", "together"),
+        (f"plan --devices 8 --input-len 8192 {PLAN}", "planner.command", "concurrent requests"),
     ],
 )
 def test_a_result_that_cannot_be_written_is_shown(

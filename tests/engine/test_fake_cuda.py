@@ -16,7 +16,7 @@ import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.measure.filled_requests import add_filled
+from dsa_engine.measure.requests import add_filled
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice

@@ -17,10 +17,9 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.config.released import released_config
-from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
 from dsa_engine.measure.emulation.group import EmulatedGroup
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
-from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.requests import random_prompt
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.group import Collective
 

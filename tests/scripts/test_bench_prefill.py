@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM
-from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.requests import random_prompt
 
 Run = Callable[..., Any]
 

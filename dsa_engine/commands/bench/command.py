@@ -17,7 +17,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.arguments import measured_llm
 from dsa_engine.measure.plots import check_plot
-from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.requests import random_prompt
 from dsa_engine.measure.stage_timer import chrome_trace
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.system.output_files import check_outputs, whole_file

@@ -9,8 +9,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.device import peak_bytes, reset_peak
-from dsa_engine.measure.filled_requests import check_batch
-from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.requests import check_batch, random_prompt
 from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, max_output_tokens
 from dsa_engine.outputs import SpeculationMetrics
 

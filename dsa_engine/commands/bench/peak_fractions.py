@@ -11,8 +11,7 @@ from dsa_engine.commands.bench.result import Result
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans_of
-from dsa_engine.measure.costs.work import Stages, Work, times
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, Stages, Work, prefill_plans_of, times
 from dsa_engine.measure.report import format_table
 from dsa_engine.system.sizes import format_bytes
 
@@ -20,9 +19,9 @@ from dsa_engine.system.sizes import format_bytes
 class PeakFractions:
     """Fractions for one engine's runs. Create it on every rank at the same time, as it measures the ceilings.
 
-    A step's bytes are the minimum that it has to read (`work.py`), on the rank with the largest number of requests:
-    weights in their format, those of the experts that the batch is expected to choose; index keys; selected latent
-    rows. They are compared with a copy, which reads and writes. Operations are compared with the peak of the run's
+    A step's bytes are the minimum that it has to read (`measure/costs/`), on the rank with the most requests: weights
+    in their format, those of the experts that the batch is expected to choose; index keys; selected latent rows. They
+    are compared with a copy, which reads and writes. Operations are compared with the peak of the run's
     dtype (`ceilings.py`), whatever the format of the weights.
     """
 

@@ -45,16 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafts", type=int, choices=DRAFTS, help="fix the drafts of the MTP module in a step")
     parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
     parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
-    parser.add_argument("--json", metavar="PATH", help="write the plans here too; '-': to standard output")
+    parser.add_argument("--json", metavar="PATH", help="write the plan here too; '-': to standard output")
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """Prints the best plan on shared devices beside the best one with devices apart for prefill and decode.
+    """Prints the best plan.
 
     Raises:
         ValueError, OSError: an option or the configuration is not possible, or nothing fits.
     """
-    from dsa_engine.commands.planner.search import NothingFits, Planner
+    from dsa_engine.commands.planner.predict import PUBLISHED
+    from dsa_engine.commands.planner.search import Planner
     from dsa_engine.model_folder import model_config
 
     check_outputs(args.json)
@@ -65,81 +66,59 @@ def run_plan(args: argparse.Namespace) -> None:
     for name, value in fixed.items():
         if isinstance(value, int) and value < (name != "drafts"):
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value}")
-    planner = Planner(model_config(args.model, json_object(args.hf_overrides, "--hf-overrides")), device, fixed)
-    plans = {"together": planner.best(demand)}
-    why_not = ""
-    if args.devices > 1:
-        try:
-            plans["split"] = planner.best(demand, split=True)
-        except NothingFits as error:
-            why_not = f"\nsplit: {error}"
-    columns = [_column(planner, plan, demand) for plan in plans.values()]
-    rows = [(name, *(column.get(name, "") for column in columns)) for name in columns[0]]
+    planner = Planner(model_config(args.model, json_object(args.hf_overrides, "--hf-overrides")), device, demand, fixed)
+    plan = planner.best()
+    fast = planner.again(plan, PUBLISHED)
     print(f"{args.model} on {args.devices} × {device.name} ({device.source}), {args.input_len:,} tokens in, ", end="")
-    print(f"{args.output_len:,} out; modelled\n\n" + format_table(("", *plans), rows) + why_not + f"\n\n{NOT_KNOWN}")
+    print(f"{args.output_len:,} out; modelled\n\n" + format_table(("", "best"), _rows(planner, plan, fast)))
+    print(f"\n{NOT_KNOWN}")
     if args.json:
         about = {"modelled": True, "model": args.model, "device": device.name, "demand": vars(demand)}
-        write_json(args.json, about | {name: _to_json(planner, plan, demand) for name, plan in plans.items()})
+        write_json(args.json, about | _to_json(planner, plan, fast))
 
 
-def _column(planner: Planner, plan: Plan, demand: Demand) -> dict[str, str]:
-    """The rows of a plan."""
-    prefill, decode = plan.prefill, plan.decode
-    low = _fast(planner, plan, demand)
-    count = f"{plan.decode_instances} × {decode.how.ranks}"
-    if plan.split:
-        count = f"{plan.prefill_instances} × {prefill.how.ranks} + {count}"
-    misses = f"no, by {_rough(100 * plan.misses(demand))}%" if plan.misses(demand) else "yes"
-    rows = {
-        "devices": count,
-        "meets what is asked": misses,
-        "TTFT, s": _range(low.ttft, plan.ttft),
-        "TPOT, ms": _range(1e3 * low.tpot, 1e3 * plan.tpot),
-        "concurrent requests": f"{plan.requests:,}",
-        "output tokens/s a device": _range(plan.tokens_per_s / plan.devices, low.tokens_per_s / plan.devices),
-        "bound by": plan.limit,
-        "weights": decode.how.weights,
-        "caches": decode.how.cache,
-        "weights on a rank": format_bytes(planner.weight_bytes(decode.how)),
-        "memory left on a rank": format_bytes(decode.room),
-        "drafts": str(decode.how.drafts),
-        "tp_size": str(decode.how.tp_size),
-        "cp_size in prefill": str(prefill.how.cp_size),
-        "max_num_batched_tokens": f"{prefill.how.chunk:,}",
-    }
+def _rows(planner: Planner, plan: Plan, fast: Plan) -> list[tuple[str, str]]:
+    """The rows of the table; ``fast`` is the plan with kernels as others have published them."""
+    prefill, decode, missed = plan.prefill, plan.decode, plan.misses(planner.demand)
+    how = decode.how
+    rows = [
+        ("instances × ranks", f"{plan.instances} × {how.ranks}"),
+        ("meets what is asked", f"no, by {_rough(100 * missed)}%" if missed else "yes"),
+        ("TTFT, s", _range(fast.ttft, plan.ttft)),
+        ("TPOT, ms", _range(1e3 * fast.tpot, 1e3 * plan.tpot)),
+        ("of it under prefills of others", f"{plan.waited / plan.tpot:.0%}"),
+        ("concurrent requests", f"{plan.requests:,}"),
+        ("output tokens/s a device", _range(plan.tokens_per_s, fast.tokens_per_s)),
+        ("weights", how.weights),
+        ("caches", how.cache),
+        ("weights on a rank", format_bytes(planner.placed(how).weight_bytes)),
+        ("free memory on a rank", format_bytes(decode.room)),
+        ("drafts", str(how.drafts)),
+        ("tp_size", str(how.tp_size)),
+        ("cp_size", str(prefill.how.cp_size)),
+        ("max_num_batched_tokens", f"{prefill.how.chunk:,}"),
+    ]
     for phase, one in (("prefill", prefill), ("decode", decode)):
         longest = sorted(one.stages, key=lambda name: -one.stages[name])[:2]
         total = sum(one.stages.values())
-        rows[f"dispatch in {phase}"] = one.dispatch + (", enable_dbo" if one.micro_batches > 1 else "")
-        rows[f"most of {phase}"] = ", ".join(f"{name} {one.stages[name] / total:.0%}" for name in longest)
-    if plan.split:
-        rows["KV transfer after the prefill, ms"] = _rough(1e3 * plan.transfer)
+        shares = ", ".join(f"{name} {one.stages[name] / total:.0%}" for name in longest)
+        rows.append((f"dispatch in {phase}", one.dispatch + (", enable_dbo" if one.micro_batches > 1 else "")))
+        rows.append((f"most of {phase}", shares))
     return rows
 
 
-def _fast(planner: Planner, plan: Plan, demand: Demand) -> Plan:
-    """The plan with kernels as others have published them."""
-    from dsa_engine.commands.planner.roofline import PUBLISHED
-
-    return planner.again(plan, demand, PUBLISHED)
-
-
-def _to_json(planner: Planner, plan: Plan, demand: Demand) -> dict[str, Any]:
-    low = _fast(planner, plan, demand)
+def _to_json(planner: Planner, plan: Plan, fast: Plan) -> dict[str, Any]:
     return {
-        "ttft_s": [low.ttft, plan.ttft],
-        "tpot_ms": [1e3 * low.tpot, 1e3 * plan.tpot],
-        "output_tokens_per_s_per_device": [plan.tokens_per_s / plan.devices, low.tokens_per_s / plan.devices],
+        "ttft_s": [fast.ttft, plan.ttft],
+        "tpot_ms": [1e3 * fast.tpot, 1e3 * plan.tpot],
+        "output_tokens_per_s_per_device": [plan.tokens_per_s, fast.tokens_per_s],
         "concurrent_requests": plan.requests,
-        "misses_by": plan.misses(demand),
-        "limit": plan.limit,
-        "weight_bytes": planner.weight_bytes(plan.decode.how),
+        "misses_by": plan.misses(planner.demand),
+        "weight_bytes": planner.placed(plan.decode.how).weight_bytes,
+        "instances": plan.instances,
         **{
-            phase: {"instances": count, **vars(one), "how": vars(one.how)}
-            for phase, one, count in (
-                ("prefill", plan.prefill, plan.prefill_instances),
-                ("decode", plan.decode, plan.decode_instances),
-            )
+            name: {**vars(one), "how": vars(one.how)}
+            for name, one in (("prefill", plan.prefill), ("decode", plan.decode))
         },
     }
 

@@ -15,7 +15,6 @@ class Demand:
     """The demand on a deployment.
 
     Attributes:
-        devices: number of devices.
         input_len, output_len: tokens of a request.
         ttft, tpot: maximum seconds; None: any.
         requests: number of requests at once; None: the best number.
@@ -48,4 +47,5 @@ class Demand:
 
     @property
     def longest(self) -> int:
+        """Tokens of a request at its end."""
         return self.input_len + self.output_len

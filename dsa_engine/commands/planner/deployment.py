@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -15,18 +14,17 @@ from dsa_engine.config.released import released_fp8
 from dsa_engine.convert.schemes import stored_as
 from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.engine.startup.memory import activation_bytes
-from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of
+from dsa_engine.measure.costs.model_costs import ModelCosts
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.weight_memory import rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel.experts.traffic import Routing, RowBytes, quantized_bytes
+from dsa_engine.parallel.experts import DispatchMethod
+from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes, exchange, quantized_bytes
 from dsa_engine.parallel.links import Links
 
 WORKSPACE = 1 << 30
-UTILIZATION = EngineOptions.gpu_memory_utilization  # fraction of a device's memory, as the engine takes it
 _LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a node, between nodes (parallel/links.py)
 
 
@@ -62,27 +60,23 @@ class Placed:
 
     def __init__(self, config: ModelConfig, device: Device, how: Deployment):
         self.config, self.device, self.how = config, device, how
-        self.nodes = cdiv(how.ranks, device.node_size)
-        self.links = links_of(device)
-        self.cache = _cache_format(config, how.cache)
-        narrow = how.weights in device.narrow
-        self.costs = _costs(config, how.weights, how.cache, narrow, how.ranks, how.tp_size)
-        hidden = config.hidden_size
-        sent = quantized_bytes(hidden) if narrow and how.weights == "fp8" else 2 * hidden
-        self.row = RowBytes.of(sent, config.num_experts_per_tok, 2 * hidden)
-        self.routing = Routing(config.n_routed_experts, config.num_experts_per_tok, config.n_group, config.topk_group)
+        self.narrow = how.weights in device.narrow  # whether products of weights have 8-bit inputs
+        self.links, self.nodes = links_of(device), cdiv(how.ranks, device.node_size)
+        self.cache = cache_format(config, torch.float8_e4m3fn if how.cache == "fp8" else torch.bfloat16)
+        held = cdiv(config.n_routed_experts, how.ranks)
+        self.costs = ModelCosts(
+            config, replace(_weights_of_one(config, how.weights, how.tp_size), held=held), self.cache
+        )
+        hidden, top_k = config.hidden_size, config.num_experts_per_tok
+        sent = quantized_bytes(hidden) if self.narrow and how.weights == "fp8" else 2 * hidden
+        self.row = RowBytes.of(sent, top_k, 2 * hidden)
+        self.routing = Routing(config.n_routed_experts, top_k, config.n_group, config.topk_group)
+        self._choice = DispatchChoice([rank // device.node_size for rank in range(how.ranks)], links=self.links)
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Bytes of the weights on the rank with the most experts."""
-        c, w, drafts = self.config, self.costs.weights, bool(self.how.drafts)
-        held = w.embedding + w.head + w.module * drafts
-        layers = c.with_mtp(1) if drafts else c
-        for kind in zip(layers.mlp_layer_types, layers.indexer_types, strict=True):
-            stages = w.layers[kind]
-            held += sum(size for name, size in stages.items() if name not in ("index keys", "MoE experts"))
-            held += stages.get("MoE experts", 0.0) * w.held
-        return held
+        """Bytes of the weights on the rank with the most experts, as ``dsa-engine info`` counts them."""
+        return self.costs.weights.total(self.config, bool(self.how.drafts))
 
     @cached_property
     def token_bytes(self) -> int:
@@ -90,49 +84,28 @@ class Placed:
         config = self.config.with_mtp(1) if self.how.drafts else self.config
         return cache_bytes_per_token(config, self.cache)
 
-    def cache_room(self, rows: int, dispatch: str = "all_gather") -> float:
+    def cache_room(self, rows: int, dispatch: DispatchMethod = "all_gather") -> float:
         """Bytes that remain for caches on a rank with ``rows`` rows in a step; negative if the rest does not fit."""
         meeting = rows * (self.how.ranks if dispatch == "all_gather" else min(self.how.ranks, 2))
         used = self.weight_bytes + WORKSPACE + activation_bytes(self.config, rows, meeting, torch.bfloat16)
-        return UTILIZATION * self.device.memory - used
+        return EngineOptions.gpu_memory_utilization * self.device.memory_gb * 1e9 - used
 
-    def collectives(self, rows: float, gathered_rows: float, logits: float) -> tuple[float, float]:
-        """Seconds of the collectives of one pass that are not of the experts: the gathers of cache rows, and those of
-        tensor parallelism.
+    def dispatch(self, rows: int) -> DispatchMethod:
+        """The dispatch of a prefill step that ``moe_dispatch="auto"`` takes."""
+        return self._choice.method(rows, rows * self.config.num_experts_per_tok, self.row, self.routing)
 
-        Args:
-            rows: rows of a rank.
-            gathered_rows: rows of a rank whose cache rows the cp group gathers; 0 in decode.
-            logits: rows of a rank whose logits are computed.
-        """
-        c, cp, tp = self.config, self.how.cp_size, self.how.tp_size
-        layers, links, nodes = c.num_hidden_layers, self.links, math.ceil(tp / self.device.node_size)
-        packed = gathered_rows * self.cache.packed_width() * self.cache.latent.pool_dtype.itemsize
-        gathers = layers * links.ring(cp, cdiv(cp, self.device.node_size), packed) if gathered_rows else 0.0
-        if tp == 1:
-            return gathers, 0.0
-        heads = links.all_to_all(tp, nodes, 2 * rows * c.num_attention_heads * c.v_head_dim / tp)
-        back = links.ring(tp, nodes, 2 * rows * c.hidden_size)
-        return gathers, layers * (heads + back) + back + links.all_to_all(tp, nodes, 4 * logits * c.vocab_size / tp)
+    def exchange(self, dispatch: DispatchMethod, rows: int) -> float:
+        """Seconds in which a layer's tokens travel to their experts and back."""
+        return exchange(dispatch, rows, self.how.ranks, self.nodes, self.row, self.routing, self.links)
+
+    def tensor_parallel(self, rows: int) -> float:
+        """Seconds of the collectives around o_proj of all layers, for ``rows`` rows of each rank."""
+        c, tp = self.config, self.how.tp_size
+        group = tp, cdiv(tp, self.device.node_size)
+        heads = self.links.all_to_all(*group, 2 * rows * c.num_attention_heads * c.v_head_dim / tp)
+        return c.num_hidden_layers * (heads + self.links.ring(*group, 2 * rows * c.hidden_size))
 
 
-@lru_cache(maxsize=4096)
-def _costs(config: ModelConfig, weights: str, cache: str, narrow: bool, ranks: int, tp_size: int) -> ModelCosts:
-    """Costs of the rank with the most experts."""
-    held = replace(_weights_of_one(config, weights, tp_size), held=cdiv(config.n_routed_experts, ranks))
-    formats = formats_of(config, _cache_format(config, cache), 2, stored(weights, _one_of_each(config)))
-    formats = formats._replace(
-        narrow_linear=formats.narrow_linear and narrow, narrow_experts=formats.narrow_experts and narrow
-    )
-    return ModelCosts(config, held, formats)
-
-
-@lru_cache(maxsize=64)
-def _cache_format(config: ModelConfig, cache: str) -> CacheFormat:
-    return cache_format(config, torch.float8_e4m3fn if cache == "fp8" else torch.bfloat16)
-
-
-@lru_cache(maxsize=64)
 def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
     """The stored format of the weights of such a checkpoint."""
     if weights == "bfloat16":
@@ -142,12 +115,11 @@ def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
     return stored_as(weights, config)
 
 
-@lru_cache(maxsize=8)
 def links_of(device: Device) -> Links:
     """The device's links, with the latencies of `parallel/links.py`."""
     known = Links()
-    inside = replace(known.inside, bandwidth_gb_s=device.inside * _LINKED[0] / 1e9)
-    between = replace(known.between, bandwidth_gb_s=device.between * _LINKED[1] / 1e9)
+    inside = replace(known.inside, bandwidth_gb_s=device.inside_gb_s * _LINKED[0])
+    between = replace(known.between, bandwidth_gb_s=device.between_gb_s * _LINKED[1])
     return Links(known.start_us, inside, between)
 
 
@@ -159,7 +131,6 @@ def _weights_of_one(config: ModelConfig, weights: str, tp_size: int) -> WeightBy
     return WeightBytes.of(rank_model(few, stored(weights, few), torch.bfloat16, ranks, tp_size, modules))
 
 
-@lru_cache(maxsize=64)
 def _one_of_each(config: ModelConfig) -> ModelConfig:
     """The model with one layer of each kind."""
     count = max(layers_of_each_kind(config)) + 1

@@ -1,29 +1,65 @@
 """Seconds of a prefill and of a decode step: stages by the roofline, exchanges by the model of ``moe_dispatch="auto"``.
 
-With one micro-batch a dispatch travels under the shared expert; with two, everything of an exchange that is no longer
-than the computation does, which it slows down by the multiprocessors that it holds. Two micro-batches read the weights
-twice.
+A stage takes the longer of its products and its bytes, at the rates that kernels reach:
+
+    seconds = max(operations / (peak · part), bytes / (bandwidth · part))
+
+Nothing is measured on the devices of the table, so each time is a range: from kernels as others have tuned and
+published them, to those of this project as estimated from their machine code, a third slower.
+
+With one micro-batch a step waits for its exchanges. With two, the computation hides what is no longer than itself, and
+is slowed down by the multiprocessors that the exchange holds; weights are read twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
+from dsa_engine.commands.planner.demand import Demand
 from dsa_engine.commands.planner.deployment import Deployment, Placed
-from dsa_engine.commands.planner.roofline import Kernels, stage_seconds
-from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans
-from dsa_engine.measure.costs.work import Stages, times
+from dsa_engine.measure.costs.model_costs import Decode, Stages, prefill_plans, times
 from dsa_engine.parallel.experts import DispatchMethod
-from dsa_engine.parallel.experts.traffic import Exchange, exchange
 
+# Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200.
+PRODUCT, COPY = 0.80, 0.90
+# Rows of the caches are read in pieces of 132 to 1,152 bytes, and scores of the indexer are written and read again.
+CACHE_ROWS = {"sparse flash attention": 0.6, "lightning indexer": 0.7}
+NARROW = ("projections", "MoE experts")  # stages whose products have 8-bit inputs with FP8 or INT8 weights
+# Launches of a layer with FP8 weights, and of a step outside of its layers.
+LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
 # Part of the multiprocessors that a running collective holds: 20 of 132, as DeepSeek-V3's report gives them.
 COLLECTIVE = 20 / 132
-EXCHANGE = "exchange of tokens"
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """What a set of kernels reaches.
+
+    Attributes:
+        parts: parts of the peak of products in prefill and in decode, by stage; others reach ``PRODUCT``.
+        launch: seconds from one kernel's end to the next one's begin in a CUDA graph, and a small kernel's least time.
+        slack: factor of every time.
+    """
+
+    parts: dict[str, tuple[float, float]]
+    launch: float
+    slack: float = 1.0
+
+
+# Sparse attention: 640 TFLOP/s in prefill and 410 in decode, FlashMLA on an H800. The others are assumed.
+PUBLISHED = Kernels(
+    {"lightning indexer": (0.43, 0.43), "sparse flash attention": (0.65, 0.41), "MoE experts": (0.6, 0.5)},
+    launch=2e-6,
+)
+# From the machine code, the bytes that kernels read from L2, and figures of similar ones. FP8 experts in prefill are
+# bound by L2 (docs/KERNELS.md).
+OWN = Kernels(
+    {"lightning indexer": (0.34, 0.34), "sparse flash attention": (0.40, 0.30), "MoE experts": (0.27, 0.5)},
+    launch=3.3e-6,
+    slack=1.33,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +67,7 @@ class Predicted:
     """A prefill of one prompt per context-parallel group, or a decode step, without other work.
 
     Attributes:
-        dispatch, micro_batches: the fastest.
+        micro_batches: the faster number of them, 1 or 2.
         seconds: of the prompt, or of a token of a request.
         requests: prompts or requests of all ranks of the instance.
         room: bytes that remain on a rank with all of them in its caches; negative if they do not fit.
@@ -46,134 +82,63 @@ class Predicted:
     room: float
     stages: dict[str, float]
 
-    @property
-    def per_s(self) -> float:
-        """Prompts, or output tokens, of all ranks of the instance per second."""
-        return self.requests / self.seconds
 
-
-@lru_cache(maxsize=1 << 14)
 def predict_prefill(placed: Placed, tokens: int, kernels: Kernels) -> Predicted:
     """A prefill of a prompt of ``tokens`` tokens by every context-parallel group."""
-    how, config = placed.how, placed.config
+    how = placed.how
     own, groups = cdiv(tokens, how.cp_size), how.ranks // how.cp_size
     chunk = min(how.chunk, own)
+    dispatch = placed.dispatch(chunk)
 
-    def seconds(dispatch: DispatchMethod, micro: int) -> dict[str, float]:
+    def seconds(micro: int) -> dict[str, float]:
         rows = cdiv(chunk, micro)
-        work = _prefill_work(placed.costs, config, tokens, how.cp_size, rows, how.drafts, groups)
-        stages = _timed("prefill", placed, kernels, work)
-        passes = own / rows
-        gathers, sharded = placed.collectives(rows, rows, 0)
-        beside = sum(stages.get(name, 0.0) for name in ("MLA prolog", "indexer prolog"))
-        stages["gathers of the cache"] = max(0.0, passes * gathers - beside)
-        stages["tensor parallelism"] = passes * sharded
-        _exchanged(stages, placed, dispatch, rows, passes, micro)
-        return stages
+        work = placed.costs.prefill(prefill_plans(placed.config, tokens, how.cp_size, rows), 0, groups=groups)
+        return _timed(placed, kernels, work, dispatch, rows, cdiv(own, rows), micro, decodes=False)
 
-    return _fastest(
-        placed, seconds, 1.0, groups, lambda dispatch: placed.cache_room(chunk, dispatch) - tokens * placed.token_bytes
-    )
+    stages, micro = _faster(seconds, how.ranks > 1)
+    room = placed.cache_room(chunk, dispatch) - tokens * placed.token_bytes
+    return Predicted(how, dispatch, micro, sum(stages.values()), groups, room, stages)
 
 
-@lru_cache(maxsize=1 << 16)
-def predict_decode(
-    placed: Placed, requests: int, context: int, tokens_per_step: float, longest: int, kernels: Kernels
-) -> Predicted:
-    """A decode step.
-
-    Args:
-        requests: requests of all ranks, divided evenly.
-        context: tokens that a request sees on average.
-        tokens_per_step: tokens of a request per step; 1 without drafts.
-        longest: tokens in a request's pages at its end.
-    """
+def predict_decode(placed: Placed, requests: int, demand: Demand, kernels: Kernels) -> Predicted:
+    """A decode step of all ranks' ``requests``, divided evenly, in a CUDA graph, with the dispatch of "auto" there."""
     how, own = placed.how, cdiv(requests, placed.how.ranks)
+    dispatch: DispatchMethod = "all_gather"
 
-    def seconds(dispatch: DispatchMethod, micro: int) -> dict[str, float]:
+    def seconds(micro: int) -> dict[str, float]:
         each = cdiv(own, micro)
-        step = Decode(each, requests * each // own, context + how.drafts, how.drafts)
-        rows, eager = each * (1 + how.drafts), dispatch != "all_gather"
-        verification, drafts = _decode_work(placed.costs, step)
-        stages = _timed("decode", placed, kernels, times(verification, micro), eager)
-        stages["tensor parallelism"] = micro * placed.collectives(rows, 0, rows)[1]
-        _exchanged(stages, placed, dispatch, rows, micro, micro)
-        if how.drafts:
-            drafting = _timed("decode", placed, kernels, times(drafts, micro), eager)
-            stages["drafts"] = sum(drafting.values()) + micro * how.drafts * _exchange(placed, dispatch, each).seconds
-        return stages
+        rows = each * (1 + how.drafts)
+        work = placed.costs.decode(Decode(each, requests * each // own, demand.context + how.drafts, how.drafts))
+        return _timed(placed, kernels, times(work, micro), dispatch, rows, micro, micro, decodes=True)
 
-    rows = own * (1 + how.drafts)
-    return _fastest(
-        placed,
-        seconds,
-        tokens_per_step,
-        requests,
-        lambda dispatch: placed.cache_room(rows, dispatch) - own * longest * placed.token_bytes,
-        micro_batches=2 if own > 1 else 1,
-    )
+    stages, micro = _faster(seconds, own > 1 and how.ranks > 1)
+    room = placed.cache_room(own * (1 + how.drafts)) - own * demand.longest * placed.token_bytes
+    seconds_of_token = sum(stages.values()) / demand.tokens_per_step(how.drafts)
+    return Predicted(how, dispatch, micro, seconds_of_token, requests, room, stages)
 
 
-def _fastest(
-    placed: Placed,
-    seconds: Callable[[DispatchMethod, int], dict[str, float]],
-    tokens: float,
-    requests: int,
-    room: Callable[[DispatchMethod], float],
-    micro_batches: int = 2,
-) -> Predicted:
-    """The fastest dispatch that has room, or the one with the most room; ``seconds`` are of ``tokens`` tokens."""
-    predicted = []
-    for dispatch in _dispatches(placed):
-        for micro in range(1, 1 + (micro_batches if placed.how.ranks > 1 else 1)):
-            stages = seconds(dispatch, micro)
-            taken = sum(stages.values()) / tokens
-            predicted.append(Predicted(placed.how, dispatch, micro, taken, requests, room(dispatch), stages))
-    fitting = [one for one in predicted if one.room >= 0]
-    return min(fitting, key=lambda one: one.seconds) if fitting else max(predicted, key=lambda one: one.room)
+def _faster(seconds: Callable[[int], dict[str, float]], may_divide: bool) -> tuple[dict[str, float], int]:
+    """The stages of a step as one micro-batch or as two, whichever are faster."""
+    tried = [(seconds(micro), micro) for micro in ((1, 2) if may_divide else (1,))]
+    return min(tried, key=lambda one: sum(one[0].values()))
 
 
-def _dispatches(placed: Placed) -> Iterator[DispatchMethod]:
-    yield "all_gather"
-    if placed.how.ranks > 1:
-        yield "all_to_all"
-    if 1 < placed.nodes < placed.how.ranks:
-        yield "by_node"
-
-
-def _timed(phase: str, placed: Placed, kernels: Kernels, work: Stages, eager: bool = False) -> dict[str, float]:
-    return {name: stage_seconds(phase, name, one, placed.device, kernels, eager) for name, one in work.items()}
-
-
-def _exchange(placed: Placed, dispatch: DispatchMethod, rows: float) -> Exchange:
-    return exchange(dispatch, rows, placed.how.ranks, placed.nodes, placed.row, placed.routing, placed.links)
-
-
-def _exchanged(
-    stages: dict[str, float], placed: Placed, dispatch: DispatchMethod, rows: float, passes: float, micro: int
-) -> None:
-    """Adds what ``passes`` passes over ``rows`` rows each wait for the exchange of their tokens."""
-    layers, one = placed.config.mlp_layer_types.count("sparse"), _exchange(placed, dispatch, rows)
-    there, back = layers * passes * one.there, layers * passes * one.back
-    if micro == 1:
-        stages[EXCHANGE] = max(0.0, there - stages.get("MoE shared", 0.0)) + back
-        return
-    computed = sum(stages.values())
-    stages[EXCHANGE] = max(there + back, computed + COLLECTIVE * (there + back)) - computed
-
-
-@lru_cache(maxsize=1 << 10)
-def _plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) -> list[StepPlan]:
-    return prefill_plans(config, tokens, cp_size, chunk)
-
-
-@lru_cache(maxsize=1 << 14)
-def _decode_work(costs: ModelCosts, step: Decode) -> tuple[Stages, Stages]:
-    return costs.verification(step), costs.drafting(step)
-
-
-@lru_cache(maxsize=1 << 14)
-def _prefill_work(
-    costs: ModelCosts, config: ModelConfig, tokens: int, cp_size: int, chunk: int, drafts: int, groups: int
-) -> Stages:
-    return costs.prefill(_plans(config, tokens, cp_size, chunk), 0, drafts, groups)
+def _timed(
+    placed: Placed, kernels: Kernels, work: Stages, dispatch: DispatchMethod, rows: int, passes: int, micro: int,
+    *, decodes: bool,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of the stages of ``passes`` passes over ``rows`` rows of each rank, and of what they wait for."""
+    device, config, stages = placed.device, placed.config, {}
+    for name, one in work.items():
+        narrow = placed.narrow if name in NARROW else name == "lightning indexer" and placed.cache.fp8
+        peak = (device.narrow_tflops if narrow else device.tflops) * 1e12
+        products = one.flops / (peak * kernels.parts.get(name, (PRODUCT, PRODUCT))[decodes])
+        read = one.bytes_read / (device.tb_s * 1e12 * CACHE_ROWS.get(name, COPY))
+        stages[name] = kernels.slack * max(products, read)
+    launched = STEP_LAUNCHES + LAYER_LAUNCHES * (config.num_hidden_layers + placed.how.drafts)
+    stages["launches"] = kernels.slack * passes * launched * kernels.launch
+    stages["tensor parallelism"] = passes * placed.tensor_parallel(rows)
+    layers = config.mlp_layer_types.count("sparse") + placed.how.drafts
+    seconds = passes * layers * placed.exchange(dispatch, rows)
+    waited = seconds if micro == 1 else max(seconds - sum(stages.values()), COLLECTIVE * seconds)
+    return stages | {"exchange of tokens": waited}

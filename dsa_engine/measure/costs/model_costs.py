@@ -1,33 +1,108 @@
-"""Operations and bytes of one rank: for a forward pass, a decode step with its drafts, and a prefill."""
+"""Operations and bytes of one rank: for a forward pass, a decode step with its drafts, and a prefill.
+
+Operations are those of matrix products, two for a multiply-add, and two per head that weigh an index score. Bytes
+are the minimum that a step reads: each weight that is used once, each index key once for all rows of its
+sequence, each latent row once for every row that selected it (in dense form once for all rows of its sequence).
+Activations are not counted: in small steps they stay in the device's caches, and in large ones products take longer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.measure.costs.weights import WeightBytes
-from dsa_engine.measure.costs.work import (
-    Attended,
-    Formats,
-    Served,
-    Shape,
-    Stages,
-    Work,
-    add,
-    attention_work,
-    feed_forward_work,
-    times,
-)
-from dsa_engine.quantization import Unquantized
 from dsa_engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one stage, or of several."""
+
+    flops: float = 0.0
+    weights: float = 0.0  # bytes read
+    index_keys: float = 0.0  # bytes read
+    latent_rows: float = 0.0  # bytes read
+
+    def __add__(self, other: Work) -> Work:
+        read = self.weights + other.weights, self.index_keys + other.index_keys, self.latent_rows + other.latent_rows
+        return Work(self.flops + other.flops, *read)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.flops * times, self.weights * times, self.index_keys * times, self.latent_rows * times)
+
+    @property
+    def bytes_read(self) -> float:
+        """Bytes of weights and cache rows."""
+        return self.weights + self.index_keys + self.latent_rows
+
+
+Stages = dict[str, Work]
+
+
+def add(*parts: Stages) -> Stages:
+    """The sum, stage by stage."""
+    total: Stages = {}
+    for part in parts:
+        for name, work in part.items():
+            total[name] = total.get(name, Work()) + work
+    return total
+
+
+def times(stages: Stages, factor: float) -> Stages:
+    return {name: work * factor for name, work in stages.items()}
+
+
+class Attended(NamedTuple):
+    """The rows of one form of attention."""
+
+    rows: int = 0
+    pairs: int = 0  # query-key pairs under the causal mask
+    keys: int = 0  # tokens that the last row of each segment sees, summed over segments
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> Attended:
+        given = list(segments)
+        return cls(sum(s.length for s in given), sum(s.visible_pairs for s in given), sum(s.end for s in given))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The rows of one rank in a forward pass, by form of attention (:class:`~dsa_engine.model.forward_batch`)."""
+
+    mha: Attended
+    dense: Attended
+    sparse: Attended
+    logits: int  # rows whose logits are computed
+
+    @classmethod
+    def of(cls, plan: RankPlan) -> Shape:
+        mha, dense, sparse = (Attended.of(form) for form in (plan.mha, plan.dense_mqa, plan.sparse_mqa))
+        return cls(mha, dense, sparse, len(plan.logits_rows))
+
+    @property
+    def rows(self) -> int:
+        return self.mha.rows + self.dense.rows + self.sparse.rows
+
+
+class Served(NamedTuple):
+    """Work of a rank's routed experts in a layer."""
+
+    pairs: float  # token-expert pairs
+    experts: float  # experts with at least one pair
+
+    @classmethod
+    def evenly(cls, tokens: float, top_k: int, held: int, experts: int) -> Served:
+        """Every expert chosen equally often by ``tokens`` tokens of all ranks: the mean of independent choices."""
+        return cls(tokens * top_k * held / experts, held * (1 - (1 - top_k / experts) ** tokens))
 
 
 class Decode(NamedTuple):
@@ -44,20 +119,16 @@ class ModelCosts:
 
     Args:
         weights: bytes of the rank's weights.
-        formats: formats of caches and activations.
+        itemsize: bytes of an element of the embedding.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightBytes, formats: Formats):
-        self.config, self.weights, self.formats = config, weights, formats
+    def __init__(self, config: ModelConfig, weights: WeightBytes, cache: CacheFormat, itemsize: int = 2):
+        self.config, self.weights, self.cache, self.itemsize = config, weights, cache, itemsize
 
     @classmethod
     def of(cls, engine: Engine) -> ModelCosts:
         """The costs of an engine's rank."""
-        config, weights = engine.config, WeightBytes.of(engine.model)
-        formats = formats_of(config, engine.cache.format, engine.dtype.itemsize, config.quantization)
-        if isinstance(engine.model.runtime.weights, Unquantized):
-            formats = formats._replace(narrow_linear=False, narrow_experts=False)
-        return cls(config, weights, formats)
+        return cls(engine.config, WeightBytes.of(engine.model), engine.cache.format, engine.dtype.itemsize)
 
     def served(self, tokens: float) -> Served:
         """Work of the rank's experts when all ranks together have ``tokens`` rows."""
@@ -66,69 +137,70 @@ class ModelCosts:
 
     def forward(self, shape: Shape, served: Served) -> Stages:
         """All layers, the embedding of the rows, and the logits of the rows that need them."""
-        c, a = self.config, self.formats.itemsize
-        parts: list[Stages] = []
+        c = self.config
         kinds = list(zip(c.mlp_layer_types, c.indexer_types, strict=True))[: c.num_hidden_layers]
-        for kind in dict.fromkeys(kinds):
-            parts.append(times(self.layer(*kind, shape, served), kinds.count(kind)))
-        row = a * shape.rows * c.hidden_size
-        # Outside of stages: the last norm, and the host's preparation of each row.
-        outside = {
-            "embedding": Work(weights=row, activations=row, passes=1),
-            "other": Work(activations=4 * row, passes=1),
-        }
-        return add(outside, *parts, self.head(shape.logits))
+        layers = [times(self.layer(*kind, shape, served), kinds.count(kind)) for kind in dict.fromkeys(kinds)]
+        return add(self.embedding(shape.rows), *layers, self.head(shape.logits))
+
+    def embedding(self, rows: int) -> Stages:
+        return {"embedding": Work(weights=self.itemsize * rows * self.config.hidden_size)}
 
     def layer(self, mlp: str, indexer: str, shape: Shape, served: Served) -> Stages:
-        weights = self.weights.layers[(mlp, indexer)]
-        if not shape.rows:  # the rank only computes experts for other ranks
-            weights = {"MoE experts": weights.get("MoE experts", 0.0)}
-        stages = attention_work(self.config, indexer, shape, weights, self.formats)
-        stages |= feed_forward_work(self.config, mlp, shape.rows, served, weights, self.formats)
-        if self.weights.held == self.config.n_routed_experts:
-            stages.pop("MoE combine", None)  # a rank that holds all experts sends no results back
-        return {name: replace(work, passes=1.0) for name, work in stages.items()}
+        """A layer, by its entries of ``mlp_layer_types`` and ``indexer_types``; "projections" are all products with
+        weights but those of the routed experts."""
+        c, weights, sparse = self.config, self.weights.layers[(mlp, indexer)], shape.sparse
+        heads, absorbed, stages = c.num_attention_heads, shape.rows - shape.mha.rows, Stages()
+        # Elements of the weights that every row meets, and of W_UK and W_UV (absorbed rows and expanded keys).
+        row = c.hidden_size * (c.q_lora_rank + c.latent_dim + heads * c.v_head_dim)
+        row += c.q_lora_rank * heads * c.qk_head_dim
+        up = heads * c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim)
+        if mlp == "dense":
+            row += 3 * c.hidden_size * c.intermediate_size
+        else:
+            expert = 3 * c.hidden_size * c.moe_intermediate_size
+            row += c.hidden_size * c.n_routed_experts + expert * c.n_shared_experts
+            stages["MoE experts"] = Work(2 * expert * served.pairs, weights=weights.expert * served.experts)
+        products, read = shape.rows * row + absorbed * up, weights.rows if shape.rows else 0.0
+        if indexer == "full":
+            index_heads, dim = c.index_n_heads, c.index_head_dim
+            products += shape.rows * c.hidden_size * dim
+            products += sparse.rows * index_heads * (c.q_lora_rank * dim + c.hidden_size)
+            read += weights.queries if sparse.rows else 0.0  # without sparse rows only the keys are computed
+            assert self.cache.index_key is not None
+            stages["lightning indexer"] = Work(
+                2 * sparse.pairs * index_heads * (dim + 1), index_keys=self.cache.index_key.row_bytes * sparse.keys
+            )
+        stages["projections"] = Work(2 * products, weights=read)
+        chosen = sparse.rows * c.index_topk
+        mqa = (shape.dense.pairs + chosen) * heads * (c.latent_dim + c.kv_lora_rank)
+        mha = shape.mha.keys * up + shape.mha.pairs * heads * (c.qk_head_dim + c.v_head_dim)
+        stages["sparse flash attention"] = Work(
+            2 * (mqa + mha), latent_rows=self.cache.latent.row_bytes * (chosen + shape.dense.keys + shape.mha.keys)
+        )
+        return stages
 
     def head(self, rows: int) -> Stages:
         c = self.config
-        moved = rows * (self.formats.itemsize * c.hidden_size + 8 * c.vocab_size)
-        flops = 2 * rows * c.hidden_size * c.vocab_size
-        return {"LM head": Work(flops, weights=self.weights.head, activations=moved, passes=1)} if rows else {}
+        return {"LM head": Work(2 * rows * c.hidden_size * c.vocab_size, weights=self.weights.head)} if rows else {}
 
     def module(self, shape: Shape, served: Served) -> Stages:
         """A pass of the MTP module, and the logits of its drafts."""
-        c, a = self.config, self.formats.itemsize
-        joined = Work(
-            4 * shape.rows * c.hidden_size**2,
-            weights=self.weights.module,
-            activations=6 * a * shape.rows * c.hidden_size,
-        )
-        embedding = Work(weights=a * shape.rows * c.hidden_size, passes=1)
+        c = self.config
+        joined = Work(4 * shape.rows * c.hidden_size**2, weights=self.weights.module)
         layer = self.layer("sparse", "full" if c.has_indexer else "none", shape, served)
-        return add({"embedding": embedding, "MLA prolog": joined}, layer, self.head(shape.logits))
+        return add(self.embedding(shape.rows), {"projections": joined}, layer, self.head(shape.logits))
 
     def decode(self, step: Decode) -> Stages:
-        """A decode step: the pass that checks the drafts, then the passes that draft."""
-        return add(self.verification(step), self.drafting(step))
-
-    def verification(self, step: Decode) -> Stages:
-        """The pass of the model: every request has a row for its last token and one for each draft."""
-        rows = 1 + step.drafts
-        return self.forward(
-            _decode_shape(self.config, step.requests, step.context, rows), self.served(step.world_requests * rows)
-        )
-
-    def drafting(self, step: Decode) -> Stages:
-        """The passes of the MTP module that draft; empty without drafts."""
-        if not step.drafts:
-            return {}
-        rows = 1 + step.drafts
-        own = _decode_shape(self.config, step.requests, step.context, rows, logits=step.requests)
-        alone = _decode_shape(self.config, step.requests, step.context, 1)
-        return add(
-            self.module(own, self.served(step.world_requests * rows)),
-            times(self.module(alone, self.served(step.world_requests)), step.drafts - 1),
-        )
+        """A decode step: a pass in which every request has a row for its last token and one for each draft, and the
+        passes of the MTP module that draft."""
+        config, rows = self.config, 1 + step.drafts
+        served, alone = self.served(step.world_requests * rows), self.served(step.world_requests)
+        checked = _decode_shape(config, step, rows)
+        passes = [self.forward(checked, served)]
+        if step.drafts:
+            passes.append(self.module(replace(checked, logits=step.requests), served))
+            passes.append(times(self.module(_decode_shape(config, step, 1), alone), step.drafts - 1))
+        return add(*passes)
 
     def prefill(self, steps: Sequence[StepPlan], rank: int, drafts: int = 0, groups: float = 1) -> Stages:
         """The steps of a prefill, on one rank; with an MTP module also its passes over the same rows.
@@ -136,64 +208,43 @@ class ModelCosts:
         ``groups`` context-parallel groups are assumed to do the same at the same time; the mean, if they do not
         divide evenly.
         """
-        shapes = []
+        passes: list[Stages] = []
         for step in steps:
-            rows = [plan.rows for plan in step.ranks if plan.rows]
-            shapes.append(replace(Shape.of(step.ranks[rank]), gathered=sum(rows) if len(rows) > 1 else 0))
-        served = [self.served(groups * sum(plan.rows for plan in step.ranks)) for step in steps]
-        # Everything but the weights grows with the rows: one pass over all rows, with the weights read once per step.
-        whole = (sum(shapes[1:], shapes[0]), Served(sum(s.pairs for s in served), sum(s.experts for s in served)))
-        once = self.forward(*whole) if not drafts else add(self.forward(*whole), self.module(*whole))
-        return {name: _in_steps(name, work, len(steps)) for name, work in once.items()}
-
-
-def _in_steps(name: str, work: Work, steps: int) -> Work:
-    """Experts and embedding are counted by what is chosen of them already, and the last step alone has logits."""
-    if name == "LM head":
-        return work
-    weights = work.weights if name in ("MoE experts", "embedding") else work.weights * steps
-    return replace(work, weights=weights, passes=work.passes * steps)
-
-
-def formats_of(config: ModelConfig, cache: CacheFormat, itemsize: int, stored: QuantizationConfig | None) -> Formats:
-    """Formats of numbers if weights are stored as ``stored`` (None: not quantised), and the products with 8-bit
-    inputs."""
-    names = ("model.layers.0.self_attn.q_b_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight")
-    schemes = [stored.scheme_of(name) if stored else None for name in names]
-    linear, experts = (scheme is not None and scheme.activation_bits is not None for scheme in schemes)
-    return Formats(cache, itemsize, linear, experts)
-
-
-def prefill_plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) -> list[StepPlan]:
-    """Step plans of a prompt's prefill by one context-parallel group.
-
-    Args:
-        chunk: maximum number of tokens of a rank in a step.
-    """
-    return [StepPlan.of([one], cp_size, config) for one in _prefill_chunks(tokens, cp_size, chunk)]
-
-
-def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:
-    """The same for an engine's own ranks, of which the first context-parallel group computes the prompt."""
-    mesh, rows = engine.mesh, 1 + engine.runner.num_drafts
-    chunks = _prefill_chunks(tokens, mesh.cp_size, engine.options.max_num_batched_tokens)
-    return [StepPlan.of([one], mesh.world_size, engine.config, rows) for one in chunks]
-
-
-def _prefill_chunks(tokens: int, cp_size: int, chunk: int) -> list[Chunk]:
-    request, maximum = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
-    return [Chunk(request, first, min(maximum, tokens - first), range(cp_size)) for first in range(0, tokens, maximum)]
-
-
-def _decode_shape(config: ModelConfig, requests: int, context: int, rows: int, logits: int | None = None) -> Shape:
-    """``requests`` requests of one length, each with ``rows`` rows at its end."""
-    alone = _one_request(config, context, rows)
-    mha, dense, sparse = (Attended(*(n * requests for n in form)) for form in (alone.mha, alone.dense, alone.sparse))
-    return Shape(mha, dense, sparse, requests * rows if logits is None else logits)
+            work = Shape.of(step.ranks[rank]), self.served(groups * sum(plan.rows for plan in step.ranks))
+            passes += [self.forward(*work), self.module(*work)] if drafts else [self.forward(*work)]
+        return add(*passes)
 
 
 @lru_cache(maxsize=256)
-def _one_request(config: ModelConfig, context: int, rows: int) -> Shape:
-    one = Chunk(Request(-1, [0] * context, SamplingParams()), context - rows, rows, range(1), rows)
-    (plan,) = StepPlan.of([one], 1, config).ranks
-    return Shape.of(plan)
+def prefill_plans(
+    config: ModelConfig, tokens: int, cp_size: int, chunk: int, world_size: int | None = None
+) -> list[StepPlan]:
+    """Step plans of a prompt's prefill by the first context-parallel group.
+
+    Args:
+        chunk: maximum number of tokens of a rank in a step.
+        world_size: number of ranks that have a plan; default: those of the group.
+    """
+    request, maximum = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
+    chunks = [
+        Chunk(request, first, min(maximum, tokens - first), range(cp_size)) for first in range(0, tokens, maximum)
+    ]
+    return [StepPlan.of([one], world_size or cp_size, config) for one in chunks]
+
+
+def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:
+    """The same for all ranks of an engine."""
+    mesh = engine.mesh
+    return prefill_plans(engine.config, tokens, mesh.cp_size, engine.options.max_num_batched_tokens, mesh.world_size)
+
+
+@lru_cache(maxsize=256)
+def _decode_shape(config: ModelConfig, step: Decode, rows: int) -> Shape:
+    """The requests of a step, of one length, each with ``rows`` rows at its end."""
+    request = Request(-1, [0] * step.context, SamplingParams())
+    (plan,) = StepPlan.of([Chunk(request, step.context - rows, rows, range(1), rows)], 1, config).ranks
+    alone = Shape.of(plan)
+    mha, dense, sparse = (
+        Attended(*(n * step.requests for n in form)) for form in (alone.mha, alone.dense, alone.sparse)
+    )
+    return Shape(mha, dense, sparse, step.requests * rows)

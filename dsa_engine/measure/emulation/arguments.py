@@ -9,8 +9,7 @@ from typing import Any
 from dsa_engine.arguments import llm_from, parallel_from
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
-from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
 
 
 def measured_llm(args: argparse.Namespace) -> LLM:
@@ -30,14 +29,9 @@ def measured_llm(args: argparse.Namespace) -> LLM:
     return llm_from(args, parallel=parallel, enable_prefix_caching=False)
 
 
-def is_emulated(engine: Engine) -> bool:
-    """Whether the other ranks are made up."""
-    return isinstance(engine.mesh, EmulatedMesh)
-
-
 def heading(engine: Engine) -> str:
     """The line above every table of an emulated run; "" for other runs."""
-    if not is_emulated(engine):
+    if not isinstance(engine.mesh, EmulatedMesh):
         return ""
     return (
         f"EMULATED: rank {engine.mesh.rank} of {engine.mesh.world_size}, in one process, even expert loads; tokens "
@@ -49,10 +43,10 @@ def heading(engine: Engine) -> str:
 def title(engine: Engine) -> str:
     """The part of a plot's title that describes the emulated run; "" for other runs."""
     mesh = engine.mesh
-    return f"emulated: rank {mesh.rank} of {mesh.world_size}, without links" if is_emulated(engine) else ""
+    return f"emulated: rank {mesh.rank} of {mesh.world_size}, without links" if isinstance(mesh, EmulatedMesh) else ""
 
 
 def to_json(engine: Engine) -> dict[str, Any]:
     """The key "emulated" of a result; empty for other runs."""
     mesh = engine.mesh
-    return {"emulated": {"world_size": mesh.world_size, "rank": mesh.rank}} if is_emulated(engine) else {}
+    return {"emulated": {"world_size": mesh.world_size, "rank": mesh.rank}} if isinstance(mesh, EmulatedMesh) else {}

@@ -11,17 +11,14 @@ import torch
 
 from dsa_engine.cli import main
 from dsa_engine.commands.planner.demand import Demand
-from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment, Placed, stored
+from dsa_engine.commands.planner.deployment import Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
-from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
-from dsa_engine.commands.planner.roofline import OWN, PUBLISHED, Kernels, stage_seconds
+from dsa_engine.commands.planner.predict import OWN, PUBLISHED, predict_decode, predict_prefill
 from dsa_engine.commands.planner.search import NothingFits, Planner
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
-from dsa_engine.measure.costs.work import Work
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import KVCache
-from dsa_engine.options import EngineOptions
 
 H200 = DEVICES["H200"]
 # Settings that a test need not search.
@@ -40,9 +37,7 @@ def test_weights_are_those_that_info_counts(
 ) -> None:
     placed = Placed(config, H200, Deployment(ranks, tp_size=tp_size, weights=weights, drafts=drafts))
     counted = rank_weight_bytes(config, stored(weights, config), torch.bfloat16, ranks, tp_size, drafts)
-    layers = 61 + drafts
-    in_float32 = 2 * 7168 * (256 * (layers - 3) + 64 * layers)  # gates and head weights, on no device twice as wide
-    assert placed.weight_bytes + in_float32 == counted
+    assert placed.weight_bytes == counted
 
 
 @pytest.mark.parametrize(("cache", "drafts"), [("bfloat16", 0), ("fp8", 1)])
@@ -54,7 +49,6 @@ def test_a_token_takes_the_bytes_of_the_engines_pages(cache: str, drafts: int) -
 
 
 def test_the_rooms_that_the_docs_print(config: ModelConfig) -> None:
-    assert EngineOptions.gpu_memory_utilization == UTILIZATION
     text = (Path(__file__).resolve().parents[3] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
     table = text.partition("| `tp_size` 8 |")[2].partition("\n\n")[0].splitlines()[2:]
     stored_as = {"FP8": "fp8", "INT4 experts": "int4-experts", "bfloat16": "bfloat16"}
@@ -67,28 +61,16 @@ def test_the_rooms_that_the_docs_print(config: ModelConfig) -> None:
             assert cell == ("does not fit" if room < 0 else f"{room / 2**30:.0f} GiB"), (name, device, ranks)
 
 
-def test_a_stage_takes_the_longest_of_its_parts() -> None:
-    kernels = Kernels({"LM head": 0.5}, {}, launch=1e-3, eager=2e-3)
-
-    def seconds(work: Work, eager: bool = False, phase: str = "prefill") -> float:
-        return stage_seconds(phase, "LM head", work, H200, kernels, eager)
-
-    assert seconds(Work(flops=H200.flops, passes=1)) == pytest.approx(2.002)
-    assert seconds(Work(flops=H200.flops), phase="decode") == pytest.approx(1 / 0.8)
-    assert seconds(Work(weights=H200.bandwidth, passes=1), eager=True) == pytest.approx(1 / 0.9 + 4e-3)
-    assert seconds(Work(flops=H200.flops, narrow_flops=H200.flops)) == pytest.approx(2 * H200.flops / H200.narrow_flops)
-
-
 def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
-    placed = Placed(config, H200, Deployment(64, 64, 8, cache="fp8"))
+    placed, demand = Placed(config, H200, Deployment(64, 64, 8, cache="fp8")), Demand(64, 131_072)
     half, whole = (predict_prefill(placed, tokens, OWN) for tokens in (65_536, 131_072))
     assert 2 < whole.seconds / half.seconds < 4, "the indexer grows with the square, all else in proportion"
-    few, many = (predict_decode(placed, n, 131_072, 1.0, 132_096, OWN) for n in (64, 512))
+    few, many = (predict_decode(placed, n, demand, OWN) for n in (64, 512))
     assert few.seconds < many.seconds < 8 * few.seconds
     assert few.room - many.room == pytest.approx(7 * 132_096 * placed.token_bytes, rel=0.01)
     # As many bytes of weights are read by a step with drafts, which brings more tokens.
     drafting = Placed(config, H200, Deployment(64, 64, 8, cache="fp8", drafts=1))
-    assert predict_decode(drafting, 64, 131_072, 1.85, 132_096, OWN).seconds < few.seconds
+    assert predict_decode(drafting, 64, demand, OWN).seconds < few.seconds
     assert predict_prefill(placed, 131_072, PUBLISHED).seconds < whole.seconds
 
 
@@ -96,53 +78,38 @@ def test_a_published_deployment(config: ModelConfig) -> None:
     """64 + 64 cards at 128K, the goal of its publishers: TTFT under 2 s, TPOT under 30 ms."""
     placed = Placed(config, H200, Deployment(64, 64, 8, weights="bfloat16", drafts=1))
     assert 0.3 < predict_prefill(placed, 131_072, OWN).seconds < 2
-    assert 5e-3 < predict_decode(placed, 64, 131_072, 1.85, 132_096, OWN).seconds < 30e-3
+    assert 5e-3 < predict_decode(placed, 64, Demand(64, 131_072), OWN).seconds < 30e-3
 
 
 def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
-    planner = Planner(config, H200, FIXED)
-    demand = Demand(32, 32_768, ttft=2.0, tpot=0.04)
-    for split in (False, True):
-        plan = planner.best(demand, split)
-        assert plan.misses(demand) <= 0 and plan.ttft <= 2 and plan.tpot <= 0.04
-        assert plan.devices <= 32 and plan.prefill.room >= 0 and plan.decode.room >= 0 and plan.split == split
-        if split:
-            fed = plan.prefill_instances * plan.prefill.per_s * demand.output_len
-            assert plan.tokens_per_s <= 1.001 * min(fed, plan.decode_instances * plan.decode.per_s)
-            one, other = plan.prefill.how, plan.decode.how
-            assert (one.weights, one.cache) == (other.weights, other.cache), "rows travel as they are stored"
-            assert plan.transfer > 0
-        else:
-            assert plan.tokens_per_s == pytest.approx(plan.requests / plan.tpot)
-        fast = planner.again(plan, demand, PUBLISHED)
-        assert fast.ttft < plan.ttft and fast.tpot < plan.tpot
-        assert planner.again(plan, demand, OWN) == plan
-    assert planner.best(Demand(32, 32_768, requests=40)).requests >= 40
+    planner = Planner(config, H200, Demand(32, 32_768, ttft=2.0, tpot=0.04), FIXED)
+    plan = planner.best()
+    assert plan.misses(planner.demand) == 0 and plan.ttft <= 2 and plan.tpot <= 0.04
+    assert plan.instances * plan.decode.how.ranks <= 32 and plan.prefill.room >= 0 and plan.decode.room >= 0
+    assert 32 * plan.tokens_per_s == pytest.approx(plan.requests / plan.tpot)
+    fast = planner.again(plan, PUBLISHED)
+    assert fast.ttft < plan.ttft and fast.tpot < plan.tpot
+    assert planner.again(plan, OWN) == plan
+    assert Planner(config, H200, Demand(32, 32_768, requests=40), FIXED).best().requests >= 40
+    assert Planner(config, H200, Demand(64, 2048, requests=96), FIXED).best().requests == 96
     impossible = Demand(32, 131_072, ttft=0.01)
-    assert planner.best(impossible).misses(impossible) > 10, "the one that misses least"
-
-
-def test_the_requests_asked_for_are_divided_over_the_instances(config: ModelConfig) -> None:
-    planner, demand = Planner(config, H200, FIXED), Demand(64, 2048, requests=96)
-    for split in (False, True):
-        plan = planner.best(demand, split)
-        assert plan.requests == 96 and plan.misses(demand) == 0
+    assert Planner(config, H200, impossible, FIXED).best().misses(impossible) > 10, "the one that misses least"
 
 
 def test_one_request_needs_no_room_for_a_second_prompt(config: ModelConfig) -> None:
     how = {"weights": "int4-experts", "drafts": 0, "cache": "fp8", "tp_size": 8}
-    plan = Planner(config, DEVICES["H100"], how).best(Demand(8, 131_072))
+    plan = Planner(config, DEVICES["H100"], Demand(8, 131_072), how).best()
     assert plan.requests == 1 and plan.prefill.room >= 0
 
 
 def test_what_does_not_fit_says_by_how_much(config: ModelConfig) -> None:
     """671 billion parameters in bfloat16 on 8 × 80 GB."""
     with pytest.raises(NothingFits, match=r"lacks \d+\.\d GiB on each of 8 ranks, with bfloat16 weights"):
-        Planner(config, DEVICES["H100"], {**FIXED, "weights": "bfloat16"}).best(Demand(8, 8192))
+        Planner(config, DEVICES["H100"], Demand(8, 8192), {**FIXED, "weights": "bfloat16"}).best()
     with pytest.raises(ValueError, match="tp_size 7"):
-        Planner(config, H200, {**FIXED, "tp_size": 7}).best(Demand(8, 8192))
+        Planner(config, H200, Demand(8, 8192), {**FIXED, "tp_size": 7}).best()
     with pytest.raises(NothingFits, match="--devices 257 .* nothing fixed: .* at most 256"):
-        Planner(config, H200).best(Demand(257, 8192))
+        Planner(config, H200, Demand(257, 8192)).best()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,12 +117,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "plan.json"
     main(["plan", "--devices", "16", "--input-len", "32768", *fixed, "--tpot", "0.03", "--json", str(out)])
     shown = capsys.readouterr().out
-    assert "modelled" in shown and "together" in shown and "split" in shown and "H200 SXM data sheet" in shown
-    plans = json.loads(out.read_text())
-    assert plans["modelled"] and plans["together"]["tpot_ms"][0] < plans["together"]["tpot_ms"][1] <= 30
-    assert plans["together"]["decode"]["how"]["weights"] == "fp8"
-    main(["plan", "--devices", "8", "--input-len", "8192", *fixed, "--tp-size", "8"])
-    assert "split: --devices 8 cannot be cut" in capsys.readouterr().out
+    assert "modelled" in shown and "TTFT, s" in shown and "H200 SXM data sheet" in shown
+    plan = json.loads(out.read_text())
+    assert plan["modelled"] and plan["tpot_ms"][0] < plan["tpot_ms"][1] <= 30
+    assert plan["decode"]["how"]["weights"] == "fp8"
     for wrong, message in (
         (["--device", "H2000"], "--device 'H2000'"),
         (["--devices", "0"], "--devices must be above 0"),

@@ -14,7 +14,7 @@ import pytest
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.requests import random_prompt
 
 WORLD = 4
 OPTIONS = {"device": "cpu", "max_model_len": 1024, "cache_memory": "16MiB", "max_num_batched_tokens": 96}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.requests import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 

@@ -8,7 +8,7 @@ from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
-from dsa_engine.measure.filled_requests import check_batch
+from dsa_engine.measure.requests import check_batch
 from dsa_engine.sampling_params import SamplingParams
 
 

@@ -18,7 +18,7 @@ from dsa_engine.engine.startup.capture import likely_buckets
 from dsa_engine.engine.steps.plan import Bucket
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.measure.filled_requests import add_filled
+from dsa_engine.measure.requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels.indexer import indexer_scores
 from dsa_engine.kernels.runtime import launch
-from dsa_engine.measure.filled_requests import add_filled
+from dsa_engine.measure.requests import add_filled
 from dsa_engine.measure.stage_timer import StageTimer, current_stage
 
 CONTEXTS = (2048, 4096, 8192, 32768)

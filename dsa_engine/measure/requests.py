@@ -1,12 +1,20 @@
-"""Requests whose prompts are not computed: their caches are filled with random rows, to measure decode alone."""
+"""Prompts and requests to measure with: random tokens, or, for decode alone, caches filled with random rows."""
 
 from __future__ import annotations
+
+import random
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.sampling_params import SamplingParams
+
+
+def random_prompt(engine: Engine, length: int, seed: int = 0) -> list[int]:
+    """``length`` random token ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(engine.config.vocab_size) for _ in range(length)]
 
 
 def add_filled(engine: Engine, length: int, params: SamplingParams) -> Request:

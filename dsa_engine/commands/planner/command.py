@@ -101,9 +101,9 @@ def _rows(planner: Planner, plan: Plan, fast: Plan) -> list[tuple[str, str]]:
     for phase, one in (("prefill", prefill), ("decode", decode)):
         longest = sorted(one.stages, key=lambda name: -one.stages[name])[:2]
         total = sum(one.stages.values())
-        shares = ", ".join(f"{name} {one.stages[name] / total:.0%}" for name in longest)
+        fractions = ", ".join(f"{name} {one.stages[name] / total:.0%}" for name in longest)
         rows.append((f"dispatch in {phase}", one.dispatch + (", enable_dbo" if one.micro_batches > 1 else "")))
-        rows.append((f"most of {phase}", shares))
+        rows.append((f"most of {phase}", fractions))
     return rows
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 from dsa_engine.cli import main
 from dsa_engine.commands.doctor import checks as doctor
 from dsa_engine.commands.doctor.checks import NotHere, Unwell, check_device, check_nodes, differences
-from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime import cpu, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from fake_cuda import FakeConfig, FakeDevice
 
@@ -105,3 +106,29 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("✓ exchange") == 1 and "2 ranks on 1 node(s)" in done.stdout
     assert {f["check"]: f["ok"] for f in json.loads((tmp_path / "d.json").read_text())["results"]}["tokens"] is True
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
+def test_kernels_are_compared_before_they_are_captured_and_named_before_they_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kernel that hangs in a graph, or at its first run, would hang the doctor without a name."""
+    graphs = []
+
+    def steps(model: Any, *rest: Any) -> Iterator[str]:
+        watched = operation._watching
+        assert watched is not None
+        watched.before("topk")
+        assert "topk runs for the first time" in capsys.readouterr().err
+        yield "prefill"
+
+    def start(folder: Path, options: EngineOptions) -> Any:
+        graphs.append(not options.enforce_eager)
+        return SimpleNamespace(config=None, model=None, cache=SimpleNamespace(format=None))
+
+    monkeypatch.setattr(doctor, "start", start)
+    monkeypatch.setattr(doctor, "trial_tokens", lambda config: 1)
+    monkeypatch.setattr(doctor, "try_steps", steps)
+    with FakeDevice() as device:
+        doctor.check_kernels(FakeConfig(device=device).create_mesh("cuda"))
+    assert graphs == [False]

@@ -12,7 +12,7 @@ from typing import Literal
 CpLayout = Literal["head_tail", "contiguous"]
 
 
-def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail") -> list[list[tuple[int, int]]]:
+def split_sequence(start: int, length: int, ranks: int, layout: CpLayout = "head_tail") -> list[list[tuple[int, int]]]:
     """Divides the tokens ``start … start+length-1`` of a sequence over ``ranks``.
 
     "head_tail" gives rank r the pieces r and ``2 · ranks - 1 - r`` of ``2 · ranks``: a cheap piece near the head and an

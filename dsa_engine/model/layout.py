@@ -50,7 +50,6 @@ class ParameterCounts:
     mtp: int  # parameters of the MTP modules, with their copies of the embedding and the head
     bytes_fp8: int
     bytes_bfloat16: int
-    bytes_float32: int
 
 
 def released_tensors(config: ModelConfig, fp8: bool) -> list[TensorSpec]:
@@ -79,7 +78,6 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
         mtp=sum(spec.numel for spec in everything) - total,
         bytes_fp8=sum(spec.nbytes for spec in _in_fp8(main, config)),
         bytes_bfloat16=sum(spec.numel * (4 if spec.dtype == torch.float32 else 2) for spec in main),
-        bytes_float32=4 * total,
     )
 
 

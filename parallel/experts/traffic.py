@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.rails import has_two_levels
 from dsa_engine.parallel.links import Links
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class RowBytes(NamedTuple):
-    """Bytes of a token on its way to experts, with its choices and weights, and of a sum on its way back: in an
+    """Bytes of a token on its way to experts, with its top-k ids and weights, and of a sum on its way back: in an
     all-to-all or along a rail (``back``), and in a reduce-scatter or inside a node (``plain``)."""
 
     there: int
@@ -26,25 +27,25 @@ class RowBytes(NamedTuple):
     plain: int
 
     @classmethod
-    def of(cls, token: int, choices: int, back: int | None = None, coded: int | None = None) -> RowBytes:
-        """Rows of ``token`` bytes and so many choices, as `kernels/moe/pack_tokens.py` packs them.
+    def of(cls, token: int, top_k: int, back: int | None = None, quantized: int | None = None) -> RowBytes:
+        """Rows of ``token`` bytes with ``top_k`` experts, as `kernels/moe/pack_tokens.py` packs them.
 
         Args:
             back: bytes of a sum; default: ``token``.
-            coded: bytes of a sum that travels as codes and scales; default: none does.
+            quantized: bytes of a sum that travels as codes and scales; default: none does.
         """
-        words, plain = -(-token // 4) + 2 * choices, token if back is None else back
-        return cls(-(-words // 4) * 16, plain if coded is None else coded, plain)
+        words, plain = cdiv(token, 4) + 2 * top_k, token if back is None else back
+        return cls(cdiv(words, 4) * 16, plain if quantized is None else quantized, plain)
 
 
 def quantized_bytes(hidden: int) -> int:
     """Bytes of a token on its way to FP8 experts, and of a sum that comes back so: codes, and a scale for each 128
     (`quantize.py`)."""
-    return hidden + 4 * -(-hidden // 128)
+    return hidden + 4 * cdiv(hidden, 128)
 
 
 class Routing(NamedTuple):
-    """A token's choices: ``top_k`` of ``experts``, evenly out of ``top_groups`` of ``groups`` equal groups."""
+    """A token's experts: ``top_k`` of ``experts``, evenly out of ``top_groups`` of ``groups`` equal groups."""
 
     experts: int
     top_k: int

@@ -53,7 +53,7 @@ class TierSizes(NamedTuple):
             return cls(0, 0, 0)
         page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
         exchanged = 0 if mesh.cp.alone else max(1, _EXCHANGED * layers // page_bytes)
-        memory = _host_memory(options, mesh, page_bytes)
+        memory = _host_memory(options, page_bytes)
         if options.cache_folder is None:
             return cls(memory // page_bytes, 0, exchanged)
         # A rank reads and writes its part of a request's pages.
@@ -94,7 +94,7 @@ def _page_folder(engine: Engine, model: Path) -> PageFolder:
         ) from error
 
 
-def _host_memory(options: EngineOptions, mesh: Mesh, page_bytes: int) -> int:
+def _host_memory(options: EngineOptions, page_bytes: int) -> int:
     """Bytes of host memory on each rank.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from context_parallel.layer import Division, Layer, Size, Tokens
+from dsa_engine.parallel.context_parallel import CpLayout
 from dsa_engine.parallel.group import Group
 
 
@@ -19,7 +20,7 @@ class HeadTail:
     gather is issued first and overlaps with work on local tokens.
     """
 
-    layout = "head_tail"
+    layout: CpLayout = "head_tail"
 
     def __init__(self, layer: Layer, group: Group):
         self.layer, self.group = layer, group
@@ -48,7 +49,7 @@ class HeadTail:
 class Contiguous(HeadTail):
     """The same with one contiguous piece per rank: the tokens of the last rank see the most."""
 
-    layout = "contiguous"
+    layout: CpLayout = "contiguous"
 
 
 class Ulysses(HeadTail):

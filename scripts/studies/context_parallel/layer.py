@@ -20,7 +20,7 @@ from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import references
-from dsa_engine.parallel.context_parallel import split_sequence
+from dsa_engine.parallel.context_parallel import CpLayout, split_sequence
 
 PAGE_SIZE = 64
 WORKSPACE = 256 << 20  # bytes of scores at a time
@@ -53,7 +53,7 @@ class Division:
 
     length: int
     ranks: int
-    layout: str
+    layout: CpLayout
 
     @cached_property
     def positions(self) -> list[torch.Tensor]:

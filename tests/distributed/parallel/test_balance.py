@@ -20,7 +20,7 @@ def _bytes_between_nodes(*runs: list[dict[str, Any]]) -> None:
     config = demo_config()
     hidden, k = config["hidden_size"], config["num_experts_per_tok"]
     numbers, fp8 = RowBytes.of(4 * hidden, k), RowBytes.of(quantized_bytes(hidden), k, 4 * hidden)
-    coded = RowBytes.of(4 * hidden, k, coded=quantized_bytes(hidden))
+    coded = RowBytes.of(4 * hidden, k, quantized=quantized_bytes(hidden))
     rows = zip(runs, (0, 0, 1, 0, 1, 1), (numbers, numbers, numbers, fp8, fp8, coded), strict=True)
     for run, number, row in rows:
         each = row.there + row.back

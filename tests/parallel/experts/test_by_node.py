@@ -142,7 +142,7 @@ def test_equal_sums_and_fewer_bytes_between_nodes(nodes: tuple[int, ...]) -> Non
             exact, rounded = wanted(inputs(rank)), bytes_back is not None and method != "all_gather"
             assert (ours - exact).norm() <= (1 / 16 if rounded else 1e-6) * exact.norm()
             slow[number] += slow_bytes(seen, nodes, rank)
-    row, crossing = RowBytes.of(4 * HIDDEN, K, coded=quantized), crossing_tokens(case.placement(), nodes)
+    row, crossing = RowBytes.of(4 * HIDDEN, K, quantized=quantized), crossing_tokens(case.placement(), nodes)
     assert row.back == quantized < row.plain == 4 * HIDDEN
     assert slow == [n * (row.there + back) for back in (row.plain, row.back) for n in (*crossing, 0)]
     assert slow[1] < slow[0] or nodes in ((0, 0, 0, 1), (0, 0, 1)), "a node of one rank gains one way only"

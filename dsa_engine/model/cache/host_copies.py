@@ -6,6 +6,7 @@ on the device, and a kernel brings them from and to their pages. On a CPU they a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -102,12 +103,20 @@ class HostCopies:
         self._marks[layer] = None
 
     def _run_in_memory(self, run: CopyRun) -> None:
-        slots, pages = torch.tensor(run.pairs).unbind(1)
+        """Neighbouring targets are gathered at the rate of a plain copy, and others moved one by one: a scatter
+        (index_copy_) takes twice the time."""
+        pairs = sorted((slot, page) if run.to_host else (page, slot) for slot, page in run.pairs)  # (target, source)
+        sources = torch.tensor([source for _, source in pairs])
+        spans = neighbours((target, index) for index, (target, _) in enumerate(pairs))
+        single = [pairs[index] for _, index, count in spans if count == 1]
         for pool, host in zip(chain(*self._pools), chain(*self._host.pools), strict=True):
-            if run.to_host:
-                host.index_copy_(0, slots, pool[pages])
-            else:
-                pool.index_copy_(0, pages, host[slots])
+            source, target = (pool, host) if run.to_host else (host, pool)
+            for first, index, count in spans:
+                if count > 1:
+                    torch.index_select(source, 0, sources[index : index + count], out=target[first : first + count])
+            size, into, start = pool[0].nbytes, target.data_ptr(), source.data_ptr()
+            for to, number in single:
+                ctypes.memmove(into + to * size, start + number * size, size)
 
     def _rounds(self, runs: list[CopyRun]) -> Iterator[list[_Piece]]:
         """Pieces whose page numbers fit on the device together."""

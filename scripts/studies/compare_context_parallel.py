@@ -109,7 +109,6 @@ def compare(
     """
 
     def of_all(value: float) -> list[float]:
-        """A number from every rank."""
         mine = torch.tensor([value], dtype=torch.float64, device=mesh.device)
         return mesh.world.all_gather(mine).tolist()
 
@@ -156,8 +155,7 @@ def compare(
         for result, run_form in zip(results, runs, strict=True):
             result["seconds"].append(max(of_all(seconds(run_form))))
     for result in results:
-        medians = [statistics.median(r["seconds"]) for r in (result, results[0])]
-        result["ratio"] = medians[0] / medians[1]
+        result["ratio"] = statistics.median(result["seconds"]) / statistics.median(results[0]["seconds"])
     return results
 
 

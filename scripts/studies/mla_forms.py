@@ -72,11 +72,9 @@ class MLAWeights:
             "o": (size.heads, size.value, size.hidden),
         }
         torch.manual_seed(seed)
-        made = {}
-        for name, shape in shapes.items():
-            inputs = size.heads * size.value if name == "o" else shape[-1]
-            made[name] = torch.randn(shape, dtype=dtype, device=device) * inputs**-0.5
-        return cls(size, **made)
+        inputs = {name: shape[-1] for name, shape in shapes.items()} | {"o": size.heads * size.value}
+        drawn = {name: torch.randn(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+        return cls(size, **{name: values * inputs[name] ** -0.5 for name, values in drawn.items()})
 
 
 Cache = tuple[Any, ...]  # tensors; of the engine also the segments of the queries

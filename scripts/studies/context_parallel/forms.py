@@ -118,7 +118,6 @@ def sequence_layer(group: Group, device: torch.device) -> Callable[[Callable[...
         ) from error
     # On a CPU it would first compile an all-reduce in C++ for minutes, which is not used here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It uses the existing process group.
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"  # it takes the existing process group
     deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     return lambda attention: DistributedAttention(attention, group.handle, scatter_idx=2, gather_idx=0)

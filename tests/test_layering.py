@@ -37,7 +37,7 @@ LAYERS = (
     ("engine.sampling",),
     ("engine.steps",),
     ("engine.disk",),
-    ("engine.requests",),
+    ("engine.cache", "engine.requests"),
     ("model",),
     ("quantization",),
     ("checkpoint", "options", "text"),

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.disaggregation.leader_line import LeaderLine
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
-from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.tiers import PageTiers
 from dsa_engine.kernels.formats.cache_format import CacheFormat

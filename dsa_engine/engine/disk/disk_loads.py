@@ -3,7 +3,7 @@
 What a folder holds is known to a rank only when it has looked, and other processes change the folder meanwhile. So the
 ranks of a group agree twice on each request, in the order in which they began: how many pages the folder has, and how
 many of these have been read. Between that, nothing waits for the disk. A page is read by one rank of the group, in turn
-by the page's number; the others fetch its rows from that rank when the request begins (``page_ledger.py``).
+by the page's number; the others fetch its rows from that rank when the request begins (``ledger.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.disk.page_folder import PageFolder
-from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.model.cache.host_pages import HostPages
 from dsa_engine.parallel.group import Group

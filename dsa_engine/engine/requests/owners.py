@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.requests.capacity import Capacity
-from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 
 

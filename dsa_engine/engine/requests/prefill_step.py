@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsa_engine.engine.requests.page_ledger import PageLedger
+from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.requests.request import Chunk, Fetch, Request
 
 

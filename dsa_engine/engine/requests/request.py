@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.engine.requests.page_digests import PageDigests
+from dsa_engine.engine.cache.digests import PageDigests
 from dsa_engine.outputs import Logprobs
 from dsa_engine.sampling_params import SamplingParams
 

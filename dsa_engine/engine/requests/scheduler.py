@@ -25,11 +25,11 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 
+from dsa_engine.engine.cache.ledger import PageLedger
+from dsa_engine.engine.cache.prefix import PageSource, PrefixCache
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.owners import Load, choose_group, choose_owner
-from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.prefill_step import PrefillShare, PrefillStep
-from dsa_engine.engine.requests.prefix_cache import PageSource, PrefixCache
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.errors import CapacityError
 

@@ -47,7 +47,7 @@ from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from dsa_engine.engine.requests.kv_events import KVEvents
+    from dsa_engine.engine.cache.kv_events import KVEvents
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def _kv_events(options: EngineOptions, mesh: Mesh) -> KVEvents | None:
     wanted = options.kv_events_config or {}
     if not wanted.get("enable_kv_cache_events") or not mesh.is_front:
         return None
-    from dsa_engine.engine.requests.kv_events import KVEvents  # needs packages of the extra "serve"
+    from dsa_engine.engine.cache.kv_events import KVEvents  # needs packages of the extra "serve"
 
     return KVEvents(wanted)
 

@@ -48,7 +48,7 @@ class BlockStored(_Event):
     """Blocks that follow each other.
 
     Attributes:
-        block_hashes: digests of the blocks, of 16 bytes each; see ``page_digests.py``.
+        block_hashes: digests of the blocks, of 16 bytes each; see ``digests.py``.
         parent_block_hash: that of the block before; None: the first block is the first of its request.
         token_ids: of all blocks, ``block_size`` each.
         extra_keys: for each block what else its digest covers: the first one's cache salt.

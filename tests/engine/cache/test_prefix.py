@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.cache.digests import PageDigests
 from dsa_engine.engine.requests.capacity import Capacity
-from dsa_engine.engine.requests.page_digests import PageDigests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 

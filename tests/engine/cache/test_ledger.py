@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.engine.requests.page_ledger import PageLedger
-from dsa_engine.engine.requests.pages import PagePool
+from dsa_engine.engine.cache.ledger import PageLedger
+from dsa_engine.engine.cache.pool import PagePool
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.sampling_params import SamplingParams
 

@@ -2,7 +2,7 @@
 
 Pages are named when their rows are complete, during the prefill and afterwards. While a prompt is prefilled, all ranks
 of its context-parallel group hold its pages, later its owner does; the pages of the other ranks stay cached. A request
-uses the pages that any rank of its group has (``page_ledger.py``).
+uses the pages that any rank of its group has (``ledger.py``).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from dsa_engine.engine.requests.page_digests import PageDigests
-from dsa_engine.engine.requests.page_ledger import PageLedger
+from dsa_engine.engine.cache.digests import PageDigests
+from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
-    from dsa_engine.engine.requests.kv_events import KVEvents
+    from dsa_engine.engine.cache.kv_events import KVEvents
 
 
 class PageSource(Protocol):

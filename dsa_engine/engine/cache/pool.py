@@ -1,6 +1,6 @@
 """Pages of the caches on one rank: free, held by requests, or cached for requests to come.
 
-A full page is known by the digest of its tokens and of all tokens before it (``page_digests.py``). Requests whose
+A full page is known by the digest of its tokens and of all tokens before it (``digests.py``). Requests whose
 prompts begin alike hold the same pages. A page that no request holds keeps its digest and its rows until it is needed.
 With host memory behind the device, its rows are then copied there, and come back when a request begins with them.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from dsa_engine.engine.requests.host_slots import HostSlots
+from dsa_engine.engine.cache.host_slots import HostSlots
 from dsa_engine.model.cache.page_moves import PageCopy
 
 

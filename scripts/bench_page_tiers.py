@@ -21,10 +21,10 @@ import torch
 
 from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.moves import PageCopy, PageMoves
+from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.model.cache.host_pages import HostPages
-from dsa_engine.model.cache.page_moves import PageCopy, PageMoves
-from dsa_engine.model.cache.page_transfer import PageTransfer
 from dsa_engine.model.kv_cache import KVCache, cache_dtype, cache_format
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.parallel.device import choose_device

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from dsa_engine.config.checks import shown
-from dsa_engine.engine.disk.page_folder import about_path, delete_key, keys, pages
+from dsa_engine.engine.cache.folder import about_path, delete_key, keys, pages
 from dsa_engine.system.sizes import format_bytes
 
 _FACTS = {

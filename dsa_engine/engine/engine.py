@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
+from dsa_engine.engine.cache.turns import PageTiers
 from dsa_engine.engine.jobs import finished
 from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
@@ -33,7 +34,6 @@ from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.result import RequestTokens, StepResult
-from dsa_engine.engine.tiers import PageTiers
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import has_hook

@@ -6,17 +6,13 @@ A page has the same number in both pools and in all layers, so one block table s
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
 from dsa_engine.model.block_tables import BlockTables
-
-if TYPE_CHECKING:
-    from dsa_engine.model.cache.page_sender import PageSender
-    from dsa_engine.model.cache.page_transfer import PageTransfer
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -84,8 +80,8 @@ class KVCache:
         self.pages = pages
         self.page_size = page_size
         self.block_tables = BlockTables(page_size, device)
-        self.transfer: PageTransfer | None = None
-        self.sender: PageSender | None = None
+        self.transfer: Any = None
+        self.sender: Any = None
         # Not cleared: no row is read before it is written.
         layers, keys = config.indexer_types, format.index_key
         self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsa_engine.cli import main
-from dsa_engine.engine.disk.page_folder import PageFolder
+from dsa_engine.engine.cache.folder import PageFolder
 
 KEY, OTHER = "0" * 31 + "a", "0" * 31 + "b"
 ABOUT = {"model": "demo", "model_type": "deepseek_v32", "dtype": "float32", "cache": "rows", "page_size": 4}

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsa_engine.engine.disk.page_folder import PageFolder, keys, pages
+from dsa_engine.engine.cache.folder import PageFolder, keys, pages
 
 KEY = "0123456789abcdef" * 2
 SIZES = (700, 0, 64, 4096, 1)

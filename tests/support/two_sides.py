@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import torch
 
+from dsa_engine.engine.cache.link import RankPages
+from dsa_engine.engine.cache.turns import PageTiers
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
@@ -21,8 +23,6 @@ from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.messages import Abort, Add
 from dsa_engine.engine.requests.request import Chunk, Ending, Request, SampledToken
 from dsa_engine.engine.sampling.result import StepResult
-from dsa_engine.engine.tiers import PageTiers
-from dsa_engine.model.cache.page_link import RankPages
 from dsa_engine.sampling_params import SamplingParams
 
 SIZE, EOS, STOP = 4, 5, 9  # tokens of a page; a stop token; a token whose text is a stop string

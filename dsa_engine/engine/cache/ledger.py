@@ -13,9 +13,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from dsa_engine.engine.cache.moves import PageMoves
 from dsa_engine.engine.cache.pool import PagePool
 from dsa_engine.engine.requests.request import Chunk, Fetch, Request
-from dsa_engine.model.cache.page_moves import PageMoves
 
 
 class PageLedger:

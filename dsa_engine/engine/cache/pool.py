@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from dsa_engine.engine.cache.host_slots import HostSlots
-from dsa_engine.model.cache.page_moves import PageCopy
+from dsa_engine.engine.cache.moves import PageCopy
 
 
 class PagePool:

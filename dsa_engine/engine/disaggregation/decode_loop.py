@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsa_engine.engine.cache.link import RankPages, dealt
 from dsa_engine.engine.disaggregation.messages import (
     Arrived,
     Back,
@@ -30,7 +31,6 @@ from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
-from dsa_engine.model.cache.page_link import RankPages, dealt
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dsa_engine.engine.cache.link import RankPages, dealt
 from dsa_engine.engine.disaggregation.messages import (
     Arrived,
     Back,
@@ -38,7 +39,6 @@ from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.messages import Abort, Add, Run, Shutdown
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.sampling.result import RequestTokens
-from dsa_engine.model.cache.page_link import RankPages, dealt
 
 
 @dataclass(eq=False)

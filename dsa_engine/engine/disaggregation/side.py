@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.ledger import PageLedger
+from dsa_engine.engine.cache.link import RankPages
+from dsa_engine.engine.cache.page_receiver import PageReceiver
+from dsa_engine.engine.cache.page_sender import PageSender
+from dsa_engine.engine.cache.turns import PageTiers
 from dsa_engine.engine.disaggregation.leader_line import LeaderLine
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.tiers import PageTiers
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.model.cache.page_link import RankPages
-from dsa_engine.model.cache.page_receiver import PageReceiver
-from dsa_engine.model.cache.page_sender import PageSender
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions, options_of_decode
 from dsa_engine.parallel import Mesh

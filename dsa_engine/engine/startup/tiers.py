@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.disk.disk_loads import DiskLoads
-from dsa_engine.engine.disk.disk_stores import DiskStores
-from dsa_engine.engine.disk.folder_key import FolderKey
-from dsa_engine.engine.disk.page_folder import PageFolder
+from dsa_engine.engine.cache.disk_loads import DiskLoads
+from dsa_engine.engine.cache.disk_stores import DiskStores
+from dsa_engine.engine.cache.folder import PageFolder
+from dsa_engine.engine.cache.folder_key import FolderKey
+from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.transfer import PageTransfer
+from dsa_engine.engine.cache.turns import DiskTier
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
-from dsa_engine.engine.tiers import DiskTier
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.model.cache.host_pages import HostPages
-from dsa_engine.model.cache.page_transfer import PageTransfer
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh

@@ -12,12 +12,12 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from dsa_engine.engine.disk.disk_loads import DiskLoads
+from dsa_engine.engine.cache.disk_loads import DiskLoads
+from dsa_engine.engine.cache.moves import PageMoves
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
-from dsa_engine.model.cache.page_moves import PageMoves
 from dsa_engine.sampling_params import SamplingParams
 from page_world import AgreedAtOnce, FolderInMemory, Slots, SlowReader, Wish, World, crowd
 

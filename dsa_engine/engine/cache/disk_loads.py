@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsa_engine.engine.cache.folder import PageFolder
+from dsa_engine.engine.cache.host_pages import HostPages
 from dsa_engine.engine.cache.ledger import PageLedger
-from dsa_engine.engine.disk.page_folder import PageFolder
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.model.cache.host_pages import HostPages
 from dsa_engine.parallel.group import Group
 
 _AGREED = 8  # requests that the ranks agree on at a time

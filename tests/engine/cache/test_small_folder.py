@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from dsa_engine.engine.disk import page_folder
-from dsa_engine.engine.disk.page_file import file_bytes
-from dsa_engine.engine.disk.page_folder import PageFolder, page_path, pages, unfinished
+from dsa_engine.engine.cache import folder as folder_module
+from dsa_engine.engine.cache.folder import PageFolder, page_path, pages, unfinished
+from dsa_engine.engine.cache.page_file import file_bytes
 from page_files import KEY, digest, empty, filled, reads, size_of, written
 
 
@@ -65,7 +65,7 @@ def test_the_least_recently_used_pages_are_deleted(
 def test_a_large_folder_is_seldom_listed(make: Callable[..., PageFolder], monkeypatch: pytest.MonkeyPatch) -> None:
     page, sizes = file_bytes(empty((100,))), (100,)
     folder, looks = make(limit=1000 * page), []
-    monkeypatch.setattr(page_folder, "pages", lambda key: looks.append(key) or pages(key))
+    monkeypatch.setattr(folder_module, "pages", lambda key: looks.append(key) or pages(key))
     for name in range(45):
         written(folder, name, sizes=sizes)
     assert 4 <= len(looks) <= 6

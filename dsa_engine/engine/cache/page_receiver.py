@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dsa_engine.model.cache.lane import Job
-from dsa_engine.model.cache.page_link import PageLink, RankPages, by_rank, rounds
+from dsa_engine.engine.cache.lane import Job
+from dsa_engine.engine.cache.link import PageLink, RankPages, by_rank, rounds
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel.group import Group
 

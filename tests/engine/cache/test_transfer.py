@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
+from dsa_engine.engine.cache import host_copies
+from dsa_engine.engine.cache.host_copies import HostCopies
+from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.moves import PageCopy, PageMoves, independent_runs
+from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.attention import Attention
-from dsa_engine.model.cache import host_copies
-from dsa_engine.model.cache.host_copies import HostCopies
-from dsa_engine.model.cache.host_pages import HostPages
-from dsa_engine.model.cache.page_moves import PageCopy, PageMoves, independent_runs
-from dsa_engine.model.cache.page_transfer import PageTransfer
 from dsa_engine.model.kv_cache import KVCache, cache_format, pool_page_bytes
 from dsa_engine.parallel.group import Group
 from fake_cuda import FakeDevice

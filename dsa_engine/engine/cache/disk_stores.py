@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from dsa_engine.engine.cache.folder import PageFolder
+from dsa_engine.engine.cache.host_pages import HostPages
 from dsa_engine.engine.cache.prefix import PrefixCache
-from dsa_engine.engine.disk.page_folder import PageFolder
+from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.model.cache.host_pages import HostPages
-from dsa_engine.model.cache.page_transfer import PageTransfer
 
 logger = logging.getLogger(__name__)
 

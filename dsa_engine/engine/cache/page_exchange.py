@@ -7,8 +7,8 @@ from itertools import chain
 
 import torch
 
+from dsa_engine.engine.cache.copy_stream import CopyStream
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.cache.copy_stream import CopyStream
 from dsa_engine.parallel.group import Group
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsa_engine.engine.disk.page_file import RefusedFile, file_bytes, read_page, write_page
+from dsa_engine.engine.cache.page_file import RefusedFile, file_bytes, read_page, write_page
 
 logger = logging.getLogger(__name__)
 

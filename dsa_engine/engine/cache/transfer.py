@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.cache.host_copies import HostCopies, staging_bytes
+from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.moves import PageCopy, PageMoves
+from dsa_engine.engine.cache.page_exchange import PageExchange, exchange_bytes
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.model.cache.host_copies import HostCopies, staging_bytes
-from dsa_engine.model.cache.host_pages import HostPages
-from dsa_engine.model.cache.page_exchange import PageExchange, exchange_bytes
-from dsa_engine.model.cache.page_moves import PageCopy, PageMoves
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
 from dsa_engine.parallel.group import Group
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.engine.cache.copy_stream import CopyStream, Mark
+from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.moves import CopyRun, PageCopy, independent_runs
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.cache.copy_stream import CopyStream, Mark
-from dsa_engine.model.cache.host_pages import HostPages
-from dsa_engine.model.cache.page_moves import CopyRun, PageCopy, independent_runs
 
 _STAGING_BYTES = 32 << 20
 _INDICES = 1 << 16  # copies whose page numbers are on the device at a time

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from dsa_engine.engine.cache.disk_loads import DiskLoads
+from dsa_engine.engine.cache.disk_stores import DiskStores
 from dsa_engine.engine.cache.ledger import PageLedger
-from dsa_engine.engine.disk.disk_loads import DiskLoads
-from dsa_engine.engine.disk.disk_stores import DiskStores
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.model.kv_cache import KVCache
 

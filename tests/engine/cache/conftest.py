@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsa_engine.engine.disk import page_folder
-from dsa_engine.engine.disk.page_folder import PageFolder, page_path
+from dsa_engine.engine.cache import folder as folder_module
+from dsa_engine.engine.cache.folder import PageFolder, page_path
 from page_files import KEY, digest, written
 
 
@@ -39,8 +39,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     shown: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
-    page_folder.logger.addHandler(handler)
+    folder_module.logger.addHandler(handler)
     yield shown
-    page_folder.logger.removeHandler(handler)
+    folder_module.logger.removeHandler(handler)
     for kind in ("is not used", "not written", "no room", "not deleted"):
         assert sum(kind in line for line in shown) <= 1, shown

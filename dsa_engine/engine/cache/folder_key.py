@@ -12,7 +12,7 @@ import torch
 
 from dsa_engine.checkpoint.index import locate_tensors, open_shard
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.disk.page_file import VERSION
+from dsa_engine.engine.cache.page_file import VERSION
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.options import EngineOptions
 from dsa_engine.version import __version__

@@ -15,12 +15,12 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
+from dsa_engine.engine.cache import link
+from dsa_engine.engine.cache.link import RankPages, dealt
+from dsa_engine.engine.cache.page_receiver import PageReceiver
+from dsa_engine.engine.cache.page_sender import PageSender
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.model.cache import page_link
-from dsa_engine.model.cache.page_link import RankPages, dealt
-from dsa_engine.model.cache.page_receiver import PageReceiver
-from dsa_engine.model.cache.page_sender import PageSender
 from dsa_engine.model.kv_cache import KVCache, cache_format
 from dsa_engine.parallel.group import Group
 from fake_cuda import FakeDevice
@@ -79,8 +79,8 @@ def test_transfers_in_any_order(
 ) -> None:
     """Many transfers over all pairs, several in a step, in messages and rounds of two or three pages; each rank takes
     part at its own pace, and goes through its pairs in an order of its own."""
-    monkeypatch.setattr(page_link, "_MESSAGE_BYTES", 2 * PAGE_SIZE * 1000)
-    monkeypatch.setattr(page_link, "_ROUND", 3)
+    monkeypatch.setattr(link, "_MESSAGE_BYTES", 2 * PAGE_SIZE * 1000)
+    monkeypatch.setattr(link, "_ROUND", 3)
     plan = random.Random(0)
     steps = []  # for each pair its steps, each a list of (pages there, pages here)
     for _ in range(6):

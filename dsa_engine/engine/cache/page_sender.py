@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.cache.lane import Job
+from dsa_engine.engine.cache.link import PageLink, RankPages, by_rank, rounds
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.model.cache.lane import Job
-from dsa_engine.model.cache.page_link import PageLink, RankPages, by_rank, rounds
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
 from dsa_engine.parallel.group import Group
 

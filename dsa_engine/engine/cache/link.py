@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.engine.cache.lane import Job, Lane
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.cache.lane import Job, Lane
 from dsa_engine.parallel.group import Group
 
 # Both ranks of a link cut pages into messages by these, whatever the number of their links.

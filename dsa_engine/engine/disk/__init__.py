@@ -1,1 +1,0 @@
-"""Pages of prompts on a disk, for later runs and other processes."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
-from dsa_engine.engine.cache.turns import PageTiers
+from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.jobs import finished
 from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
@@ -50,6 +50,7 @@ class Engine:
     """Runs requests on a model; :func:`.start.start` makes one.
 
     Attributes:
+        cache_turns: pages on other ranks, in host memory and on the disk.
         max_model_len: maximum number of tokens of a request, prompt and output.
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
         bytes_read, load_seconds: what loading this rank's weights took.
@@ -60,7 +61,6 @@ class Engine:
         rebalancing: moves experts between steps; None: they stay.
         recorder: writes the loads of experts to a file; None: there is none.
         side: this engine's part of a disaggregated run; None: it prefills and decodes.
-        tiers: pages on other ranks, in host memory and on the disk.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """
 
@@ -69,6 +69,7 @@ class Engine:
     cache: KVCache
     scheduler: Scheduler
     runner: ModelRunner
+    cache_turns: CacheTurns
     max_model_len: int
     progress: Callable[..., Any]
     bytes_read: int
@@ -81,7 +82,6 @@ class Engine:
         self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
         self.launched_ahead = self.num_prefilled_tokens = self.num_generated_tokens = 0
         self.ids = count()
-        self.tiers = PageTiers(self.cache, self.scheduler.ledger)
         self.rebalancing: Rebalancing | None = None
         self.recorder: LoadRecorder | None = None
         self.side: Side | None = None
@@ -105,8 +105,8 @@ class Engine:
                 f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {self._max_drafts}"
             )
         self.check_idle()
-        if self.tiers.disk is not None:
-            raise RuntimeError("a cache_folder is for one number of drafts; leave it out")
+        if self.options.cache_folder is not None and num_drafts != self._max_drafts:
+            raise RuntimeError(f"a cache_folder holds the rows of {self._max_drafts} drafts a step; leave it out")
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
         prefix_cache.lookahead, prefix_cache.least_computed = modules, max(1, modules)
@@ -152,7 +152,7 @@ class Engine:
             BaseException: a whole step failed; its requests have ended, with this as ``exception``. An error in the
                 sampling of one request ends only that request.
         """
-        self.tiers.poll()
+        self.cache_turns.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.
         ahead = self.async_scheduling and not has_hook()
         read = [] if ahead else self._read_in_flight()
@@ -163,10 +163,8 @@ class Engine:
         if before is not None and not self.runner.runs_ahead(plan, before):
             return self._read_in_flight()  # the next call schedules anew
         if not chunks:
-            if not read:
-                self.tiers.idle()
             return read
-        requests, moving = [chunk.request for chunk in chunks], self.tiers.moving(chunks, plan.bucket is None)
+        requests, moving = [chunk.request for chunk in chunks], self.cache_turns.moving(chunks, plan.bucket is None)
         with record_function("launch"), self._failing(requests), moving:
             launched = self.runner.launch(plan, before)
         if self.rebalancing is not None:
@@ -174,7 +172,7 @@ class Engine:
                 self.rebalancing.turn()
         if self.recorder is not None:
             self.recorder.turn()
-        self.tiers.launched(chunks)
+        self.cache_turns.launched(chunks)
         self.num_prefilled_tokens += sum(chunk.length for chunk in chunks if not chunk.request.prefilled)
         self.scheduler.computed(chunks)
         self._record(launched)
@@ -222,7 +220,7 @@ class Engine:
         if result is not None and result.offered:
             request.draft_stats.append((result.offered, result.accepted))
         if sampled.tokens[0].error is None:
-            self.tiers.succeeded(request)
+            self.cache_turns.succeeded(request)
         for number, token in enumerate(sampled.tokens):
             self.num_generated_tokens += token.error is None
             ending = request.append(token, self.config.eos_token_ids)
@@ -239,7 +237,7 @@ class Engine:
         """Ends a request in any state and frees its pages; does nothing if it has ended."""
         if request.finish_reason is None:
             request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
-            self.tiers.ended(request)
+            self.cache_turns.ended(request)
             self.scheduler.finish(request)
 
     @contextmanager

@@ -38,7 +38,7 @@ def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
             engine.scheduler.add(request)
             while not request.prefilled:
                 (chunk,) = engine.scheduler.schedule()
-                with engine.tiers.moving([chunk]):
+                with engine.cache_turns.moving([chunk]):
                     if run.job == "prompt_logits":
                         engine.runner.all_logits(chunk, logits, block)
                     elif (last := engine.runner.last_logits([chunk])) is not None:

@@ -87,8 +87,8 @@ class Attention(Weighted):
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
         """
-        if cache.transfer is not None:
-            cache.transfer.arrive(self.layer)
+        for hook in cache.before_use:
+            hook(self.layer)
         indexer, cache_format = self.indexer, cache.format
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
 
@@ -111,8 +111,9 @@ class Attention(Weighted):
         with stage("indexer prolog"):
             index_query = indexed()
         stored()
-        if cache.sender is not None and not batch.first_micro_batch:
-            cache.sender.arrive(self.layer)
+        if not batch.first_micro_batch:
+            for hook in cache.after_store:
+                hook(self.layer)
 
         if indexer and index_query and key_pool is not None:
             topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch, cache_format)

@@ -6,7 +6,7 @@ A page has the same number in both pools and in all layers, so one block table s
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -71,8 +71,8 @@ class KVCache:
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
-    ``block_tables`` has the pages of requests that steps have run. ``transfer`` moves pages: a layer waits for its own
-    before it uses its pools. ``sender`` sends pages to other ranks: a layer says when it has stored the step's rows.
+    ``block_tables`` has the pages of requests that steps have run. ``before_use`` and ``after_store`` are hooks of what
+    moves pages: a layer calls each with its number before it uses its pools, and when it has stored the step's rows.
     """
 
     def __init__(self, config: ModelConfig, format: CacheFormat, pages: int, page_size: int, device: torch.device):
@@ -80,8 +80,8 @@ class KVCache:
         self.pages = pages
         self.page_size = page_size
         self.block_tables = BlockTables(page_size, device)
-        self.transfer: Any = None
-        self.sender: Any = None
+        self.before_use: list[Callable[[int], None]] = []
+        self.after_store: list[Callable[[int], None]] = []
         # Not cleared: no row is read before it is written.
         layers, keys = config.indexer_types, format.index_key
         self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]

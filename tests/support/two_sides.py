@@ -12,11 +12,10 @@ from typing import Any, cast
 import torch
 
 from dsa_engine.engine.cache.link import RankPages
-from dsa_engine.engine.cache.turns import PageTiers
+from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
-from dsa_engine.engine.disaggregation.side import SendingTiers
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.capacity import Capacity
@@ -122,9 +121,8 @@ class Side:
         capacity = Capacity(1, 1, pages, SIZE)
         limits = {"rank": 0, "max_num_seqs": 6, "max_num_batched_tokens": 4, "max_prefill_share": 1.0}
         engine.scheduler = (PrefillScheduler if prefills else DecodeScheduler)(capacity, **limits)
-        engine.cache = SimpleNamespace(page_size=SIZE, pages=pages, transfer=None)
-        tiers = engine.cache, engine.scheduler.ledger
-        engine.tiers = SendingTiers(*tiers, transport["sender"]) if prefills else PageTiers(*tiers)
+        engine.cache = SimpleNamespace(page_size=SIZE, pages=pages)
+        engine.cache_turns = CacheTurns(engine.scheduler, engine.mesh, sender=transport.get("sender"))
         engine.runner, engine.config = Steps(rows), SimpleNamespace(eos_token_ids={EOS})
         engine.async_scheduling, engine._in_flight = not prefills, None
         engine.recorder = engine.rebalancing = None

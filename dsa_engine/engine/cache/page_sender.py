@@ -50,6 +50,7 @@ class PageSender:
         self._sending: deque[_Batch] = deque()
         self._ended: list[RankPages] = []
         self.bytes_sent = 0
+        cache.after_store.append(self.arrive)
 
     @staticmethod
     def device_bytes(config: ModelConfig, format: CacheFormat, page_size: int, links: int) -> int:

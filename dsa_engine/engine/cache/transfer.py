@@ -6,13 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.cache.host_copies import HostCopies, staging_bytes
+from dsa_engine.engine.cache.host_copies import HostCopies
 from dsa_engine.engine.cache.host_pages import HostPages
 from dsa_engine.engine.cache.moves import PageCopy, PageMoves
-from dsa_engine.engine.cache.page_exchange import PageExchange, exchange_bytes
-from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
+from dsa_engine.engine.cache.page_exchange import PageExchange
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel.group import Group
 
 
@@ -33,26 +31,7 @@ class PageTransfer:
         self._layers = len(pools)
         self._copies = HostCopies(pools, host, cache.latent[0].is_cuda) if host else None
         self._exchange = PageExchange(pools, group, max_exchanged) if not group.alone and max_exchanged else None
-
-    @staticmethod
-    def device_bytes(
-        config: ModelConfig,
-        format: CacheFormat,
-        page_size: int,
-        *,
-        device: torch.device,
-        ranks: int,
-        max_exchanged: int,
-        host: bool,
-    ) -> int:
-        """Device memory of all buffers.
-
-        Args:
-            host: whether there are :class:`.HostPages`.
-        """
-        layers = pool_page_bytes(config, format, page_size)
-        staging = staging_bytes(max(map(max, layers))) if host and device.type == "cuda" else 0
-        return staging + (exchange_bytes(max(map(sum, layers)), max_exchanged) if ranks > 1 else 0)
+        cache.before_use.append(self.arrive)
 
     @property
     def bytes_to_host(self) -> int:

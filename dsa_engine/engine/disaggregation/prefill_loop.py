@@ -31,7 +31,6 @@ from dsa_engine.engine.disaggregation.messages import (
     Tokens,
 )
 from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
-from dsa_engine.engine.disaggregation.side import SendingTiers
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.mailbox import waking_together
@@ -61,12 +60,12 @@ class PrefillLoop(SideLoop):
     """See the module."""
 
     def __init__(self, engine: Engine):
-        scheduler, tiers = engine.scheduler, engine.tiers
-        assert isinstance(scheduler, PrefillScheduler) and isinstance(tiers, SendingTiers)
+        scheduler = engine.scheduler
+        assert isinstance(scheduler, PrefillScheduler)
         self._scheduler = scheduler
         self._journeys: dict[int, _Journey] = {}  # by id: requests whose pages have not all come
         self._departing: dict[int, Request] = {}  # by id: requests that have ended, whose pages are still being sent
-        tiers.leaving = self._leaving_under
+        engine.cache_turns.leaving.append(self._leaving_under)
         super().__init__(engine)
 
     @property
@@ -195,7 +194,7 @@ class PrefillLoop(SideLoop):
         journey = self._journeys.pop(number, None)
         request = self._departing.pop(number, None) if journey is None else journey.request
         if request is not None:
-            self.engine.tiers.ended(request)
+            self.engine.cache_turns.ended(request)
             self._scheduler.sent(request)
 
     def _abort(self, ids: Sequence[int]) -> None:

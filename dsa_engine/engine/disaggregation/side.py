@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.cache.ledger import PageLedger
-from dsa_engine.engine.cache.link import RankPages
 from dsa_engine.engine.cache.page_receiver import PageReceiver
 from dsa_engine.engine.cache.page_sender import PageSender
-from dsa_engine.engine.cache.turns import PageTiers
 from dsa_engine.engine.disaggregation.leader_line import LeaderLine
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
-from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions, options_of_decode
@@ -32,35 +27,13 @@ if TYPE_CHECKING:
     from dsa_engine.engine.engine import Engine
 
 
-class SendingTiers(PageTiers):
-    """``PageTiers`` whose steps also send the pages that they fill to the decode side.
-
-    Attributes:
-        leaving: called before each step with its chunks; returns the pages that this rank sends under it.
-    """
-
-    def __init__(self, cache: KVCache, ledger: PageLedger, sender: PageSender):
-        super().__init__(cache, ledger)
-        self._sender = sender
-        self.leaving: Callable[[Sequence[Chunk]], list[RankPages]] = lambda chunks: []
-
-    @contextmanager
-    def moving(self, chunks: Sequence[Chunk], overlapped: bool = False) -> Iterator[None]:
-        self._sender.begin(self.leaving(chunks))
-        try:
-            with super().moving(chunks, overlapped):
-                yield
-        finally:
-            self._sender.finish()
-
-
 @dataclass(eq=False)
 class Side:
     """One rank of the part that prefills, or of the part that decodes.
 
     Attributes:
         links: groups of this rank and each rank of the other part, by its number in the run.
-        sender, receiver: of the pages; set by :meth:`attach`, one of them.
+        sender, receiver: of the pages; set by :meth:`connect`, one of them.
     """
 
     prefills: bool
@@ -99,17 +72,23 @@ class Side:
         """Device memory of the buffers; ``config`` with its MTP modules."""
         return PageSender.device_bytes(config, format, page_size, len(self.links))
 
+    def connect(self, cache: KVCache, layers: int) -> None:
+        """Makes what sends or receives the pages of a cache.
+
+        Args:
+            layers: number of the model's layers, those of MTP modules not counted.
+        """
+        if self.prefills:
+            self.sender = PageSender(cache, self.links, layers)
+        else:
+            self.receiver = PageReceiver(cache, self.links)
+
     def attach(self, engine: Engine) -> None:
-        """Gives the engine what sends or receives pages. All ranks of the run call it."""
+        """Limits the engine's requests to what both parts can hold. All ranks of the run call it."""
         pages = _fewest(engine.cache.pages, self.mesh)
         engine.scheduler.capacity = replace(engine.scheduler.capacity, pages=pages)
         if self.prefills:
             engine.async_scheduling = False  # a request leaves with its first token, so no step follows it
-            self.sender = PageSender(engine.cache, self.links, len(engine.model.layers))
-            engine.cache.sender = self.sender
-            engine.tiers = SendingTiers(engine.cache, engine.scheduler.ledger, self.sender)
-        else:
-            self.receiver = PageReceiver(engine.cache, self.links)
         engine.side = self
 
     def line(self, deliver: Callable[[list[Any]], None], broken: Callable[[BaseException], None]) -> LeaderLine | None:

@@ -48,7 +48,7 @@ class Scheduler:
     Attributes:
         num_drafts: maximum number of drafts of a request in a step.
         capacity: says whether a request can run at all.
-        page_source: where waiting requests' pages may come from, if anywhere.
+        page_sources: where waiting requests' pages may come from.
         preemptions: number of times that a running request has lost its pages to an older one.
     """
 
@@ -73,7 +73,7 @@ class Scheduler:
         self.capacity = capacity
         self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages)
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching)
-        self.page_source: PageSource | None = None
+        self.page_sources: list[PageSource] = []
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._running: list[Request] = []
         self.preemptions = 0
@@ -193,7 +193,7 @@ class Scheduler:
             usable = self.prefix_cache.usable(request)
             if self.prefix_cache.waits(request, usable, self._running):
                 continue
-            if self.page_source is not None and self.page_source.awaits(request, usable, self._best_group(usable)):
+            if any(source.awaits(request, usable, self._best_group(usable)) for source in self.page_sources):
                 continue
             if not self._admit(request, usable, step):
                 break

@@ -18,6 +18,8 @@ import torch
 from dsa_engine.checkpoint.part_digests import PartDigests
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
+from dsa_engine.engine.cache.sizes import TierSizes, page_folder
+from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.load_recorder import LoadRecorder, check_record, count_loads
@@ -31,7 +33,6 @@ from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.startup.same_weights import compare_weights
 from dsa_engine.engine.startup.step_memory import step_bytes
-from dsa_engine.engine.startup.tiers import TierSizes, attach_disk, make_transfer, warm_up
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -103,7 +104,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     waits = check_kernels(model, stored, options)
     cached = config.with_mtp(modules)
     sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
-    warm_up(mesh, sizes)
+    sizes.warm_up(mesh)
     side = Side.of(options, mesh, modules)
     captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits and not (side and side.prefills)
     for_steps = None
@@ -115,7 +116,9 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), beside)
     with enough_memory("the caches", "lower cache_memory"):
         cache = KVCache(cached, stored, pages, options.page_size, mesh.device)
-    cache.transfer = make_transfer(cache, mesh, sizes)
+    transfer = sizes.transfer(cache, mesh)
+    if side:
+        side.connect(cache, len(model.layers))
     scheduler = (side.scheduler if side else Scheduler)(
         Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size),
         rank=mesh.rank,
@@ -129,12 +132,15 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     contexts = ContextBuckets(max_model_len, options.page_size)
     graphs = DecodeGraphs(model, cache, contexts=contexts) if captures else None
     runner = ModelRunner(model, cache, options.seed, graphs, relaxed, MicroBatches.of(options, mesh))
+    pages_on_disk = page_folder(options, folder, model, stored)
+    turns = CacheTurns(scheduler, mesh, transfer, pages_on_disk, side.sender if side else None)
     engine = Engine(
         options=options,
         model=model,
         cache=cache,
         scheduler=scheduler,
         runner=runner,
+        cache_turns=turns,
         max_model_len=max_model_len,
         progress=progress_of(mesh, options),
         bytes_read=bytes_read,
@@ -143,8 +149,6 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     )
     if side:
         side.attach(engine)
-    if options.cache_folder is not None:
-        attach_disk(engine, folder, sizes)
     if graphs is not None and mesh.static_decode:
         capture_likely(runner, mesh, options, max_model_len, engine.progress)
     if model.loads is not None:

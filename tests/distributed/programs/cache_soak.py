@@ -82,11 +82,11 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         results |= {"fetched": ledger.fetched_pages, "preemptions": engine.scheduler.preemptions}
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
         results |= {"in_host": [pool.host.held for pool in ledger.pools], "slots": ledger.slots}
-        results["from_host"] = engine.cache.transfer.bytes_from_host // engine.cache.page_bytes
-        if engine.tiers.disk is not None:
+        results["from_host"] = engine.cache_turns.transfer.bytes_from_host // engine.cache.page_bytes
+        if engine.cache_turns.loads is not None:
             results["read"], results["written"] = (
-                engine.tiers.disk.loads.pages_read,
-                engine.tiers.disk.stores.pages_written,
+                engine.cache_turns.loads.pages_read,
+                engine.cache_turns.stores.pages_written,
             )
         return results
 

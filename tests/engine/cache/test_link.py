@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,11 +221,11 @@ def test_a_layer_says_when_its_rows_are_stored(llm: LLM, random_ids: Callable[..
     def arrive(layer: int) -> None:
         seen[layer] = [pool.clone() for pool in cache.page_words()[layer]]
 
-    cache.sender = SimpleNamespace(arrive=arrive)  # type: ignore[assignment]
+    cache.after_store.append(arrive)
     try:
         llm.generate(random_ids(50, seed=27), SamplingParams(max_tokens=1))
     finally:
-        cache.sender = None
+        cache.after_store.clear()
     layers = llm.engine.config.num_hidden_layers
     assert [*seen][:layers] == list(range(layers))
     for layer, pools in enumerate(cache.page_words()[:layers]):

@@ -52,7 +52,7 @@ class Simulation:
             flush = partial(self.move, none, only=rank)
             disk = DiskLoads(self.folder, scheduler.ledger, Slots(), group, lambda f=flush: (f(), f)[1])
             disk._reader = SlowReader(self.folder)
-            scheduler.page_source = disk
+            scheduler.page_sources.append(disk)
             self.disks.append(disk)
         self.to_come = sorted(range(len(self.wishes)), key=lambda n: self.wishes[n].arrives)
         self.arrived: dict[int, int] = {}  # request: step

@@ -17,6 +17,7 @@ from dsa_engine.engine.cache import host_copies
 from dsa_engine.engine.cache.host_copies import HostCopies
 from dsa_engine.engine.cache.host_pages import HostPages
 from dsa_engine.engine.cache.moves import PageCopy, PageMoves, independent_runs
+from dsa_engine.engine.cache.sizes import TierSizes
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import FP8
@@ -257,7 +258,7 @@ def test_a_layer_asks_before_it_uses_its_pools() -> None:
     def arrive(layer: int) -> None:
         raise Asked(layer)
 
-    only: Any = SimpleNamespace(transfer=SimpleNamespace(arrive=arrive))
+    only: Any = SimpleNamespace(before_use=[arrive])
     attention: Any = SimpleNamespace(layer=3)
     with pytest.raises(Asked, match="3"):
         Attention.forward(attention, torch.empty(0), None, only, None)  # type: ignore[arg-type]
@@ -328,13 +329,12 @@ class TestOnCuda:
             [PageCopy(i % 2 == 0, i % PAGES, i % SLOTS) for i in range(6)], [[], [0, 2]], [[], [1, 3]], True
         )
         with FakeDevice() as device:
-            cuda = torch.device("cuda", 0)
-            sizes = {"device": cuda, "ranks": 2, "max_exchanged": 4, "host": True}
+            mesh: Any = SimpleNamespace(device=torch.device("cuda", 0))
             cache = make(torch.bfloat16, device="cuda:0")
             before = device.live
             transfer = self.transfer(device, cache, size=2)
             live = device.live
-            counted = PageTransfer.device_bytes(small_config(), cache.format, PAGE_SIZE, **sizes)
+            counted = TierSizes(SLOTS, 0, 4).device_bytes(mesh, small_config(), cache.format, PAGE_SIZE)
             assert counted <= live - before <= counted + 5 * 511, "each of 5 buffers is rounded up"
             with device.watched():
                 for _ in range(2):

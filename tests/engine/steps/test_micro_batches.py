@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,11 +74,11 @@ def test_tokens_travel_under_the_other_micro_batch(
         watch_transfers(engine.mesh.ep, lambda _, kind, number: travels.setdefault(number, []).append(len(entered)))
         entered.clear()
         cache, stored = engine.cache, dict[int, Any]()
-        cache.sender = SimpleNamespace(  # type: ignore[assignment]
-            arrive=lambda layer: stored.setdefault(layer, [pool.clone() for pool in cache.page_words()[layer]])
+        cache.after_store.append(
+            lambda layer: stored.setdefault(layer, [pool.clone() for pool in cache.page_words()[layer]])
         )
         engine.step()
-        cache.sender = None
+        cache.after_store.clear()
         for layer, pools in stored.items():  # once both micro-batches have stored their rows
             assert all(torch.equal(*pair) for pair in zip(cache.page_words()[layer], pools, strict=True)), layer
         assert len(stored) == engine.config.num_hidden_layers

@@ -1,8 +1,7 @@
-"""What stands behind the caches: rows of other ranks, host memory, a folder on the disk."""
+"""Where pages go beside the device, by the options: to other ranks, host memory, a folder on the disk."""
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -10,22 +9,19 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.cache.disk_loads import DiskLoads
-from dsa_engine.engine.cache.disk_stores import DiskStores
 from dsa_engine.engine.cache.folder import PageFolder
 from dsa_engine.engine.cache.folder_key import FolderKey
+from dsa_engine.engine.cache.host_copies import staging_bytes
 from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.page_exchange import exchange_bytes
 from dsa_engine.engine.cache.transfer import PageTransfer
-from dsa_engine.engine.cache.turns import DiskTier
-from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, pool_page_bytes
+from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.system.sizes import parse_bytes
-
-logger = logging.getLogger(__name__)
 
 _EXCHANGED = 64 << 20  # bytes of a layer that a rank sends, or receives, in a step
 _TRANSIT = 2 << 30  # most bytes of host memory for pages on their way to the disk, or from it without other host memory
@@ -63,15 +59,26 @@ class TierSizes(NamedTuple):
 
     def device_bytes(self, mesh: Mesh, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
         """Device memory that copies and exchanges take."""
-        return PageTransfer.device_bytes(
-            config,
-            format,
-            page_size,
-            device=mesh.device,
-            ranks=mesh.cp.size if self.exchanged else 1,
-            max_exchanged=self.exchanged,
-            host=self.slots > 0,
-        )
+        layers = pool_page_bytes(config, format, page_size)
+        staging = staging_bytes(max(map(max, layers))) if self.slots and mesh.device.type == "cuda" else 0
+        return staging + exchange_bytes(max(map(sum, layers)), self.exchanged)
+
+    def warm_up(self, mesh: Mesh) -> None:
+        """Runs a collective of the kind that fetches pages, for which NCCL allocates buffers when it runs first: before
+        the memory for the caches is counted. Every rank calls it."""
+        if self.exchanged:
+            mesh.cp.all_to_all(torch.zeros(mesh.cp.size, 1, device=mesh.device))
+
+    def transfer(self, cache: KVCache, mesh: Mesh) -> PageTransfer | None:
+        """Makes host memory, and what moves pages to it and to other ranks; None if there is neither.
+
+        Raises:
+            CapacityError: the host memory is not there.
+        """
+        if not self.slots and not self.exchanged:
+            return None
+        host = HostPages(cache, self.slots) if self.slots else None
+        return PageTransfer(cache, mesh.cp, host, self.exchanged)
 
     @property
     def slots(self) -> int:
@@ -79,12 +86,22 @@ class TierSizes(NamedTuple):
         return self.host + self.to_disk
 
 
-def _page_folder(engine: Engine, model: Path) -> PageFolder:
-    options, runtime = engine.options, engine.model.runtime
-    lookahead, weights = engine.scheduler.prefix_cache.lookahead, type(runtime.weights).__name__
-    key = FolderKey.of(model, options, engine.config, engine.cache.format, engine.dtype, weights, lookahead)
+def page_folder(options: EngineOptions, path: Path, model: Model, format: CacheFormat) -> PageFolder | None:
+    """The folder of the option ``cache_folder``, if any, for the pages of a model.
+
+    Args:
+        path: the folder of the model's checkpoint.
+
+    Raises:
+        ValueError: the folder is not there and cannot be made.
+    """
+    if options.cache_folder is None:
+        return None
+    lookahead = min(options.speculation.num_speculative_tokens, len(model.mtp)) if options.speculation else 0
+    runtime = model.runtime
+    weights = type(runtime.weights).__name__
+    key = FolderKey.of(path, options, model.config, format, runtime.dtype, weights, lookahead)
     limit = None if options.cache_folder_size is None else parse_bytes(options.cache_folder_size, "cache_folder_size")
-    assert options.cache_folder is not None
     try:
         return PageFolder(Path(options.cache_folder).expanduser(), limit, *key)
     except (OSError, ValueError, RuntimeError) as error:
@@ -109,44 +126,3 @@ def _host_memory(options: EngineOptions, page_bytes: int) -> int:
             f"{page_bytes:,}; raise it, or leave it out"
         )
     return memory
-
-
-def make_transfer(cache: KVCache, mesh: Mesh, sizes: TierSizes) -> PageTransfer | None:
-    """Makes host memory, and what copies pages to it and to other ranks; None if there is neither.
-
-    Raises:
-        CapacityError: the host memory is not there.
-    """
-    if not sizes.slots and not sizes.exchanged:
-        return None
-    host = HostPages(cache, sizes.slots) if sizes.slots else None
-    return PageTransfer(cache, mesh.cp, host, sizes.exchanged)
-
-
-def warm_up(mesh: Mesh, sizes: TierSizes) -> None:
-    """Runs a collective of the kind that fetches pages, for which NCCL allocates buffers when it runs first: before the
-    memory for the caches is counted. Every rank calls it."""
-    if sizes.exchanged:
-        mesh.cp.all_to_all(torch.zeros(mesh.cp.size, 1, device=mesh.device))
-
-
-def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:
-    """Lets an engine read and write pages in the folder of its options.
-
-    Raises:
-        ValueError: the folder is not there and cannot be made.
-    """
-    folder = _page_folder(engine, model)
-    cache, scheduler, mesh, transfer = engine.cache, engine.scheduler, engine.mesh, engine.cache.transfer
-    assert transfer is not None and transfer.host is not None, "attach_disk comes after make_transfer"
-    loads = DiskLoads(folder, scheduler.ledger, transfer.host, mesh.host, engine.tiers.flush)
-    stores = DiskStores(
-        folder,
-        scheduler.prefix_cache,
-        transfer,
-        transfer.host,
-        range(sizes.host, sizes.slots),
-        mesh.rank,
-        cache.page_size,
-    )
-    scheduler.page_source, engine.tiers.disk = loads, DiskTier(loads, stores)

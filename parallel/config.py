@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from dsa_engine.config.checks import PositiveInt, Rule, Seconds, at_least
 from dsa_engine.config.fields import Options, documented, option
 from dsa_engine.parallel.experts import CombineDtype, MoeDispatch
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.mesh import Mesh
-
 
 _FILE = Rule("that names a file", lambda value: str(value) not in ("", ".", "-"))
 _LOADS = Rule("with one above 0", any)
@@ -121,13 +116,3 @@ class ParallelConfig(Options):
         from dsa_engine.parallel.launch_environment import launched_rank
 
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else launched_rank()
-
-    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
-        """The mesh of this process, as :meth:`Mesh.create`; a subclass may make another kind of mesh."""
-        if self.prefill_ranks is not None:
-            from dsa_engine.parallel.disaggregation import mesh_of_part
-
-            return mesh_of_part(self, device, same)
-        from dsa_engine.parallel.mesh import Mesh  # it imports torch
-
-        return Mesh.create(self, device, same=same)

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import singledispatch
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import compare
-from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.config import ParallelConfig
+from dsa_engine.parallel.group import Group, new_group
 from dsa_engine.parallel.mesh import Mesh
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import ParallelConfig
 
 _MAX_CTAS = 4  # thread blocks of the device that a message takes, also while it waits for its other side
 
@@ -47,14 +45,19 @@ def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelCon
     return prefill if rank < ranks_that_prefill else decode
 
 
-def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping[str, str]] | None) -> Mesh:
-    """The mesh of this rank's part of the run. The decode part has context-parallel groups of one rank, as it prefills
-    nothing.
+@singledispatch  # a kind of config may have its own kind of mesh, as emulated ranks do
+def create_mesh(
+    config: ParallelConfig, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None
+) -> Mesh:
+    """The mesh of this process; with ``prefill_ranks`` that of its part of the run. The decode part has
+    context-parallel groups of one rank, as it prefills nothing.
 
     Raises:
         ValueError: there are not enough ranks, the part cannot be divided as the options say, or see
-            :meth:`Mesh.create`.
+            :meth:`Mesh.create`, which also has the arguments.
     """
+    if config.prefill_ranks is None:
+        return Mesh.create(config, device, same=same)
     rank, prefill, size = position(config)
     members = range(prefill) if rank < prefill else range(prefill, size)
     own = config if rank < prefill else replace(config, cp_size=1)
@@ -97,10 +100,7 @@ def pair_groups(
     groups = {}
     for sender, receiver in pairs_in_rounds(senders, receivers):
         pair = sorted((sender, receiver))
-        # Without local synchronisation: the name that it gives a group counts the groups of a process, and ranks of a
-        # pair have made different ones.
-        options = _nccl_options() if device.type == "cuda" else None
-        handle = dist.new_group(pair, timeout=timedelta(seconds=timeout), pg_options=options)
+        handle = new_group(pair, timeout, options=_nccl_options() if device.type == "cuda" else None)
         if rank not in pair:
             continue
         group = Group(tuple(pair), pair.index(rank), handle)

@@ -11,19 +11,53 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from dsa_engine.parallel.gather_by_node import TwoLevels
+from dsa_engine.parallel.agreement import Meeting
 
 Result = TypeVar("Result")
+_groups_made = 0  # by :func:`new_group`, with this process in them
 
 # PyTorch 2.13 renamed these two and warns of the old names, which are all that 2.11 and 2.12 have.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def new_group(
+    ranks: Sequence[int], timeout: float, backend: str | None = None, options: Any = None, alone: bool = False
+) -> dist.ProcessGroup:
+    """Makes a process group of ``ranks`` of the run.
+
+    Args:
+        timeout: seconds after which a collective that another rank does not join ends the run.
+        alone: whether only these ranks call this; else all ranks of the run do.
+    """
+    global _groups_made
+    group = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout),
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=alone,
+    )
+    _groups_made += isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def agree_on_names(ranks: Sequence[int], rank: int, timeout: float) -> None:
+    """Lets the next groups that these ranks make alone have the same names on all of them; all of them call it.
+
+    PyTorch names such a group by its ranks and the number of groups that a process is in. After an engine with
+    ``prefill_ranks`` this number differs: a leader is in more groups than other ranks of its part. So ranks that are in
+    fewer make groups of one rank.
+    """
+    most = Meeting(ranks, rank).hold(str(_groups_made), lambda made: max(made.values(), key=int), timeout)
+    while _groups_made < int(most):
+        new_group([rank], timeout, "gloo", alone=True)
 
 
 class Collective(NamedTuple):
@@ -42,6 +76,25 @@ class Collective(NamedTuple):
     asynchronous: bool = False  # issued before other work and waited for after it
 
 
+class Levels(Protocol):
+    """Carries collectives of a group over other groups, see :class:`.gather_by_node.TwoLevels`."""
+
+    @property
+    def rail(self) -> Group: ...
+
+    @property
+    def node(self) -> Group: ...
+
+    @property
+    def max_part(self) -> int: ...
+
+    def gather(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]: ...
+
+    def reduce(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]: ...
+
+    def by_rank(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass
 class Group:
     """``ranks`` in order; this process is ``ranks[index]``."""
@@ -51,7 +104,7 @@ class Group:
     handle: dist.ProcessGroup | None  # None: alone
     bytes_sent: int = 0  # payload of this rank in collectives
     log: list[Collective] | None = None  # gets each collective
-    levels: TwoLevels | None = None  # carries all-gathers and reduce-scatters of few bytes
+    levels: Levels | None = None  # carries all-gathers and reduce-scatters of few bytes
 
     @property
     def size(self) -> int:

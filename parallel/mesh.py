@@ -35,7 +35,7 @@ from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.rails import has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.gather_by_node import gather_group, with_small_parts
-from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.group import Group, agree_on_names, new_group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 from dsa_engine.parallel.side_stream import SideStream
 
@@ -144,6 +144,8 @@ class Mesh:
             atexit.register(_leave)  # runs while failures are still watched for, as it may wait for a peer
         if same is not None and len(members) > 1:
             compare({"the kind of device": chosen.type, **same()}, members, rank, config.timeout)
+        if ranks is not None:
+            agree_on_names(members, rank, config.timeout)
         mesh = cls(config, members.index(rank), len(members), chosen, ranks)
         mesh.set_nodes(mesh._exchange_nodes())
         return mesh
@@ -263,12 +265,8 @@ class Mesh:
         return Group(ranks, self.rank, self._new_group(ranks, "gloo"))
 
     def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        return dist.new_group(
-            [self.global_ranks[rank] for rank in ranks],
-            timeout=timedelta(seconds=self.config.timeout),
-            backend=backend,
-            use_local_synchronization=self._ranks is not None,  # the run's other ranks make no groups with us
-        )
+        own = [self.global_ranks[rank] for rank in ranks]
+        return new_group(own, self.config.timeout, backend, alone=self._ranks is not None)
 
     def _group(self, size: int, communicator: int = 0) -> Group:
         """Neighbouring ranks in groups of ``size``; every rank of the mesh takes part in making every group."""

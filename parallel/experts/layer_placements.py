@@ -8,18 +8,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from dsa_engine.parallel.experts.balance import balance_layer, imbalance
+from dsa_engine.parallel.experts.by_node import NodeGroups
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
 from dsa_engine.parallel.experts.traffic import DispatchChoice
+from dsa_engine.parallel.group import Group
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig
-    from dsa_engine.parallel.mesh import Mesh
 
 _GAIN = 0.02  # experts move if the largest load of a rank falls by at least this part of the mean
 
@@ -114,10 +117,32 @@ class LayerPlacements:
         return with_fewest_moves(now, plan, self._nodes)
 
 
+class _Mesh(Protocol):
+    """What the division of experts reads of a :class:`.mesh.Mesh`."""
+
+    @property
+    def config(self) -> ParallelConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def nodes(self) -> Sequence[int]: ...
+
+    @property
+    def node_groups(self) -> NodeGroups | None: ...
+
+    @property
+    def ep(self) -> Group: ...
+
+    @property
+    def is_leader(self) -> bool: ...
+
+
 class ExpertDivision:
     """The experts of all layers on a mesh; made before its nodes are known, and used after."""
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: _Mesh):
         self._mesh = mesh
         self._made: dict[tuple[Held, int | None], ExpertParallel] = {}
 

@@ -21,6 +21,7 @@ from dsa_engine.kernels.runtime import cpu, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.disaggregation import create_mesh
 from fake_cuda import FakeConfig, FakeDevice
 
 
@@ -72,7 +73,7 @@ def test_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
 def test_on_a_fake_device() -> None:
     with FakeDevice(memory=141 * 10**9) as device:
-        mesh = FakeConfig(device=device, world=8).create_mesh("cuda")
+        mesh = create_mesh(FakeConfig(device=device, world=8), "cuda")
         seen = check_device(mesh)
         assert seen.startswith("fake sm_90, sm_90, driver ") and seen.endswith(", 131.32 GiB of 131.32 GiB free")
         taken = torch.empty(40 << 30, dtype=torch.uint8, device="cuda:0")
@@ -81,7 +82,7 @@ def test_on_a_fake_device() -> None:
         assert "nvidia-smi" in raised.value.advice
         del taken
     with FakeDevice(capability=75) as device, pytest.raises(Unwell, match="sm_75"):
-        check_device(FakeConfig(device=device).create_mesh("cuda"))
+        check_device(create_mesh(FakeConfig(device=device), "cuda"))
 
 
 def test_the_odd_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,5 +131,5 @@ def test_kernels_are_compared_before_they_are_captured_and_named_before_they_run
     monkeypatch.setattr(doctor, "trial_tokens", lambda config: 1)
     monkeypatch.setattr(doctor, "try_steps", steps)
     with FakeDevice() as device:
-        doctor.check_kernels(FakeConfig(device=device).create_mesh("cuda"))
+        doctor.check_kernels(create_mesh(FakeConfig(device=device), "cuda"))
     assert graphs == [False]

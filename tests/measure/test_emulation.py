@@ -21,6 +21,7 @@ from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.requests import random_prompt
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.group import Collective
 
 
@@ -66,11 +67,11 @@ def test_worlds_that_do_not_divide(keys: dict[str, Any], message: str, demo_cach
 def test_torchrun_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "2")
     with pytest.raises(ValueError, match="emulate_world 64 runs one rank in one process; start it without torchrun"):
-        EmulatedConfig(emulate_world=64).create_mesh("cpu")
+        create_mesh(EmulatedConfig(emulate_world=64), "cpu")
 
 
 def test_groups_have_their_size_and_rank() -> None:
-    mesh = EmulatedConfig(emulate_world=64, emulate_rank=21, cp_size=16, tp_size=8).create_mesh("cpu")
+    mesh = create_mesh(EmulatedConfig(emulate_world=64, emulate_rank=21, cp_size=16, tp_size=8), "cpu")
     assert isinstance(mesh, EmulatedMesh)
     assert (mesh.rank, mesh.world_size, mesh.is_leader) == (21, 64, True)
     assert mesh.world.ranks == tuple(range(64)) and mesh.world.index == 21
@@ -78,11 +79,11 @@ def test_groups_have_their_size_and_rank() -> None:
     assert mesh.ep.ranks == tuple(range(64)) and mesh.ep.index == 21
     assert mesh.cp.ranks == tuple(range(16, 32)) and mesh.cp.index == 5
     assert mesh.tp.ranks == tuple(range(16, 24)) and mesh.tp.index == 5
-    alone = EmulatedConfig(emulate_world=1).create_mesh("cpu")
+    alone = create_mesh(EmulatedConfig(emulate_world=1), "cpu")
     rows = torch.randn(3, 2)
     assert alone.ep.all_gather(rows) is rows and alone.ep.all_to_all(rows) is rows and alone.ep.bytes_sent == 0
     with pytest.warns(UserWarning, match="tp_size 8: ranks 0 to 7 share embedding, .* but not a node"):
-        EmulatedConfig(emulate_world=16, tp_size=8, node_size=4).create_mesh("cpu")
+        create_mesh(EmulatedConfig(emulate_world=16, tp_size=8, node_size=4), "cpu")
 
 
 def test_collectives_have_shapes_bytes_and_own_rows() -> None:
@@ -144,7 +145,7 @@ def test_generate_runs_and_leaves_nothing(emulated: LLM) -> None:
 @pytest.mark.parametrize(("tokens", "padding"), [(64, 0), (1, 0), (3, 2), (0, 0)])
 def test_experts_get_equal_parts(method: Any, max_pairs: int, tokens: int, padding: int) -> None:
     """8 ranks with as many tokens each, whatever the router chooses; padding has no experts."""
-    mesh = EmulatedConfig(emulate_world=8, emulate_rank=3).create_mesh("cpu")
+    mesh = create_mesh(EmulatedConfig(emulate_world=8, emulate_rank=3), "cpu")
     parallel, count = mesh.experts.of_layer(24, 0), tokens + padding
     chosen = torch.zeros(count, 4, dtype=torch.int32)
     chosen[tokens:] = -1

@@ -93,7 +93,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The ranks of every process group that is made, that for messages last; none is made in truth."""
     groups: list[tuple[int, ...]] = []
 
-    def new_group(ranks: list[int], timeout: object, backend: str | None, use_local_synchronization: bool) -> str:
+    def new_group(ranks: list[int], backend: str | None, use_local_synchronization: bool, **_: object) -> str:
         assert backend is None or (backend == "gloo" and groups[:1] == [tuple(ranks)])
         groups.append(tuple(ranks))
         return f"group {len(groups)} of {ranks}"

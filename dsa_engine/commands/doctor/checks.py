@@ -35,6 +35,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.sizes import format_bytes
@@ -70,7 +71,7 @@ class Finding:
 
 def doctor_mesh(device: str) -> Mesh:
     """The ranks to check: those of torchrun, or this process. Their collectives wait for ranks that compile kernels."""
-    return ParallelConfig(timeout=_COMPILING_S).create_mesh(device)
+    return create_mesh(ParallelConfig(timeout=_COMPILING_S), device)
 
 
 def findings(mesh: Mesh, model: str | None = None) -> Iterator[Finding]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.page_receiver import PageReceiver
@@ -21,7 +18,7 @@ from dsa_engine.options import EngineOptions, options_of_decode
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
 from dsa_engine.parallel.disaggregation import pair_groups, part_options
-from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.group import Group, new_group
 
 if TYPE_CHECKING:
     from dsa_engine.engine.engine import Engine
@@ -58,7 +55,7 @@ class Side:
         links = pair_groups(mesh.run_rank, ranks[:prefill], ranks[prefill:], mesh.device, timeout)
         leaders, lines = [0, prefill], []
         for _ in range(2):
-            handle = dist.new_group(leaders, timeout=timedelta(seconds=timeout), backend="gloo")
+            handle = new_group(leaders, timeout, "gloo")
             if mesh.run_rank in leaders:
                 lines.append(Group((0, 1), leaders.index(mesh.run_rank), handle))
         return cls(mesh.run_rank < prefill, mesh, links, lines)

@@ -43,6 +43,7 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.quantization import Unquantized, quantization_name, weight_format
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes, parse_bytes
@@ -71,7 +72,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
     max_model_len = limited_model_len(config, options)
     same, options = partial(start_facts, folder, options), own_options(options)
-    mesh = options.parallel.create_mesh(options.device, same)
+    mesh = create_mesh(options.parallel, options.device, same)
     check_record(mesh)
     events = _kv_events(options, mesh)
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from dsa_engine.config.checks import PositiveInt, check, is_integer
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.measure.emulation.group import EmulatedGroup
-from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.device import choose_device
+from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
@@ -21,6 +22,7 @@ from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.experts.traffic import DispatchChoice
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,6 @@ class EmulatedConfig(ParallelConfig):
         for name in ("moe_dispatch", "decode_dispatch"):
             if getattr(self, name) == "by_node":
                 raise ValueError(f"{name} 'by_node' is not emulated: give all_to_all or all_gather")
-
-    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> EmulatedMesh:
-        """The mesh of the emulated rank.
-
-        Raises:
-            ValueError: the process is one of several, or see :meth:`Mesh.create`.
-        """
-        if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(
-                f"emulate_world {self.emulate_world} runs one rank in one process; start it without torchrun"
-            )
-        return EmulatedMesh(self, choose_device(device))
 
     def run_position(self) -> tuple[int, int]:
         return self.emulate_rank, self.emulate_world
@@ -161,3 +151,19 @@ class EmulatedMesh(Mesh):
 
     def _divide_experts(self) -> ExpertDivision:
         return EmulatedDivision(self) if self.world_size > 1 else super()._divide_experts()
+
+
+@create_mesh.register(EmulatedConfig)
+def _emulated(
+    config: EmulatedConfig, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None
+) -> EmulatedMesh:
+    """The mesh of the emulated rank.
+
+    Raises:
+        ValueError: the process is one of several, or see :meth:`Mesh.create`.
+    """
+    if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"emulate_world {config.emulate_world} runs one rank in one process; start it without torchrun"
+        )
+    return EmulatedMesh(config, choose_device(device))

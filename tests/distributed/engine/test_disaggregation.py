@@ -106,6 +106,12 @@ def test_one_rank_each(disaggregated: Callable[..., Any]) -> None:
     assert results[1]["preemptions"] > 0 and results[1]["prefilled"] == 0
 
 
+def test_two_engines_in_a_row(disaggregated: Callable[..., Any]) -> None:
+    """The leaders of a part are in more process groups than its other ranks when the second engine makes its own."""
+    case = {"options": SMALL, "generate": requests(4), "engines": 2}
+    check(1, disaggregated(1, 2, case), single(case))
+
+
 @pytest.mark.parametrize(
     "prefill, decode, own",
     [(2, 2, EACH_ITS_OWN), *(pytest.param(*ranks, {}, marks=pytest.mark.slow) for ranks in ((2, 2), (2, 1), (1, 2)))],

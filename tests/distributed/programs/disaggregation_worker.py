@@ -2,9 +2,9 @@
 
 Cases: ``options`` of ``LLM``, and ``parallel`` of its ranks; ``generate``, a list of ``[prompt, params]`` that run
 together; ``cancelled``, the number of streams that are closed early meanwhile; ``repeated``, how often all of that
-runs; ``continued``: each request then goes on after its last output. Or ``soak``, a number of streams in threads that
-arrive at random. Or ``held``: the first request is streamed while a step of the second one does not end. ``killed``:
-this rank kills itself after some steps.
+runs; ``engines``, the number of engines that do so one after the other; ``continued``: each request then goes on after
+its last output. Or ``soak``, a number of streams in threads that arrive at random. Or ``held``: the first request is
+streamed while a step of the second one does not end. ``killed``: this rank kills itself after some steps.
 """
 
 from __future__ import annotations
@@ -149,6 +149,9 @@ def plain(request: Any) -> list[Any]:
 def main() -> None:
     prefill, case, folder = int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
     parallel = ParallelConfig(prefill_ranks=prefill, timeout=case.get("timeout", 300), **case.get("parallel", {}))
+    for _ in range(case.get("engines", 1) - 1):
+        with LLM(device="cpu", parallel=parallel, **case["options"]) as before:
+            _ = run(before, case) if os.environ["RANK"] == "0" else before.follow()
     llm = LLM(device="cpu", parallel=parallel, **case["options"])
     rank, result = int(os.environ["RANK"]), dict[str, Any]()
     if rank == case.get("killed"):

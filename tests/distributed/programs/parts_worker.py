@@ -17,7 +17,7 @@ from worker import run_case
 
 from dsa_engine import ParallelConfig
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.disaggregation import pair_groups
+from dsa_engine.parallel.disaggregation import create_mesh, pair_groups
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,12 @@ class PartConfig(ParallelConfig):
 
     ranks: tuple[int, ...] = ()
 
-    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
-        return Mesh.create(self, device, self.ranks, same)
+
+@create_mesh.register(PartConfig)
+def _mesh_of_part(
+    config: PartConfig, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None
+) -> Mesh:
+    return Mesh.create(config, device, config.ranks, same)
 
 
 def exchange(mesh: Mesh) -> list[float]:
@@ -57,7 +61,7 @@ def main() -> None:
     (case,) = [case for case in cases if rank in case["ranks"]]
     config = PartConfig(**case["parallel"], ranks=tuple(case["ranks"]))
     result = run_case(case, config)
-    mesh = config.create_mesh("cpu")
+    mesh = create_mesh(config, "cpu")
     before = mesh.world.bytes_sent
     result["exchanged"] = exchange(mesh)
     result["exchanged_bytes"] = mesh.world.bytes_sent - before

@@ -11,6 +11,7 @@ from dsa_engine import ParallelConfig
 from dsa_engine.engine.disaggregation.side import _refuse, own_options
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.disaggregation import create_mesh
 
 
 def test_modules() -> None:
@@ -60,5 +61,5 @@ def test_decode_options_that_are_not_possible(given: dict[str, Any], error: str)
 
 def test_runs() -> None:
     with pytest.raises(ValueError, match="leaves no rank to decode: the run has 1"):
-        ParallelConfig(prefill_ranks=1).create_mesh("cpu")
+        create_mesh(ParallelConfig(prefill_ranks=1), "cpu")
     assert not Mesh(ParallelConfig(), 0, 1, torch.device("cpu")).has_counterpart

@@ -13,6 +13,7 @@ from dsa_engine.engine.agreement import start_facts
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
@@ -87,7 +88,7 @@ def test_each_layer_has_its_placement(tmp_path: Path) -> None:
         heaviest = loads.index(max(loads))
         assert max(loads) == 1.0 or all(heaviest in experts for experts in held)
     assert placements(3, expert_loads=heavy[0], redundant_experts=4).held(12, 7, 1) == ranks.held(12, 1, 1)
-    mesh = EmulatedConfig(emulate_world=3, emulate_rank=1, **options).create_mesh("cpu")
+    mesh = create_mesh(EmulatedConfig(emulate_world=3, emulate_rank=1, **options), "cpu")
     first, second, again = (mesh.experts.of_layer(12, layer) for layer in (1, 2, 3))
     assert again is first and second is not first and first.held == ranks.held(12, 1, 1)[1]
 

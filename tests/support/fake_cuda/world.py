@@ -9,6 +9,7 @@ import torch
 
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
+from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
 from dsa_engine.parallel.experts.by_node import NodeGroups, Way
 from dsa_engine.parallel.experts.dispatch import Received
@@ -39,11 +40,6 @@ class FakeConfig(ParallelConfig):
     skew: float = 1.0
     node_size: int | None = None
 
-    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> FakeMesh:
-        mesh = FakeMesh(self, 0, self.world, choose_device(device))
-        mesh.set_nodes([rank // (self.node_size or self.world) for rank in range(self.world)])
-        return mesh
-
 
 class FakeMesh(Mesh):
     """A mesh of which only rank 0 exists."""
@@ -64,6 +60,13 @@ class FakeMesh(Mesh):
 
     def _divide_experts(self) -> ExpertDivision:
         return FakeDivision(self)
+
+
+@create_mesh.register(FakeConfig)
+def _fake(config: FakeConfig, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> FakeMesh:
+    mesh = FakeMesh(config, 0, config.world, choose_device(device))
+    mesh.set_nodes([rank // (config.node_size or config.world) for rank in range(config.world)])
+    return mesh
 
 
 class FakeDivision(ExpertDivision):

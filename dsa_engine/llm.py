@@ -18,7 +18,7 @@ from dsa_engine.engine.disaggregation.loop_for import loop_for
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.sampling.result import check_finite
-from dsa_engine.engine.startup.start import log_start, start
+from dsa_engine.engine.startup.start import start
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
@@ -60,9 +60,8 @@ class LLM(AsyncCalls):
         folder = resolve_model(options.model, dummy=options.load_format == "dummy")
         check_tokenizer(folder)  # before the weights, which may take minutes
         super().__init__(folder, options.trust_remote_code, default_sampling(folder, options.generation_config))
-        self.engine = start(self.folder, options)
-        log_start(self.engine, self.folder)
-        self.loop = loop_for(self.engine)
+        self.engine, side = start(self.folder, options)
+        self.loop = loop_for(self.engine, side)
         weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
         self._callers = LoopEntrance(self.loop)
 

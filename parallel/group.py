@@ -55,8 +55,8 @@ def agree_on_names(ranks: Sequence[int], rank: int, timeout: float) -> None:
     ``prefill_ranks`` this number differs: a leader is in more groups than other ranks of its part. So ranks that are in
     fewer make groups of one rank.
     """
-    most = Meeting(ranks, rank).hold(str(_groups_made), lambda made: max(made.values(), key=int), timeout)
-    while _groups_made < int(most):
+    largest = Meeting(ranks, rank).hold(str(_groups_made), lambda made: max(made.values(), key=int), timeout)
+    while _groups_made < int(largest):
         new_group([rank], timeout, "gloo", alone=True)
 
 

@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError
 
 from dsa_engine.checkpoint.index import locate_tensors, open_shard
-from dsa_engine.checkpoint.part_digests import Part, PartDigests
 from dsa_engine.checkpoint.tensors import Source
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
@@ -56,19 +55,15 @@ class CheckpointReader:
         folder: holds ``model.safetensors.index.json`` and its shards, or ``model.safetensors``, or any
             ``*.safetensors``.
         block_size: rows and columns that share one FP8 scale (``ModelConfig.weight_block_size``), or None.
-        digests: gets every part that is read.
 
     Raises:
         CheckpointError: no safetensors files, or an index that is not valid.
     """
 
-    def __init__(
-        self, folder: str | Path, block_size: tuple[int, int] | None = None, digests: PartDigests | None = None
-    ):
+    def __init__(self, folder: str | Path, block_size: tuple[int, int] | None = None):
         self.folder = Path(folder)
         self.block_size = block_size
         self.bytes_read = 0  # bytes of weights and scales read so far
-        self._digests = digests
         self._open: dict[Path, Any] = {}
         self._file_of = locate_tensors(self.folder)
 
@@ -94,10 +89,6 @@ class CheckpointReader:
             supported = ", ".join(STORED_DTYPES)
             raise self._error(name, f"has the dtype {stored.get_dtype()}; supported are {supported}")
         return tuple(stored.get_shape()), dtype
-
-    def read_start(self, part: Part, count: int) -> torch.Tensor:
-        """The first elements of a part, at most ``count`` of its first row; they count as neither read nor digested."""
-        return self._view(part.name, part.start, (*(1,) * (len(part.size) - 1), min(count, part.size[-1])))
 
     def load(self, source: Source) -> None:
         """Fills ``source.into``.
@@ -203,14 +194,8 @@ class CheckpointReader:
 
     def _read(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         """A part as stored: a view of the file."""
-        part = self._view(name, start, size)
-        self.bytes_read += part.nbytes
-        if self._digests is not None:
-            self._digests.add(Part(name, start, size), part)
-        return part
-
-    def _view(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         part: torch.Tensor = self._stored(name)[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))]
+        self.bytes_read += part.nbytes
         return part
 
     def _stored(self, name: str) -> Any:

@@ -27,7 +27,7 @@ class Early:
     def __init__(self, args: argparse.Namespace):
         # These import torch, which takes seconds and which the help of the commands does not need.
         from dsa_engine.config.model import ModelConfig
-        from dsa_engine.engine.startup.start import limited_model_len
+        from dsa_engine.engine.startup.weights import limited_model_len
         from dsa_engine.model_folder import resolve_model
         from dsa_engine.options import EngineOptions
 

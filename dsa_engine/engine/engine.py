@@ -15,11 +15,11 @@ another request at once: the device works in order, so the new request overwrite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -30,7 +30,7 @@ from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.messages import Add, Run
 from dsa_engine.engine.requests.new_request import check_prompt, new_requests
-from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.result import RequestTokens, StepResult
@@ -40,9 +40,6 @@ from dsa_engine.model.profile_stages import has_hook
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from dsa_engine.engine.disaggregation.side import Side
 
 
 @dataclass(eq=False)
@@ -60,7 +57,7 @@ class Engine:
         num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
         rebalancing: moves experts between steps; None: they stay.
         recorder: writes the loads of experts to a file; None: there is none.
-        side: this engine's part of a disaggregated run; None: it prefills and decodes.
+        after_launch: each is called with a step's chunks when it has been launched.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """
 
@@ -75,6 +72,8 @@ class Engine:
     bytes_read: int
     load_seconds: float
     step_bytes: int | None
+    rebalancing: Rebalancing | None = None
+    recorder: LoadRecorder | None = None
 
     def __post_init__(self) -> None:
         runtime = self.model.runtime
@@ -82,9 +81,8 @@ class Engine:
         self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
         self.launched_ahead = self.num_prefilled_tokens = self.num_generated_tokens = 0
         self.ids = count()
-        self.rebalancing: Rebalancing | None = None
-        self.recorder: LoadRecorder | None = None
-        self.side: Side | None = None
+        turns = [one.turn for one in (self.rebalancing, self.recorder) if one is not None]
+        self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, self.cache_turns.launched)
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.set_num_drafts(self._max_drafts)
 
@@ -109,8 +107,9 @@ class Engine:
             raise RuntimeError(f"a cache_folder holds the rows of {self._max_drafts} drafts a step; leave it out")
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
+        if modules != prefix_cache.lookahead:
+            prefix_cache.reset()  # the rows of modules that have not run are missing
         prefix_cache.lookahead, prefix_cache.least_computed = modules, max(1, modules)
-        prefix_cache.reset()  # the rows of modules that have not run are missing
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
         # With drafts, the host does not know which tokens the next step computes: only a padded step can follow.
         self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
@@ -167,12 +166,9 @@ class Engine:
         requests, moving = [chunk.request for chunk in chunks], self.cache_turns.moving(chunks, plan.bucket is None)
         with record_function("launch"), self._failing(requests), moving:
             launched = self.runner.launch(plan, before)
-        if self.rebalancing is not None:
-            with record_function("rebalance"), self._failing(requests):
-                self.rebalancing.turn()
-        if self.recorder is not None:
-            self.recorder.turn()
-        self.cache_turns.launched(chunks)
+        with self._failing(requests):
+            for hook in self.after_launch:
+                hook(chunks)
         self.num_prefilled_tokens += sum(chunk.length for chunk in chunks if not chunk.request.prefilled)
         self.scheduler.computed(chunks)
         self._record(launched)

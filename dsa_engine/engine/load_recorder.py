@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsa_engine.engine.rebalancing import moe_layers
+from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.model.model import Model
 from dsa_engine.parallel.experts.load_counter import LoadCounter
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
@@ -32,7 +33,7 @@ def check_record(mesh: Mesh) -> None:
             raise ValueError(f"record_expert_loads: {error}") from error
 
 
-def count_loads(model: Model, name: str) -> LoadCounter | None:
+def count_loads(model: Model, name: str) -> None:
     """Lets the MoE layers of a model and of its MTP modules count their `topk_ids`, if an option needs that.
 
     Args:
@@ -43,14 +44,14 @@ def count_loads(model: Model, name: str) -> LoadCounter | None:
     """
     mesh, layers = model.runtime.mesh, moe_layers(model)
     if mesh.config.rebalance_every is None and mesh.config.record_expert_loads is None:
-        return None
+        return
     if not layers:
         option = "rebalance_every" if mesh.config.record_expert_loads is None else "record_expert_loads"
         raise ValueError(f"{option}: this model has no routed experts; leave it out")
     counter = LoadCounter(name, [*layers], model.config.n_routed_experts, mesh.ep, mesh.device)
     for number, layer in layers.items():
         layer.counts = counter.counts(number)
-    return counter
+    model.loads = counter
 
 
 class LoadRecorder:
@@ -75,7 +76,7 @@ class LoadRecorder:
             return None
         return cls(counter, path if mesh.is_leader else None)
 
-    def turn(self) -> None:
+    def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
         """Called after every step that has been launched. Loads are read under the next step, which the device computes
         meanwhile."""
         if self._reading is not None:

@@ -19,6 +19,7 @@ from itertools import accumulate, chain
 
 import torch
 
+from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.kernels.runtime.transfer import download, upload
 from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
@@ -80,7 +81,7 @@ class Rebalancing:
         return cls(model, every, model.loads.take)
 
     @torch.inference_mode()  # as the weights were made
-    def turn(self) -> None:
+    def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
         """Called after every step that has been launched.
 
         Raises:

@@ -21,7 +21,7 @@ def stages_of_all_ranks(engine: Engine, values: dict[str, float]) -> list[dict[s
 
 def agree_on_prompts(engine: Engine, prompts: list[list[int]]) -> None:
     """Raises ``ValueError`` if the ranks measure different prompts, or the run is disaggregated."""
-    if engine.side is not None:
+    if engine.mesh.has_counterpart:
         raise ValueError("this measurement is of an engine that prefills and decodes; leave out prefill_ranks")
     agree_on_call(engine.mesh, "a measurement", prompts, [])
 

@@ -125,7 +125,7 @@ def test_kernels_are_compared_before_they_are_captured_and_named_before_they_run
 
     def start(folder: Path, options: EngineOptions) -> Any:
         graphs.append(not options.enforce_eager)
-        return SimpleNamespace(config=None, model=None, cache=SimpleNamespace(format=None))
+        return SimpleNamespace(config=None, model=None, cache=SimpleNamespace(format=None)), None
 
     monkeypatch.setattr(doctor, "start", start)
     monkeypatch.setattr(doctor, "trial_tokens", lambda config: 1)

@@ -34,7 +34,7 @@ def fake_engine(tmp_path: Path) -> Callable[..., Engine]:
         fixed: dict[str, Any] = {"device": "cuda", "kernels": "triton", "load_format": "dummy", "progress": False}
         fixed |= {"hf_overrides": LAYERS, "cache_memory": "16GiB", "cudagraph_capture_sizes": []}
         ranks = FakeConfig(device=device, world=world, **parallel or {})
-        return start(tmp_path, EngineOptions(tmp_path, parallel=ranks, **fixed | options))
+        return start(tmp_path, EngineOptions(tmp_path, parallel=ranks, **fixed | options))[0]
 
     return make
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -76,7 +75,7 @@ def on_linked_ranks(
     """Runs ``work`` on each rank of two parts of a run, with its groups of two; returns all results, by rank."""
     store, this = dist.HashStore(), threading.local()
 
-    def new_group(pair: list[int], **_: object) -> dist.ProcessGroup | None:
+    def new_group(pair: list[int], *_: object, **__: object) -> dist.ProcessGroup | None:
         return None if this.rank not in pair else _gloo(dist.PrefixStore(str(pair), store), pair.index(this.rank), 2)
 
     def run(rank: int) -> Result:
@@ -85,7 +84,7 @@ def on_linked_ranks(
 
     ranks = [*senders, *receivers]
     with (
-        patch.object(disaggregation, "dist", SimpleNamespace(new_group=new_group)),
+        patch.object(disaggregation, "new_group", new_group),
         ThreadPoolExecutor(len(ranks)) as threads,
     ):
         return list(threads.map(run, sorted(ranks)))

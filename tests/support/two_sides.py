@@ -126,11 +126,12 @@ class Side:
         engine.runner, engine.config = Steps(rows), SimpleNamespace(eos_token_ids={EOS})
         engine.async_scheduling, engine._in_flight = not prefills, None
         engine.recorder = engine.rebalancing = None
+        engine.after_launch = ()
         engine.num_prefilled_tokens = engine.num_generated_tokens = engine.launched_ahead = 0
-        engine.side = SimpleNamespace(
+        side: Any = SimpleNamespace(
             prefills=prefills, sender=transport.get("sender"), receiver=transport.get("receiver")
         )
-        self.loop = cast(Any, loop(engine))
+        self.loop = cast(Any, loop(engine, side))
         self.outgoing = deque[Any]()
         self.loop._line = SimpleNamespace(send=self.outgoing.append)
 

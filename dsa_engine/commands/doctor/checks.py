@@ -190,7 +190,7 @@ def _engine(mesh: Mesh) -> Iterator[Engine]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(released_config("deepseek_v32")))
         options = EngineOptions(folder, load_format="dummy", hf_overrides=_TWO_LAYERS, device="cuda", **common)
-        yield start(Path(folder), options)
+        yield start(Path(folder), options)[0]
 
 
 def check_tokens(mesh: Mesh) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.scheduler import Scheduler
 
 _MEDIUM = "GPU"
 _NO_REPLAY = "a subscriber that sees a gap in the numbers forgets what it knew"
@@ -115,10 +115,9 @@ class KVEvents:
             self._socket.close()
             raise ValueError(f"kv_events_config: endpoint {config.endpoint!r}: {error}") from None
 
-    def follow(self, scheduler: Scheduler) -> None:
-        """Learns from now on which pages the ranks get and lose."""
-        self._pools, self._block_size = scheduler.ledger.pools, scheduler.capacity.page_size
-        scheduler.prefix_cache.events = self
+    def follow(self, ledger: PageLedger, page_size: int) -> None:
+        """Learns from now on which pages the ranks lose."""
+        self._pools, self._block_size = ledger.pools, page_size
         for pool in self._pools:
             pool.dropped = pool.host.dropped = self._drop
 

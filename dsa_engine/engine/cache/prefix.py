@@ -40,12 +40,14 @@ class PrefixCache:
         queries, hits: number of tokens of the requests admitted so far, and of those that were found.
     """
 
-    def __init__(self, ledger: PageLedger, page_size: int, enabled: bool):
+    def __init__(self, ledger: PageLedger, page_size: int, enabled: bool, events: KVEvents | None = None):
         self._ledger = ledger
         self._page_size = page_size
         self._enabled = enabled
         self.lookahead, self.least_computed = 0, 1
-        self.events: KVEvents | None = None
+        self.events = events
+        if events is not None:
+            events.follow(ledger, page_size)
         self.queries, self.hits = 0, 0
 
     def enter(self, request: Request) -> None:

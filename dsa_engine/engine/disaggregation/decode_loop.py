@@ -27,6 +27,7 @@ from dsa_engine.engine.disaggregation.messages import (
     Tokens,
 )
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler
+from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
@@ -58,14 +59,14 @@ class _Arrival:
 class DecodeLoop(SideLoop):
     """See the module."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, side: Side):
         scheduler = engine.scheduler
-        assert isinstance(scheduler, DecodeScheduler) and engine.side is not None
+        assert isinstance(scheduler, DecodeScheduler)
         self._scheduler = scheduler
         self._offered: list[Request] = []  # without room, in order of arrival
         self._arrivals: dict[int, _Arrival] = {}  # by id: with room
         self._handovers: dict[int, Handover] = {}  # by id: of requests that do not decode yet
-        super().__init__(engine)
+        super().__init__(engine, side)
 
     @property
     def _idle(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
+from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.loop import EngineLoop
 
 
-def loop_for(engine: Engine) -> EngineLoop:
+def loop_for(engine: Engine, side: Side | None) -> EngineLoop:
     """Starts the loop of an engine."""
-    if engine.side is None:
+    if side is None:
         return EngineLoop(engine)
-    return PrefillLoop(engine) if engine.side.prefills else DecodeLoop(engine)
+    return PrefillLoop(engine, side) if side.prefills else DecodeLoop(engine, side)

@@ -31,6 +31,7 @@ from dsa_engine.engine.disaggregation.messages import (
     Tokens,
 )
 from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
+from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.mailbox import waking_together
@@ -59,14 +60,14 @@ class _Journey:
 class PrefillLoop(SideLoop):
     """See the module."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, side: Side):
         scheduler = engine.scheduler
         assert isinstance(scheduler, PrefillScheduler)
         self._scheduler = scheduler
         self._journeys: dict[int, _Journey] = {}  # by id: requests whose pages have not all come
         self._departing: dict[int, Request] = {}  # by id: requests that have ended, whose pages are still being sent
         engine.cache_turns.leaving.append(self._leaving_under)
-        super().__init__(engine)
+        super().__init__(engine, side)
 
     @property
     def _idle(self) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.page_receiver import PageReceiver
@@ -19,9 +18,6 @@ from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
 from dsa_engine.parallel.disaggregation import pair_groups, part_options
 from dsa_engine.parallel.group import Group, new_group
-
-if TYPE_CHECKING:
-    from dsa_engine.engine.engine import Engine
 
 
 @dataclass(eq=False)
@@ -80,13 +76,11 @@ class Side:
         else:
             self.receiver = PageReceiver(cache, self.links)
 
-    def attach(self, engine: Engine) -> None:
-        """Limits the engine's requests to what both parts can hold. All ranks of the run call it."""
-        pages = _fewest(engine.cache.pages, self.mesh)
-        engine.scheduler.capacity = replace(engine.scheduler.capacity, pages=pages)
-        if self.prefills:
-            engine.async_scheduling = False  # a request leaves with its first token, so no step follows it
-        engine.side = self
+    def fewest(self, pages: int) -> int:
+        """The smallest of the numbers that all ranks of the run call this with."""
+        mesh = self.mesh
+        meeting = Meeting(mesh.run_ranks, mesh.run_rank)
+        return int(meeting.hold(str(pages), lambda texts: min(texts.values(), key=int), mesh.config.timeout))
 
     def line(self, deliver: Callable[[list[Any]], None], broken: Callable[[BaseException], None]) -> LeaderLine | None:
         """The line to the other side; None on ranks that do not lead theirs."""
@@ -106,7 +100,9 @@ def own_options(options: EngineOptions) -> EngineOptions:
     if prefill.prefill_ranks is None:
         return options
     decode = options_of_decode(options)
-    return options if part_options(prefill, decode.parallel) is prefill else decode
+    if part_options(prefill, decode.parallel) is not prefill:
+        return decode
+    return replace(options, enforce_eager=True, async_scheduling=False)  # no step of this part decodes
 
 
 def _refuse(options: EngineOptions, modules: int) -> None:
@@ -116,12 +112,3 @@ def _refuse(options: EngineOptions, modules: int) -> None:
             f"prefill_ranks {options.parallel.prefill_ranks} is possible with one MTP module, not with {modules}: give "
             "num_speculative_tokens for one module, or leave prefill_ranks out"
         )
-
-
-def _fewest(pages: int, mesh: Mesh) -> int:
-    """The smallest number of pages on any rank of the run: what a request may need."""
-
-    def judge(texts: Mapping[int, str]) -> str:
-        return str(min(json.loads(text) for text in texts.values()))
-
-    return int(Meeting(mesh.run_ranks, mesh.run_rank).hold(str(pages), judge, mesh.config.timeout))

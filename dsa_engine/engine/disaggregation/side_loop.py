@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from dsa_engine.engine.disaggregation.messages import LineBroken
+from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.requests.messages import Message, Shutdown
@@ -21,9 +22,8 @@ class SideLoop(EngineLoop):
     """Runs one rank's engine of a part of the run. The leaders of the parts send each other messages, which reach the
     other ranks of their part by its own channel."""
 
-    def __init__(self, engine: Engine):
-        assert engine.side is not None
-        self.side = engine.side
+    def __init__(self, engine: Engine, side: Side):
+        self.side = side
         super().__init__(engine)
 
     def _main(self) -> None:

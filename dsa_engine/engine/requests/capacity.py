@@ -22,6 +22,12 @@ class Capacity:
     cp_size: int
     pages: int
     page_size: int
+    fewest: int | None = None  # pages of the smallest cache of the run, where a request passes through two parts of it
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of pages of a request."""
+        return self.pages if self.fewest is None else self.fewest
 
     def max_pages(self, prompt_len: int, max_tokens: int) -> int:
         """Maximum number of pages that a request may hold; the last sampled token never enters the cache."""
@@ -45,10 +51,10 @@ class Capacity:
 
     def require(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
         """Raises ``CapacityError`` if ``what``, requests of this size, need more pages than a rank has."""
-        if need > self.pages:
+        if need > self.limit:
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
                 f"({prompt_len + max_tokens} in all) need {need} pages of {self.page_size} tokens, the cache "
-                f"has {self.pages}; raise cache_memory by a factor of {need / self.pages:.2f}, or take fewer requests "
+                f"has {self.limit}; raise cache_memory by a factor of {need / self.limit:.2f}, or take fewer requests "
                 "or tokens"
             )

@@ -24,6 +24,7 @@ import logging
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.cache.prefix import PageSource, PrefixCache
@@ -32,6 +33,9 @@ from dsa_engine.engine.requests.owners import Load, choose_group, choose_owner
 from dsa_engine.engine.requests.prefill_step import PrefillShare, PrefillStep
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.errors import CapacityError
+
+if TYPE_CHECKING:  # needs packages of the extra "serve"
+    from dsa_engine.engine.cache.kv_events import KVEvents
 
 
 class Scheduler:
@@ -44,6 +48,7 @@ class Scheduler:
             (0, 1]; 1 puts prefill first.
         enable_prefix_caching: whether requests use pages that others have computed.
         max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
+        events: publishes what the prefix cache names and forgets.
 
     Attributes:
         num_drafts: maximum number of drafts of a request in a step.
@@ -63,6 +68,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         host_pages: int = 0,
         max_fetched_pages: int = 1,
+        events: KVEvents | None = None,
     ):
         cp_size = capacity.cp_size
         self._groups = [range(first, first + cp_size) for first in range(0, capacity.world_size, cp_size)]
@@ -72,7 +78,7 @@ class Scheduler:
         self.num_drafts = 0
         self.capacity = capacity
         self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages)
-        self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching)
+        self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching, events)
         self.page_sources: list[PageSource] = []
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._running: list[Request] = []

@@ -1,21 +1,20 @@
-"""From options to an engine: ranks, weights, check of kernels, caches that fit, a runner with its graphs; and its log.
+"""From options to an engine, in five functions: each takes what the ones before it have returned.
 
 The order matters. Caches get the memory that everything else leaves free, so the largest steps run before they are made
-(``step_memory.py``). Graphs contain addresses of caches, so they are captured last (``capture.py``).
+(``warm_up.py``). Graphs contain addresses of caches, so they are captured last.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsa_engine.checkpoint.part_digests import PartDigests
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.cache.sizes import TierSizes, page_folder
@@ -31,13 +30,13 @@ from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.capture import capture_likely
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.memory import affordable_pages, default_workspace, enough_memory
-from dsa_engine.engine.startup.same_weights import compare_weights
 from dsa_engine.engine.startup.step_memory import step_bytes
-from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
+from dsa_engine.engine.startup.weights import limited_model_len, load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.kernels.attention.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
+from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
@@ -57,15 +56,102 @@ logger = logging.getLogger(__name__)
 _LOADING_S = 7200.0
 
 
-def start(folder: Path, options: EngineOptions) -> Engine:
+def start(folder: Path, options: EngineOptions) -> tuple[Engine, Side | None]:
     """Loads a model, makes its caches and captures the likely graphs; every rank calls it.
 
     Args:
         folder: a Hugging Face model folder; with ``load_format="dummy"`` its ``config.json`` is enough.
 
+    Returns:
+        the engine, and with ``prefill_ranks`` this rank's side of the run, for its loop.
+
     Raises:
         CheckpointError, CapacityError, ValueError: see :class:`dsa_engine.LLM`.
     """
+    prepared = prepare(folder, options)
+    loaded = load(prepared)
+    sized = size(prepared, loaded)
+    engine = make(prepared, loaded, sized)
+    capture(engine)
+    return engine, sized.side
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What runs, and where.
+
+    Attributes:
+        folder: the model's.
+        options: those of this rank's part of the run.
+        config: the model's; ``cached`` has its MTP modules as further layers.
+        modules: number of MTP modules that draft.
+        format: of the caches.
+        events: publishes what the prefix cache holds, on rank 0 if that is wanted.
+    """
+
+    folder: Path
+    options: EngineOptions
+    config: ModelConfig
+    modules: int
+    relaxed: RelaxedAcceptance | None
+    max_model_len: int
+    mesh: Mesh
+    dtype: torch.dtype
+    format: CacheFormat
+    events: KVEvents | None
+
+    @property
+    def cached(self) -> ModelConfig:
+        return self.config.with_mtp(self.modules)
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.mesh.device.type == "cuda"
+
+    def progress(self, total: int, unit: str, title: str, shown: bool = True) -> Any:
+        """See :func:`progress_bar`; only rank 0 shows bars, if any."""
+        return progress_bar(total, unit, title, shown and self.options.progress and self.mesh.is_front)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its weights.
+
+    Attributes:
+        rebalancing, recorder: by the loads of its experts, if options ask for them.
+        waits: whether a kernel's reference waits for the device.
+        bytes_read, seconds: what loading took on this rank.
+    """
+
+    model: Model
+    rebalancing: Rebalancing | None
+    recorder: LoadRecorder | None
+    waits: bool
+    bytes_read: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What the caches get.
+
+    Attributes:
+        pages: of each rank's cache.
+        tiers: pages beside the device.
+        side: this rank's side of a disaggregated run.
+        captures: whether decode steps run as CUDA graphs.
+        step_bytes: set aside on the device for steps and graphs; None if an option set the size of the caches.
+    """
+
+    pages: int
+    tiers: TierSizes
+    side: Side | None
+    captures: bool
+    step_bytes: int | None
+
+
+def prepare(folder: Path, options: EngineOptions) -> Prepared:
+    """Reads the configuration and joins the other ranks; refuses what is impossible before anything is loaded."""
     config = ModelConfig.from_pretrained(folder, options.hf_overrides)
     refuse_extra_layers(folder, config, options)
     modules = mtp_modules(folder, config, options)
@@ -74,94 +160,110 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     same, options = partial(start_facts, folder, options), own_options(options)
     mesh = create_mesh(options.parallel, options.device, same)
     check_record(mesh)
-    events = _kv_events(options, mesh)
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
-    stored = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))  # raises before anything loads
-    workspace = (
-        default_workspace(mesh.device) if options.workspace is None else parse_bytes(options.workspace, "workspace")
-    )
+    format = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))
+    events = _kv_events(options, mesh)
+    return Prepared(folder, options, config, modules, relaxed, max_model_len, mesh, dtype, format, events)
 
+
+def load(prepared: Prepared) -> Loaded:
+    """Loads this rank's weights, and compares the kernels that they need with their references."""
+    options, config, mesh, device = prepared.options, prepared.config, prepared.mesh, prepared.mesh.device
+    workspace = default_workspace(device) if options.workspace is None else parse_bytes(options.workspace, "workspace")
     begun = time.perf_counter()
     with torch.inference_mode():
-        runtime = Runtime(
-            mesh,
-            dtype,
-            weight_format(config.quantization, options.quantization, dtype, mesh.device),
-            workspace,
-            options.max_num_batched_tokens,
-        )
+        weights = weight_format(config.quantization, options.quantization, prepared.dtype, device)
+        runtime = Runtime(mesh, prepared.dtype, weights, workspace, options.max_num_batched_tokens)
         replicas = options.parallel.redundant_experts
         fewer = f"lower redundant_experts {replicas}, or use" if replicas else "use"
         with enough_memory("the weights of this rank", f"{fewer} more ranks, another dtype, or fewer layers"):
-            model = Model(config, runtime, modules)
-        digests = PartDigests() if not mesh.host.alone and options.load_format != "dummy" else None
-        bytes_read = load_weights(model, folder, options, progress_of(mesh, options), digests)
-    load_seconds = time.perf_counter() - begun
+            model = Model(config, runtime, prepared.modules)
+        bytes_read = load_weights(model, prepared.folder, options, prepared.progress)
+    seconds = time.perf_counter() - begun
     mesh.barrier(_LOADING_S)
-    if digests is not None:
-        compare_weights(mesh, folder, digests, load_seconds)
-    model.loads = count_loads(model, folder.name)
-    rebalancing = Rebalancing.of(model)
-    waits = check_kernels(model, stored, options)
-    cached = config.with_mtp(modules)
-    sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
-    sizes.warm_up(mesh)
-    side = Side.of(options, mesh, modules)
-    captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits and not (side and side.prefills)
+    how = "random weights made" if options.load_format == "dummy" else "weights loaded on this rank"
+    what = "%s: %s, %s in %.1f s, %s on %s"
+    logger.info(what, prepared.folder, how, format_bytes(bytes_read), seconds, _name(prepared.dtype), device)
+    _log_slower_paths(prepared, runtime)
+    count_loads(model, prepared.folder.name)
+    rebalancing, recorder = Rebalancing.of(model), LoadRecorder.of(model)
+    waits = check_kernels(model, prepared.format, options)
+    return Loaded(model, rebalancing, recorder, waits, bytes_read, seconds)
+
+
+def size(prepared: Prepared, loaded: Loaded) -> Sized:
+    """Counts the memory that everything but the caches takes, and divides what is left into pages."""
+    options, mesh, format, cached = prepared.options, prepared.mesh, prepared.format, prepared.cached
+    tiers = TierSizes.of(options, mesh, cached, format, prepared.max_model_len)
+    tiers.warm_up(mesh)
+    side = Side.of(options, mesh, prepared.modules)
+    captures = prepared.on_cuda and not loaded.waits and not options.enforce_eager
     for_steps = None
-    if mesh.device.type == "cuda" and options.cache_memory is None:
+    if prepared.on_cuda and options.cache_memory is None:
         static = captures and mesh.static_decode
-        for_steps = step_bytes(model, stored, options, max_model_len, relaxed, static)
-    beside = (for_steps or 0) + sizes.device_bytes(mesh, cached, stored, options.page_size)
-    beside += side.device_bytes(cached, stored, options.page_size) if side else 0
-    pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), beside)
+        for_steps = step_bytes(loaded.model, format, options, prepared.max_model_len, prepared.relaxed, static)
+        logger.info("set aside for steps and graphs: %s", format_bytes(for_steps))
+    others = [for_steps or 0, tiers.device_bytes(mesh, cached, format, options.page_size)]
+    others += [side.device_bytes(cached, format, options.page_size)] if side else []
+    token_bytes = cache_bytes_per_token(cached, format)
+    pages = affordable_pages(options, mesh, prepared.max_model_len, token_bytes, sum(others))
+    return Sized(pages, tiers, side, captures, for_steps)
+
+
+def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
+    """Makes the caches, the scheduler of their pages, what moves pages, the runner, and of all these the engine."""
+    options, mesh, model, side = prepared.options, prepared.mesh, loaded.model, sized.side
     with enough_memory("the caches", "lower cache_memory"):
-        cache = KVCache(cached, stored, pages, options.page_size, mesh.device)
-    transfer = sizes.transfer(cache, mesh)
+        cache = KVCache(prepared.cached, prepared.format, sized.pages, options.page_size, mesh.device)
+    _log_cache(prepared, cache)
+    transfer = sized.tiers.transfer(cache, mesh)
     if side:
         side.connect(cache, len(model.layers))
+    fewest = side.fewest(cache.pages) if side else None
     scheduler = (side.scheduler if side else Scheduler)(
-        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size),
+        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, fewest),
         rank=mesh.rank,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_prefill_share=options.max_prefill_share,
         enable_prefix_caching=options.enable_prefix_caching,
-        host_pages=sizes.host,
-        max_fetched_pages=sizes.exchanged,
+        host_pages=sized.tiers.host,
+        max_fetched_pages=sized.tiers.exchanged,
+        events=prepared.events,
     )
-    contexts = ContextBuckets(max_model_len, options.page_size)
-    graphs = DecodeGraphs(model, cache, contexts=contexts) if captures else None
-    runner = ModelRunner(model, cache, options.seed, graphs, relaxed, MicroBatches.of(options, mesh))
-    pages_on_disk = page_folder(options, folder, model, stored)
-    turns = CacheTurns(scheduler, mesh, transfer, pages_on_disk, side.sender if side else None)
-    engine = Engine(
+    contexts = ContextBuckets(prepared.max_model_len, options.page_size)
+    graphs = DecodeGraphs(model, cache, contexts=contexts) if sized.captures else None
+    micro_batches = MicroBatches.of(options, mesh)
+    on_disk = page_folder(options, prepared.folder, model, prepared.format)
+    return Engine(
         options=options,
         model=model,
         cache=cache,
         scheduler=scheduler,
-        runner=runner,
-        cache_turns=turns,
-        max_model_len=max_model_len,
-        progress=progress_of(mesh, options),
-        bytes_read=bytes_read,
-        load_seconds=load_seconds,
-        step_bytes=for_steps,
+        runner=ModelRunner(model, cache, options.seed, graphs, prepared.relaxed, micro_batches),
+        cache_turns=CacheTurns(scheduler, mesh, transfer, on_disk, side.sender if side else None),
+        rebalancing=loaded.rebalancing,
+        recorder=loaded.recorder,
+        max_model_len=prepared.max_model_len,
+        progress=prepared.progress,
+        bytes_read=loaded.bytes_read,
+        load_seconds=loaded.seconds,
+        step_bytes=sized.step_bytes,
     )
-    if side:
-        side.attach(engine)
+
+
+def capture(engine: Engine) -> None:
+    """Captures the likely graphs; loads of experts are counted from then on."""
+    mesh, graphs, loads = engine.mesh, engine.graphs, engine.model.loads
     if graphs is not None and mesh.static_decode:
-        capture_likely(runner, mesh, options, max_model_len, engine.progress)
-    if model.loads is not None:
-        model.loads.forget()  # those of steps that were no requests'
-    engine.rebalancing, engine.recorder = rebalancing, LoadRecorder.of(model)
-    if events is not None:
-        events.follow(scheduler)
-    return engine
+        capture_likely(engine.runner, mesh, engine.options, engine.max_model_len, engine.progress)
+        held = format_bytes(graphs.memory_bytes)
+        logger.info("%s CUDA graphs captured, which hold %s", len(graphs.captured), held)
+    if loads is not None:
+        loads.forget()
 
 
 def _kv_events(options: EngineOptions, mesh: Mesh) -> KVEvents | None:
-    """What publishes the events of the prefix cache, on rank 0 if they are wanted."""
     wanted = options.kv_events_config or {}
     if not wanted.get("enable_kv_cache_events") or not mesh.is_front:
         return None
@@ -170,36 +272,8 @@ def _kv_events(options: EngineOptions, mesh: Mesh) -> KVEvents | None:
     return KVEvents(wanted)
 
 
-def progress_of(mesh: Mesh, options: EngineOptions) -> Callable[..., Any]:
-    """``progress(total, unit, title, shown=True)``, see :func:`progress_bar`; only rank 0 shows bars, if any."""
-
-    def progress(total: int, unit: str, title: str, shown: bool = True) -> Any:
-        return progress_bar(total, unit, title, shown and options.progress and mesh.is_front)
-
-    return progress
-
-
-def limited_model_len(config: ModelConfig, options: EngineOptions) -> int:
-    """Maximum number of tokens of a request; raises ``ValueError`` if the option exceeds the model's positions."""
-    wanted = options.max_model_len or config.max_position_embeddings
-    if wanted > config.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len {wanted} exceeds the model's {config.max_position_embeddings} positions; "
-            "lower it, or raise max_position_embeddings with hf_overrides"
-        )
-    return wanted
-
-
-def log_start(engine: Engine, folder: Path) -> None:
-    """Logs a line for the weights, one for the caches, and one for each slower path taken by default."""
-    options, cache, ranks = engine.options, engine.cache, engine.mesh.world_size
-    where = f"{str(engine.dtype).removeprefix('torch.')} on {engine.mesh.device}"
-    if options.load_format == "dummy":
-        logger.info("%s: random weights made in %.1f s, %s", folder, engine.load_seconds, where)
-    else:
-        read = f"{format_bytes(engine.bytes_read)} in {engine.load_seconds:.1f} s"
-        logger.info("%s: weights loaded on this rank, %s, %s", folder, read, where)
-    tokens = cache.pages * cache.page_size
+def _log_cache(prepared: Prepared, cache: KVCache) -> None:
+    tokens, ranks = cache.pages * cache.page_size, prepared.mesh.world_size
     logger.info(
         "cache of each rank: %s tokens in pages of %s, %s%s%s; room for %.2f requests of max_model_len %s "
         "on %s rank(s)",
@@ -207,39 +281,34 @@ def log_start(engine: Engine, folder: Path) -> None:
         cache.page_size,
         format_bytes(cache.bytes),
         " in FP8" if cache.format.fp8 else "",
-        "" if engine.mesh.device.type == "cuda" else " (a limit: memory is taken as it fills)",
-        ranks * tokens / engine.max_model_len,
-        f"{engine.max_model_len:,}",
+        "" if prepared.on_cuda else " (a limit: memory is taken as it fills)",
+        ranks * tokens / prepared.max_model_len,
+        f"{prepared.max_model_len:,}",
         ranks,
     )
-    if engine.step_bytes is not None:
-        logger.info("set aside for steps and graphs: %s", format_bytes(engine.step_bytes))
-    if engine.graphs is not None and engine.graphs.captured:
-        held = format_bytes(engine.graphs.memory_bytes)
-        logger.info("%s CUDA graphs captured, which hold %s", len(engine.graphs.captured), held)
-    _log_fallbacks(engine)
 
 
-def _log_fallbacks(engine: Engine) -> None:
-    options, stored = engine.options, quantization_name(engine.config.quantization)
-    if stored and isinstance(engine.model.runtime.weights, Unquantized):
-        why = "" if options.quantization else f": {engine.mesh.device} does not multiply them"
+def _log_slower_paths(prepared: Prepared, runtime: Runtime) -> None:
+    """Logs a line for each slower path taken by default."""
+    options, config, mesh = prepared.options, prepared.config, prepared.mesh
+    stored = quantization_name(config.quantization)
+    if stored and isinstance(runtime.weights, Unquantized):
+        why = "" if options.quantization else f": {mesh.device} does not multiply them"
         logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)
-    if engine.mesh.device.type != "cuda":
+    if not prepared.on_cuda:
         if options.device == "auto":
             logger.info("no CUDA device is available: the model runs on the CPU, in C++ kernels and PyTorch")
-        if options.dtype == "auto" and engine.dtype != engine.config.dtype:
-            stored = str(engine.config.dtype).removeprefix("torch.")
-            logger.info("dtype 'auto' is float32 on a CPU; the checkpoint says %s", stored)
+        if options.dtype == "auto" and prepared.dtype != config.dtype:
+            logger.info("dtype 'auto' is float32 on a CPU; the checkpoint says %s", _name(config.dtype))
         return
     if flash_attn_varlen_func is None and flash_attn_3_varlen_func is None:
         logger.info("flash-attn is not installed: PyTorch's attention does its work where tokens see few others")
-    lost = ["CUDA graphs"] if not options.enforce_eager else []
-    lost += ["async scheduling"] if options.async_scheduling else []
-    if lost and not engine.mesh.static_decode:
-        logger.warning(
-            "decode runs without %s, as shapes change from step to step with decode_dispatch '%s'; 'all_gather' keeps "
-            "them",
-            " and ".join(lost),
-            options.parallel.decode_dispatch,
-        )
+    lost = ["CUDA graphs"] * (not options.enforce_eager) + ["async scheduling"] * options.async_scheduling
+    if lost and not mesh.static_decode:
+        why = "as shapes change from step to step with decode_dispatch"
+        message = f"decode runs without %s, {why} '%s'; 'all_gather' keeps them"
+        logger.warning(message, " and ".join(lost), options.parallel.decode_dispatch)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -12,13 +12,23 @@ import torch
 
 from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
 from dsa_engine.checkpoint.index import locate_tensors
-from dsa_engine.checkpoint.part_digests import PartDigests
 from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS
 from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.model.model import Model
 from dsa_engine.model.mtp import MTPModule
 from dsa_engine.options import EngineOptions
 from dsa_engine.system.sizes import format_bytes
+
+
+def limited_model_len(config: ModelConfig, options: EngineOptions) -> int:
+    """Maximum number of tokens of a request; raises ``ValueError`` if the option exceeds the model's positions."""
+    wanted = options.max_model_len or config.max_position_embeddings
+    if wanted > config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {wanted} exceeds the model's {config.max_position_embeddings} positions; "
+            "lower it, or raise max_position_embeddings with hf_overrides"
+        )
+    return wanted
 
 
 def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOptions) -> None:
@@ -75,22 +85,15 @@ def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> in
     return modules
 
 
-def load_weights(
-    model: Model,
-    folder: Path,
-    options: EngineOptions,
-    progress: Callable[[int, str, str], Any],
-    digests: PartDigests | None = None,
-) -> int:
+def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], Any]) -> int:
     """Loads this rank's weights; returns the number of bytes read.
 
     Args:
         progress: makes a progress bar from a total, a unit and a title.
-        digests: gets the parts of the checkpoint that are read.
     """
     sources = list(model.weight_sources())
     dummy = options.load_format == "dummy"
-    reader = DummyReader(options.seed) if dummy else CheckpointReader(folder, model.config.weight_block_size, digests)
+    reader = DummyReader(options.seed) if dummy else CheckpointReader(folder, model.config.weight_block_size)
     with progress(len(sources), "tensors", "loading") as bar:
         for source in sources:
             reader.load(source)

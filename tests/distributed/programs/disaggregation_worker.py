@@ -26,8 +26,7 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 
 def counts(llm: LLM) -> dict[str, Any]:
     """What this rank has sent or received, and the pages that no request has given back."""
-    engine, side = llm.engine, llm.engine.side
-    assert side is not None
+    engine, side = llm.engine, llm.loop.side  # type: ignore[attr-defined]
     return {
         "lost": sum(engine.cache.pages - free for free in engine.scheduler.free_pages),
         "preemptions": engine.scheduler.preemptions,

@@ -29,7 +29,7 @@ def outputs(llm: LLM, generate: list[Any]) -> list[list[int]]:
 
 def announce(llm: LLM) -> None:
     """Prints a line when pages have been on their way for a while."""
-    side, seen = llm.engine.side, 0
+    side, seen = getattr(llm.loop, "side", None), 0
     assert side is not None and side.receiver is not None
     while seen < 10:
         seen = seen + 1 if side.receiver._receiving else 0

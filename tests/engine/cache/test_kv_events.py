@@ -61,12 +61,11 @@ def following(tmp_path: Path) -> Iterator[Callable[..., tuple[Scheduler, KVEvent
 
     def make(world: int = 1, pages: int = 8, **options: Any) -> tuple[Scheduler, KVEvents, Subscriber]:
         endpoint = f"ipc://{tmp_path}/kv"
+        events = KVEvents({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
         scheduler = Scheduler(
-            Capacity(world, world, pages, PAGE),
+            Capacity(world, world, pages, PAGE), events=events,
             rank=0, max_num_seqs=8, max_num_batched_tokens=64, max_prefill_share=1.0, **options,
         )  # fmt: skip
-        events = KVEvents({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
-        events.follow(scheduler)
         subscriber = Subscriber(endpoint)
         made.extend((events, subscriber))
         subscriber.until_connected(events)

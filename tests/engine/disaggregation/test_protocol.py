@@ -93,6 +93,6 @@ def test_the_last_pages_are_counted_when_a_side_closes() -> None:
     run, calls = Simulation(0, 60, 60), list[str]()
     names = ("close", "poll")
     transport = SimpleNamespace(**{name: lambda name=name: calls.append(name) for name in names})  # type: ignore[misc]
-    run.prefill.engine.side.sender = transport
+    run.prefill.loop.side.sender = transport
     run.prefill.loop._close_transfers()
     assert calls == ["close", "poll"]

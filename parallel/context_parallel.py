@@ -9,32 +9,44 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 CpLayout = Literal["head_tail", "contiguous"]
 
 
-def split_sequence(start: int, length: int, ranks: int, layout: CpLayout = "head_tail") -> list[list[tuple[int, int]]]:
-    """Divides the tokens ``start … start+length-1`` of a sequence over ``ranks``.
+def pieces_of(
+    start: torch.Tensor, length: torch.Tensor, index: torch.Tensor, ranks: torch.Tensor, layout: CpLayout = "head_tail"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pieces of the tokens ``start … start+length-1`` of sequences, each divided over its number of ``ranks``.
 
     "head_tail" gives rank r the pieces r and ``2 · ranks - 1 - r`` of ``2 · ranks``: a cheap piece near the head and an
     expensive piece near the tail, so that causal work is the same on every rank up to one token. Ranks differ by at
     most one token, and an odd token goes to the head piece, where it costs least. "contiguous" gives rank r the r-th of
     ``ranks`` pieces. Any length works, even one below the number of pieces.
 
+    Args:
+        start, length, index, ranks: int64 ``[n]`` each; ``index`` is the rank whose pieces are asked for.
+
     Returns:
-        for every rank its segments ``(start, length)`` in order of position; adjacent pieces are joined, empty ones
-        omitted.
+        starts and lengths of the two pieces, in order of position, int64 ``[n, 2]`` each. Of adjacent pieces the first
+        has all tokens and the second is empty.
     """
-    counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
-    tails = [count // 2 if layout == "head_tail" else 0 for count in counts]
-    divided = []
-    head, tail = start, start + length  # the tokens between them are not assigned yet
-    for count, at_tail in zip(counts, tails, strict=True):
-        at_head = count - at_tail
-        tail -= at_tail
-        if head + at_head == tail:
-            segments = [(head, count)]
-        else:
-            segments = [(head, at_head), (tail, at_tail)]
-        divided.append([segment for segment in segments if segment[1]])
-        head += at_head
-    return divided
+
+    def tail(count: torch.Tensor) -> torch.Tensor:
+        return count // 2 if layout == "head_tail" else torch.zeros_like(count)
+
+    least, more = length // ranks, length % ranks
+    with_one_more = torch.minimum(index, more)  # ranks before this one that have a token more than the last ones
+    count, before = least + (index < more), index * least + with_one_more
+    tails, tails_before = tail(count), index * tail(least) + with_one_more * (tail(least + 1) - tail(least))
+    head_start, tail_start = start + before - tails_before, start + length - tails_before - tails
+    tails = tails.where(head_start + count - tails != tail_start, 0)
+    return torch.stack((head_start, tail_start), dim=1), torch.stack((count - tails, tails), dim=1)
+
+
+def split_sequence(start: int, length: int, ranks: int, layout: CpLayout = "head_tail") -> list[list[tuple[int, int]]]:
+    """The pieces ``(start, length)`` of every rank, as :func:`pieces_of` divides a sequence; empty ones are omitted."""
+    one_each, index = torch.ones(ranks, dtype=torch.int64), torch.arange(ranks)
+    starts, lengths = pieces_of(start * one_each, length * one_each, index, ranks * one_each, layout)
+    of_ranks = (zip(*pair, strict=True) for pair in zip(starts.tolist(), lengths.tolist(), strict=True))
+    return [[piece for piece in pieces if piece[1]] for pieces in of_ranks]

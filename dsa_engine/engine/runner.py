@@ -66,7 +66,7 @@ class ModelRunner:
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Divides the chunks of the next step over the ranks; pads the step if a graph runs it."""
-        step = StepPlan.of(chunks, self._mesh.world_size, self._config, 1 + self.num_drafts)
+        step = StepPlan.of(chunks, self._mesh.rank, self._mesh.world_size, self._config, 1 + self.num_drafts)
         if self.graphs is not None and self._is_static(step) and self._fits_graph(step):
             step = self.graphs.pad(step, self.num_drafts)
         if self._micro_batches is not None:
@@ -132,11 +132,10 @@ class ModelRunner:
         plan = self.plan(chunks)
         _, hidden = self.forward(plan)
         logits = self.sampled_logits(plan, hidden)
-        owners = [rank for rank, rank_plan in enumerate(plan.ranks) if rank_plan.logits_rows]
-        if not owners:
+        if not plan.samples:
             return None
         mine = logits[:1] if logits.shape[0] else logits.new_zeros(1, self._config.vocab_size)
-        return self._mesh.world.all_gather(mine)[owners[0]]
+        return self._mesh.world.all_gather(mine)[plan.samples[0].rank]
 
     @torch.inference_mode()
     def all_logits(self, chunk: Chunk, into: torch.Tensor, block: int) -> None:
@@ -147,10 +146,11 @@ class ModelRunner:
         """
         plan = self.plan([replace(chunk, num_logits=chunk.length)])
         _, hidden = self.forward(plan)
-        rows = upload(plan.ranks[self._mesh.rank].rows_with_logits, hidden.device)
-        positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plan.ranks]
-        longest = max(len(theirs) for theirs in positions)
-        step = max(1, min(longest, block // len(plan.ranks)))  # no more padding than the ranks' plans differ by
+        rows = upload(plan.own.rows_with_logits, hidden.device)
+        plans = map(plan.of_rank, range(len(plan.rows)))
+        positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plans]
+        longest = max(plan.num_logits)
+        step = max(1, min(longest, block // len(positions)))  # no more padding than the ranks' plans differ by
         for first in range(0, longest, step):
             mine = hidden[rows[first : first + step]]
             gathered = self._mesh.world.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
@@ -168,8 +168,8 @@ class ModelRunner:
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[logits_rows of this rank, vocab]``."""
-        padded_rows = max(len(plan.ranks[r].logits_rows) for r in self._mesh.tp.ranks)
+        padded_rows = max(plan.num_logits[rank] for rank in self._mesh.tp.ranks)
         if padded_rows == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
-        rows = plan.ranks[self._mesh.rank].rows_with_logits
-        return self._model.logits(hidden[upload(rows, hidden.device)], padded_rows)
+        rows = upload(plan.own.rows_with_logits, hidden.device)
+        return self._model.logits(hidden[rows], padded_rows)

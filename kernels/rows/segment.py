@@ -54,10 +54,10 @@ class Segments:
             if s.row != rows or s.length < 1:
                 raise ValueError(f"{s} must have a length and begin at row {rows}, where the segment before it ends")
             rows += s.length
-        sequences = [s.sequence for s in segments for _ in range(s.length)]
-        visible = [count for s in segments for count in range(s.start + 1, s.end + 1)]
-        on_host = torch.tensor(sequences, dtype=torch.int32), torch.tensor(visible, dtype=torch.int32)
-        return cls(segments, upload(on_host[0], device), upload(on_host[1], device))
+        row, length, sequence, start = torch.tensor(segments, dtype=torch.int32).view(-1, 4).T
+        sequences, before = torch.stack((sequence, start - row)).repeat_interleave(length, dim=1)
+        visible = before + torch.arange(1, rows + 1, dtype=torch.int32)
+        return cls(segments, upload(sequences, device), upload(visible, device))
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments)

@@ -132,9 +132,9 @@ def test_a_prefill(demo_cache: Path) -> None:
     costs = ModelCosts.of(llm.engine)
     plans = prefill_plans_of(llm.engine, len(prompt))
     again = prefill_plans(costs.config, len(prompt), 1, 300)
-    assert [Shape.of(p.ranks[0]) for p in plans] == [Shape.of(p.ranks[0]) for p in again]
+    assert [Shape.of(p.own) for p in plans] == [Shape.of(p.own) for p in again]
     stages = costs.prefill(plans, 0)
-    c, mha = costs.config, Shape.of(plans[0].ranks[0]).mha
+    c, mha = costs.config, Shape.of(plans[0].own).mha
     assert mha.rows == c.index_topk
     fused = 2 * mha.pairs * c.num_attention_heads * (c.qk_head_dim + c.v_head_dim) * c.num_hidden_layers
     touched.flops["sparse flash attention"] += fused  # PyTorch counts no operations of its attention on a CPU

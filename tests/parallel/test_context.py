@@ -14,10 +14,10 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.parallel.context_parallel import split_sequence
+from dsa_engine.parallel.context_parallel import CpLayout, split_sequence
 from dsa_engine.parallel.group import Group
 
-LAYOUTS = ["head_tail", "contiguous"]
+LAYOUTS: list[CpLayout] = ["head_tail", "contiguous"]
 
 
 def pairs(runs: list[tuple[int, int]]) -> int:
@@ -35,7 +35,7 @@ def imbalance(work: list[int]) -> float:
 @example(0, 1, 64, "head_tail")
 @example(7, 2 * 5 - 1, 5, "head_tail")
 @example(7, 2 * 5 + 1, 5, "head_tail")
-def test_every_token_has_one_rank(start: int, length: int, ranks: int, layout: str) -> None:
+def test_every_token_has_one_rank(start: int, length: int, ranks: int, layout: CpLayout) -> None:
     divided = split_sequence(start, length, ranks, layout)
     assert len(divided) == ranks
     owned = [position for runs in divided for first, count in runs for position in range(first, first + count)]
@@ -46,6 +46,22 @@ def test_every_token_has_one_rank(start: int, length: int, ranks: int, layout: s
         assert all(count > 0 for _, count in runs)
         assert all(a + n < b for (a, n), (b, _) in pairwise(runs)), "in order, and joined where they meet"
         assert len(runs) <= (2 if layout == "head_tail" else 1)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5000), st.integers(0, 3000), st.integers(1, 70), st.sampled_from(LAYOUTS))
+def test_pieces_follow_from_counts(start: int, length: int, ranks: int, layout: CpLayout) -> None:
+    """The pieces that are found one after the other from the head and from the tail."""
+    counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
+    head, tail, divided = start, start + length, []
+    for count in counts:
+        at_tail = count // 2 if layout == "head_tail" else 0
+        tail -= at_tail
+        joined = head + count - at_tail == tail
+        segments = [(head, count)] if joined else [(head, count - at_tail), (tail, at_tail)]
+        divided.append([segment for segment in segments if segment[1]])
+        head += count - at_tail
+    assert split_sequence(start, length, ranks, layout) == divided
 
 
 def test_head_tail_pairs_a_head_with_a_tail_piece() -> None:
@@ -80,7 +96,7 @@ def test_attention_work_of_a_chunked_prefill(ranks: int, length: int, step: int,
     work = [0] * ranks
     for first in range(0, length, step):
         chunk = Chunk(sequence, first, min(step, length - first), range(ranks))
-        pairs_of_ranks = StepPlan.of([chunk], ranks, config).attention_pairs()
+        pairs_of_ranks = StepPlan.of([chunk], 0, ranks, config).attention_pairs()
         work = [a + b for a, b in zip(work, pairs_of_ranks, strict=True)]
     assert sum(work) == length * (length + 1) // 2 and imbalance(work) < 0.01
 

@@ -33,7 +33,9 @@ def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[
     Args:
         hidden: ``[rows of this rank, hidden]``.
     """
-    wanted = [_wanted(rank_plan) for rank_plan in plan.ranks]
+    if all(chunk.request.prompt_logprobs is None for chunk in plan.chunks):
+        return {}
+    wanted = [_wanted(plan.own if rank == plan.rank else plan.of_rank(rank)) for rank in range(len(plan.rows))]
     padded_rows = max(len(rows) for rows in wanted)
     if padded_rows == 0:
         return {}
@@ -61,9 +63,10 @@ def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[
 
 
 def _wanted(rank_plan: RankPlan) -> list[_Row]:
-    """The rows of a rank that precede a prompt token whose log-probability is not known yet."""
+    """The rows of a rank that precede a prompt token whose log-probability is not known yet, in an order that does not
+    depend on the padding of the step."""
     wanted = []
-    for segment in rank_plan.segments:
+    for segment in sorted(rank_plan.segments, key=lambda s: (s.sequence, s.start)):
         request = rank_plan.chunks[segment.sequence].request
         if request.prompt_logprobs is None:
             continue

@@ -46,13 +46,13 @@ class Sampler:
             logits: float32 ``[logits_rows of this rank, vocab]``; overwritten.
             sampled: ``StepResult.tokens`` of the step before, if they have not been read.
         """
-        padded_rows = max(len(rank_plan.logits_rows) for rank_plan in plan.ranks)
+        padded_rows = max(plan.num_logits)
         indices = _indices(plan, padded_rows)
         if not indices:
             return StepResult({}, torch.empty(0, dtype=torch.int64, device=logits.device), list, None)
         logprob_counts = [r.params.logprobs for r in indices if r.params.logprobs is not None]
         unmodified = logits.clone() if logprob_counts else logits
-        wanted = _wanted(plan.ranks[self._mesh.rank])
+        wanted = _wanted(plan.own)
         total = logits.sum(dim=-1)  # finite if all logits of a row are; taken before some become -inf
         self._processors.apply(logits, wanted, sampled)
         tokens = self._choose(wanted, logits)
@@ -92,12 +92,10 @@ def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _indices(plan: StepPlan, padded_rows: int) -> dict[Request, range]:
     """Indices of each request's tokens among the tokens of all ranks, ``padded_rows`` for each rank."""
     indices: dict[Request, range] = {}
-    for rank, rank_plan in enumerate(plan.ranks):
-        for index, (_, request) in enumerate(rank_plan.logits_rows, rank * padded_rows):
-            rows = indices.get(request, range(index, index))
-            if rows.stop != index:
-                raise ValueError("the rows of logits of a request must be consecutive on one rank to be sampled")
-            indices[request] = range(rows.start, index + 1)
+    for request, rank, first, count in plan.samples:
+        if request in indices:
+            raise ValueError("the rows of logits of a request must be consecutive on one rank to be sampled")
+        indices[request] = range(rank * padded_rows + first, rank * padded_rows + first + count)
     return indices
 
 

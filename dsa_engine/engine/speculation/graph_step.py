@@ -90,12 +90,12 @@ class GraphStep:
 
     def fits(self, step: StepPlan, count: int) -> bool:
         """Whether all requests verify up to ``count`` drafts and their sampling does not need the host."""
-        return all(verifies(c, count) and not needs_host(c.request) for plan in step.ranks for c in plan.chunks)
+        return all(verifies(c, count) and not needs_host(c.request) for c in step.chunks)
 
     def key(self, step: StepPlan, rule: AcceptanceRule) -> GraphKey:
         """The name of the graph that runs a padded step."""
         assert step.bucket is not None
-        params = [chunk.request.params for plan in step.ranks for chunk in plan.chunks]
+        params = [chunk.request.params for chunk in step.chunks]
         drawn, vocab = [p for p in params if p.temperature > 0], self._model.config.vocab_size
         limits = Limits.of(drawn, vocab).rounded(vocab) if drawn else None
         return GraphKey(step.bucket, limits, any(p.penalises for p in params), rule)
@@ -112,7 +112,7 @@ class GraphStep:
         if buffers is None:
             # Whether a padded step is cut follows from its bucket.
             buffers = self._buffers[bucket] = _Buffers(bucket, self._passes, is_cut=step.micro_batches is not None)
-        chunks = step.ranks[self._mesh.rank].chunks
+        chunks = step.own.chunks
         upload(self._inputs(bucket, chunks, before).table(), self._mesh.device, out=buffers.inputs)
         tables, (requests, width) = self._cache.block_tables, buffers.tables.shape
         table_rows = tables.rows([chunk.request.pages for chunk in chunks])
@@ -181,10 +181,10 @@ def _choose(
 
 def _samples(step: StepPlan, each: int, table: torch.Tensor) -> StepResult:
     """The result of a step from its outcome's ``table``, which has ``each`` rows for every rank."""
-    rows, indices = gathered_rows([plan.chunks for plan in step.ranks], each), {}
-    for chunk in (chunk for plan in step.ranks for chunk in plan.chunks):
-        first = rows[chunk.request] * table.shape[1] + FIRST_TOKEN
-        indices[chunk.request] = range(first, first + chunk.length)
+    rows, indices = gathered_rows(step.samples, each), {}
+    for request, _, _, count in step.samples:
+        first = rows[request] * table.shape[1] + FIRST_TOKEN
+        indices[request] = range(first, first + count)
     on_host, outcome = cache(download(table)), Outcome(table, rows)
     return StepResult(
         indices,

@@ -18,6 +18,7 @@ all rows before it embed tokens of the prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ from dsa_engine.engine.speculation.rows import (
     gathered_rows,
 )
 from dsa_engine.engine.steps.batch import known_ids
-from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
+from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -88,22 +89,23 @@ class Passes(ABC):
         Returns:
             drafts, int64 ``[n, count]``, and the new ``last_rows`` of this rank's requests.
         """
-        by_rank, rank, width = chunks_with_logits(step), self.mesh.rank, tokens.shape[1]
-        requests = [chunk.request for chunks in by_rank for chunk in chunks]
-        fills = not all(verifies(chunk, width - 1) for plan in step.ranks for chunk in plan.chunks)
+        own, rank, width = chunks_with_logits(step.own), self.mesh.rank, tokens.shape[1]
+        requests = [one.request for one in step.samples]
+        fills = not all(verifies(chunk, width - 1) for chunk in step.chunks)
         last = self._fill(step, batch, hidden, requests, tokens) if fills else {}
         if not requests:
             return tokens[:, 1:], {}
-        own, (bucket, rows, max_visible) = by_rank[rank], self._static_rows(by_rank, width)
+        bucket, rows, max_visible = self._static_rows(step, own, width)
         buffers = self.buffers(bucket, max_visible)
         buffers.load([_part(last[c.request], 0, -1) if c.request in last else c.request.last_rows for c in own])
         to = self._indices([i * width + j for i, chunk in enumerate(own) for j in range(chunk.length)])
-        chosen_after = hidden[upload(step.ranks[rank].rows_with_logits, self.mesh.device)]
+        chosen_after = hidden[upload(step.own.rows_with_logits, self.mesh.device)]
         states = hidden.new_zeros(bucket.requests * width, hidden.shape[1]).index_copy_(0, to, chosen_after)
-        mine, missing = slice(first := sum(map(len, by_rank[:rank])), first + len(own)), bucket.requests - len(own)
+        first, missing = sum(one.rank < rank for one in step.samples), bucket.requests - len(own)
+        mine = slice(first, first + len(own))
         own_tokens, own_accepted = F.pad(tokens[mine], (0, 0, 0, missing)), F.pad(accepted[mine], (0, missing))
         drafts = self.after_decode(rows, states, own_tokens, own_accepted, buffers)
-        at = self._indices([*gathered_rows(by_rank, bucket.requests).values()])
+        at = self._indices([*gathered_rows(step.samples, bucket.requests).values()])
         filled = {request: _part(of, 1, None) for request, of in last.items() if request.owner == rank}
         return self.mesh.world.all_gather(drafts)[at], filled if fills else buffers.last_rows(own)
 
@@ -118,9 +120,10 @@ class Passes(ABC):
         codes = {request: range(i * width, (i + 1) * width) for i, request in enumerate(requests)}
         modules = min(width - 1, len(self.model.mtp))
         for number in range(1, 1 + modules):
-            ids = [plan.next_token_ids(batch.tp_rows, codes, number) for plan in plans_of(step, self.mesh.tp)]
-            input_ids = known_ids(torch.tensor(ids, dtype=torch.int64), tokens.flatten(), self.mesh.device)
-            states = self.model.draft(number - 1, states, replace(batch, input_ids=input_ids), self.cache)
+            ids = step.own.next_token_ids(batch.tp_rows, codes, number)
+            input_ids = self.mesh.tp.all_gather(known_ids(ids, tokens.flatten(), self.mesh.device))
+            of_group = replace(batch, input_ids=input_ids.view(-1, batch.tp_rows))
+            states = self.model.draft(number - 1, states, of_group, self.cache)
         return self._last_positions(step, hidden, codes, modules) if modules > 1 else {}
 
     def _last_positions(
@@ -128,8 +131,7 @@ class Passes(ABC):
     ) -> Mapping[Request, LastRows]:
         """The last ``count`` positions before the first chosen token of each request that this step has ``prefilled``,
         gathered from the ranks of its context-parallel group."""
-        plans = plans_of(step, self.mesh.cp)
-        rows = [_rows_of_last_positions(plan, prefilled, count) for plan in plans]
+        rows = [_rows_of_last_positions(step.of_rank(rank), prefilled, count) for rank in self.mesh.cp.ranks]
         if (padded_rows := max(map(len, rows))) == 0:
             return {}
         at = {key: rank * padded_rows + i for rank, keys in enumerate(rows) for i, key in enumerate(keys)}
@@ -140,16 +142,18 @@ class Passes(ABC):
         ids = [[0] * (count - len(r)) + r.tokens(max(0, len(r) - count), min(count, len(r))) for r in requests]
         return dict(zip(requests, map(LastRows, states[index], self._indices(ids)), strict=True))
 
-    def _static_rows(self, by_rank: list[list[Chunk]], width: int) -> tuple[Bucket, StepRows, list[int]]:
-        """This rank's chunks in ``width`` rows of each request; their bucket, with this rank's context; and the maximum
-        number of tokens that the rows of each request see."""
-        own, tables, page_size = by_rank[self.mesh.rank], self.cache.block_tables, self.cache.page_size
+    def _static_rows(self, step: StepPlan, own: list[Chunk], width: int) -> tuple[Bucket, StepRows, list[int]]:
+        """This rank's chunks with logits in ``width`` rows of each request; their bucket, with this rank's context; and
+        the maximum number of tokens that the rows of each request see."""
+        tables, page_size = self.cache.block_tables, self.cache.page_size
         pages = [chunk.request.pages for chunk in own]
         # Padding rows of a request come after its last one, in the passes too.
         max_pages = max(map(len, pages), default=0) + pages_for(2 * width, page_size)
-        bucket = Bucket(max(1, *map(len, by_rank)), width, max_pages * page_size)
-        selects = self.model.config.has_indexer
-        plan = StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket)
+        requests = max(Counter(one.rank for one in step.samples).values(), default=1)
+        bucket = Bucket(requests, width, max_pages * page_size)
+        padded = RankPlan(own).padded(bucket, self.model.config.has_indexer)
+        rows = [bucket.rows] * len(step.rows)
+        plan = StepPlan(step.rank, padded, rows, step.num_logits, step.samples, decodes=True, bucket=bucket)
         for hook in self._hooks:
             hook(plan)
         in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), max_pages)

@@ -7,6 +7,7 @@ request, is padding and has position -1.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
-from dsa_engine.engine.steps.plan import Bucket, StepPlan
+from dsa_engine.engine.steps.plan import Bucket, RankPlan, Samples
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
@@ -197,16 +198,18 @@ class PassBuffers:
         return {chunk.request: LastRows(states[i], tokens[i]) for i, chunk in enumerate(chunks)}
 
 
-def chunks_with_logits(step: StepPlan) -> list[list[Chunk]]:
-    """The rows of each rank with logits, as a chunk for each request, in the order of the sampler."""
-    by_rank = []
-    for rank, plan in enumerate(step.ranks):
-        wanted, ranks = {request for _, request in plan.logits_rows}, range(rank, rank + 1)
-        chunks = [chunk for chunk in plan.chunks if chunk.request in wanted]
-        by_rank.append([replace(c, start=c.end - c.num_logits, length=c.num_logits, ranks=ranks) for c in chunks])
-    return by_rank
+def chunks_with_logits(plan: RankPlan) -> list[Chunk]:
+    """A rank's rows with logits, as a chunk for each request, in the order of the sampler."""
+    wanted = {request for _, request in plan.logits_rows}
+    chunks = [chunk for chunk in plan.chunks if chunk.request in wanted]
+    return [replace(c, start=c.end - c.num_logits, length=c.num_logits) for c in chunks]
 
 
-def gathered_rows(by_rank: list[list[Chunk]], each: int) -> dict[Request, int]:
+def gathered_rows(samples: Sequence[Samples], each: int) -> dict[Request, int]:
     """The row of each request in the gathered tables of all ranks, which have ``each`` rows."""
-    return {chunk.request: rank * each + i for rank, chunks in enumerate(by_rank) for i, chunk in enumerate(chunks)}
+    before = Counter[int]()
+    rows = {}
+    for one in samples:
+        rows[one.request] = one.rank * each + before[one.rank]
+        before[one.rank] += 1
+    return rows

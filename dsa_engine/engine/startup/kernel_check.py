@@ -102,7 +102,7 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
             pool.zero_()  # the same steps each time, whatever the memory held
 
     def run(chunks: list[Chunk]) -> None:
-        plan = StepPlan.of(chunks, mesh.world_size, config)
+        plan = StepPlan.of(chunks, mesh.rank, mesh.world_size, config)
         batch = build_batch(plan, config, mesh, cache.block_tables, None)
         model.logits(model(batch, cache, layers)[-1:])
 

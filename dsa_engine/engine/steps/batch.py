@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.steps.micro_batches import row_order
-from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
+from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.block_tables import BlockTables
 from dsa_engine.model.forward_batch import ForwardBatch, MHASegments, MicroBatchPair
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.group import Group
 
 
 def build_batch(
@@ -38,10 +40,9 @@ def build_batch(
         return batch
     into = (None, None) if buffers is None or buffers.micro_batches is None else buffers.micro_batches.batches
     first, second = (
-        replace(_build(one, config, mesh, tables, sampled, of), decodes=step.decodes)
-        for one, of in zip(step.micro_batches, into, strict=True)
+        _build(one, config, mesh, tables, sampled, of) for one, of in zip(step.micro_batches, into, strict=True)
     )
-    order, first = row_order(step, mesh.rank), replace(first, first_micro_batch=True)
+    order, first = row_order(step), replace(first, first_micro_batch=True)
     pair = MicroBatchPair((first, second), None if order is None else upload(order, mesh.device))
     return replace(batch, micro_batches=pair)
 
@@ -55,8 +56,7 @@ def _build(
     buffers: ForwardBatch | None,
 ) -> ForwardBatch:
     """The tensors of a step that is not cut, or of one micro-batch."""
-    plan, bucket, device = step.ranks[mesh.rank], step.bucket, mesh.device
-    rows = [p.rows for p in step.ranks]
+    plan, bucket, device, rows = step.own, step.bucket, mesh.device, step.rows
     # At least one row: no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = (max(1, *(rows[r] for r in group.ranks)) for group in (mesh.tp, mesh.cp, mesh.ep))
     pages = [chunk.request.pages for chunk in plan.chunks]
@@ -64,20 +64,14 @@ def _build(
     if bucket is not None:
         table_rows += [0] * (bucket.requests - len(pages))  # padding; never read
         width = pages_for(bucket.context, tables.page_size)
-    # If a step splits a request, all ranks of a group have the same chunks in the same order.
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
-    if gathers:
-        plans = plans_of(step, mesh.cp)
-        slots = torch.cat([F.pad(p.slots(tables, table_rows), (0, cp_rows - p.rows), value=-1) for p in plans])
-    else:
-        slots = plan.slots(tables, table_rows)
+    slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else plan.slots(tables, table_rows)
     cos, sin = config.rope.cos_sin(plan.positions.clamp(min=0))
 
     def put(values: torch.Tensor, name: str) -> torch.Tensor:
         return upload(values, device, out=None if buffers is None else getattr(buffers, name))
 
-    ids = torch.tensor([p.token_ids(tp_rows) for p in plans_of(step, mesh.tp)], dtype=torch.int64)
-    input_ids = known_ids(ids, sampled, device)
+    input_ids = mesh.tp.all_gather(known_ids(plan.token_ids(tp_rows), sampled, device)).view(-1, tp_rows)
     in_tables = [s._replace(sequence=table_rows[s.sequence]) for s in plan.mha]
     dense_mqa, sparse_mqa = _mqa_segments(plan, bucket, config.has_indexer, device, buffers)
     return ForwardBatch(
@@ -97,6 +91,39 @@ def _build(
         decodes=step.decodes,
         token_mask=None if bucket is None else put(plan.positions >= 0, "token_mask"),
     )
+
+
+def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
+    """int32 ``[ranks · rows of the longest]``: slots of the cache rows of a context-parallel group, −1 for padding.
+
+    All ranks of the group have the same chunks. The slots of a chunk's tokens are listed once, and divided as the
+    tokens are.
+
+    Args:
+        table_rows: rows of this rank's chunks in ``tables``.
+    """
+    table, size = step.segments, tables.page_size
+    assert table is not None, "a step made of chunks"
+    lists, listed = [], 0
+    origin = np.zeros(len(step.chunks), dtype=np.int32)  # where each chunk's position 0 is, or would be, in the lists
+    numbers = [number for number, chunk in enumerate(step.chunks) if step.rank in chunk.ranks]
+    for number, table_row in zip(numbers, table_rows, strict=True):
+        first, last = step.chunks[number].start // size, pages_for(step.chunks[number].end, size)
+        pages = tables.host[table_row, first:last].numpy()
+        lists.append((pages[:, None] * size + np.arange(size, dtype=np.int32)).ravel())
+        origin[number] = listed - first * size
+        listed += len(lists[-1])
+    own = slice(*np.searchsorted(table.rank, (group.ranks[0], group.ranks[-1] + 1)))
+    length = table.length[own]
+    first_row = np.cumsum(length) - length
+    at = np.repeat((origin[table.chunk[own]] + table.start[own] - first_row).astype(np.int32), length)
+    at += np.arange(len(at), dtype=np.int32)
+    slots = torch.from_numpy(np.concatenate(lists)).index_select(0, torch.from_numpy(at))
+    rows = [step.rows[rank] for rank in group.ranks]
+    padded = torch.full((len(rows), max(1, *rows)), -1, dtype=torch.int32)
+    for out, of_rank in zip(padded, slots.split(rows), strict=True):
+        out[: len(of_rank)] = of_rank
+    return padded.flatten()
 
 
 def _mqa_segments(

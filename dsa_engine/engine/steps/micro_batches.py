@@ -44,18 +44,21 @@ class MicroBatches:
         Args:
             chunks: all chunks of the step.
         """
-        if max(plan.rows for plan in step.ranks) < (self.decode_rows if step.decodes else self.prefill_rows):
+        if max(step.rows) < (self.decode_rows if step.decodes else self.prefill_rows):
             return step
         if step.bucket is not None:
             return _cut_bucket(step, config)
         first, second = cut_chunks(chunks, step.decodes)
         if not (any(chunk.length for chunk in first) and second):
             return step
-        of = (len(step.ranks), config, step.max_decode_rows)
+        of = (step.rank, len(step.rows), config)
         begun = {chunk.request for chunk in first}
         cuts = {chunk.request: chunk.start for chunk in second if chunk.request in begun}
-        whole = StepPlan.of(chunks, *of, cuts)
-        return replace(whole, micro_batches=(StepPlan.of(first, *of), StepPlan.of(second, *of)))
+        whole, *both = (
+            replace(StepPlan.of(some, *of, cuts=at), decodes=step.decodes)
+            for some, at in ((chunks, cuts), (first, None), (second, None))
+        )
+        return replace(whole, micro_batches=(both[0], both[1]))
 
 
 def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[Chunk]]:
@@ -83,14 +86,14 @@ def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[
     return first, second
 
 
-def row_order(step: StepPlan, rank: int) -> torch.Tensor | None:
-    """int64 ``[rows of the rank]``: the index of each row among those of the first micro-batch and then of the
+def row_order(step: StepPlan) -> torch.Tensor | None:
+    """int64 ``[rows of this rank]``: the index of each row among those of the first micro-batch and then of the
     second one. None if that is the order of the step."""
     assert step.micro_batches is not None, "the order of a step that is cut"
     if step.bucket is not None:
         return None
-    whole = _row_keys(step.ranks[rank])
-    of_both = torch.cat([_row_keys(one.ranks[rank]) for one in step.micro_batches])
+    whole = _row_keys(step.own)
+    of_both = torch.cat([_row_keys(one.own) for one in step.micro_batches])
     assert len(whole) == len(of_both), "the micro-batches have the rows of the step"
     order = torch.empty_like(whole)
     order[whole.argsort()] = of_both.argsort()
@@ -116,7 +119,8 @@ def _cut_bucket(step: StepPlan, config: ModelConfig) -> StepPlan:
     micro_bucket = replace(bucket, requests=count)
 
     def of(requests: slice) -> StepPlan:
-        plans = [RankPlan(plan.chunks[requests]).padded(micro_bucket, config.has_indexer) for plan in step.ranks]
-        return StepPlan(plans, step.max_decode_rows, micro_bucket)
+        own, rows = RankPlan(step.own.chunks[requests]), [micro_bucket.rows] * len(step.rows)
+        padded = own.padded(micro_bucket, config.has_indexer)
+        return StepPlan(step.rank, padded, rows, [0] * len(rows), [], step.decodes, bucket=micro_bucket)
 
     return replace(step, micro_batches=(of(slice(count)), of(slice(count, None))))

@@ -1,17 +1,19 @@
 """Divides a step over the ranks: which rank computes which rows, and which rows need logits.
 
-Every rank derives the same :class:`StepPlan` from the same chunks. So all know how many rows and logits each rank has,
-without communication. A decode step may be padded to a bucket: its plan then contains the rows of the bucket.
+Every rank divides the same chunks in the same way. A rank's :class:`StepPlan` has its own segments, and of the other
+ranks how many rows and logits they have, which fixes the shape of every collective. A decode step may be padded to a
+bucket: its plan then contains the rows of the bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
@@ -21,8 +23,7 @@ from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.parallel.context_parallel import split_sequence
-from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.context_parallel import pieces_of
 
 
 def mha_min_queries(config: ModelConfig) -> float:
@@ -75,39 +76,39 @@ class RankPlan:
         """Number of rows without padding."""
         return sum(s.length for s in self.segments)
 
-    def token_ids(self, rows: int) -> list[int]:
-        """Token id of each row, as :meth:`Request.tokens` gives it, for ``batch.known_ids``; zeros up to ``rows``."""
-        ids = [0] * rows
+    def token_ids(self, rows: int) -> torch.Tensor:
+        """Token id of each row, as :meth:`Request.tokens` gives it, for ``batch.known_ids``; int64, zeros up to
+        ``rows``."""
+        ids = np.zeros(rows, dtype=np.int64)
         for s in self.segments:
             ids[s.row : s.row + s.length] = self.chunks[s.sequence].request.tokens(s.start, s.length)
-        return ids
+        return torch.from_numpy(ids)
 
-    def next_token_ids(self, rows: int, sampled: Mapping[Request, range], ahead: int = 1) -> list[int]:
+    def next_token_ids(self, rows: int, sampled: Mapping[Request, range], ahead: int = 1) -> torch.Tensor:
         """For each row, the token ``ahead`` positions later, which an MTP module embeds there; 0 if there is none.
 
         Args:
             sampled: indices, for ``batch.known_ids``, of the tokens after a request's known ones. These are the tokens
                 that this step samples; a request's current drafts are not used.
         """
-        ids = [0] * rows
+        ids = np.zeros(rows, dtype=np.int64)
         for s in self.segments:
             request, first = self.chunks[s.sequence].request, s.start + ahead
             known = max(0, min(s.length, len(request) - first))
             skipped = max(0, first - len(request))
             new = sampled.get(request, range(0))[skipped : skipped + s.length - known]
-            values = request.tokens(first, known) + [-1 - index for index in new]
-            ids[s.row : s.row + len(values)] = values
-        return ids
+            ids[s.row : s.row + known] = request.tokens(first, known)
+            ids[s.row + known : s.row + known + len(new)] = [-1 - index for index in new]
+        return torch.from_numpy(ids)
 
     @cached_property
     def _by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Position (−1 for padding) and chunk index of each row; int64 ``[rows]`` each."""
-        positions, sequences = [-1] * self.rows, [0] * self.rows
+        positions, sequences = np.full(self.rows, -1), np.zeros(self.rows, dtype=np.int64)
         for s in self.segments:
-            rows = slice(s.row, s.row + s.length)
-            positions[rows] = range(s.start, s.end)
-            sequences[rows] = [s.sequence] * s.length
-        return torch.tensor(positions, dtype=torch.int64), torch.tensor(sequences, dtype=torch.int64)
+            positions[s.row : s.row + s.length] = np.arange(s.start, s.end)
+            sequences[s.row : s.row + s.length] = s.sequence
+        return torch.from_numpy(positions), torch.from_numpy(sequences)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -126,17 +127,6 @@ class RankPlan:
             return torch.full_like(positions, -1, dtype=torch.int32)
         return slots_of(positions, tables.host, torch.tensor(table_rows)[chunks], tables.page_size)
 
-    def _set_rows(self) -> None:
-        """Numbers the rows of the segments, form after form, and collects the rows with logits."""
-        for form in (self.mha, self.dense_mqa, self.sparse_mqa):
-            for i, s in enumerate(form):
-                form[i] = s._replace(row=self.rows)
-                self.rows += s.length
-        for s in sorted(self.segments, key=lambda s: (s.sequence, s.start)):
-            chunk = self.chunks[s.sequence]
-            unwanted = max(0, chunk.end - chunk.num_logits - s.start)
-            self.logits_rows += [(s.row + i, chunk.request) for i in range(unwanted, s.length)]
-
     def padded(self, bucket: Bucket, selects: bool) -> RankPlan:
         """The same chunks in the rows of a bucket, all in one form of attention."""
         plan = RankPlan(self.chunks, rows=bucket.rows)
@@ -149,12 +139,106 @@ class RankPlan:
         return plan
 
 
+class Samples(NamedTuple):
+    """The rows of logits of a request, which are consecutive among those of their rank."""
+
+    request: Request
+    rank: int
+    first: int  # index of the first among the rank's rows with logits
+    rows: int
+
+
+class SegmentTable(NamedTuple):
+    """The segments of all ranks in a step that is not padded, sorted by rank and row; int64 ``[n]`` each."""
+
+    rank: np.ndarray
+    chunk: np.ndarray  # index into the chunks of the step
+    form: np.ndarray  # 0: MHA, 1: dense MQA, 2: sparse MQA
+    start: np.ndarray
+    length: np.ndarray
+
+    @classmethod
+    def of(cls, chunks: Seq[Chunk], config: ModelConfig, cuts: Mapping[Request, int]) -> SegmentTable:
+        """Divides the chunks; see :meth:`StepPlan.of`."""
+        parts = []
+        for number, chunk in enumerate(chunks):
+            cut = cuts.get(chunk.request, chunk.end)
+            for first, last in ((chunk.start, cut), (cut, chunk.end)):
+                if first < last:
+                    ranks = len(chunk.ranks), chunk.ranks.start
+                    parts.append((number, first, last - first, *ranks, chunk.request.id))
+        columns = torch.tensor(parts, dtype=torch.int64).view(-1, 6).T
+        before = columns[3].cumsum(0) - columns[3]
+        of_each_rank = torch.cat((columns, before[None])).repeat_interleave(columns[3], dim=1)
+        number, begin, count, ranks, first_rank, request_id, before = of_each_rank
+        index = torch.arange(len(number)) - before
+        # Rotated by request, or the first ranks would get the leftover tokens of all short prompts.
+        pieces = pieces_of(begin, count, (index - request_id) % ranks, ranks)
+        start, length = (column.numpy().ravel() for column in pieces)
+        rank, chunk_of = (column.numpy().repeat(2) for column in (first_rank + index, number))
+        # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
+        dense = np.clip(config.index_topk - start, 0, length) if config.has_indexer else length
+        form = (dense < mha_min_queries(config)).astype(np.int64)
+        whole = np.stack((rank, chunk_of, form, start, dense))
+        sparse = np.stack((rank, chunk_of, np.full_like(form, 2), start + dense, length - dense))
+        table = np.concatenate((whole, sparse), axis=1)
+        table = table[:, table[4] > 0]
+        return cls(*table[:, np.argsort(3 * table[0] + table[2], kind="stable")])
+
+    def samples(self, chunks: Seq[Chunk]) -> list[Samples]:
+        """The rows with logits of each rank and chunk, in this order."""
+        first_wanted = np.array([chunk.end - chunk.num_logits for chunk in chunks], dtype=np.int64)[self.chunk]
+        wanted = (self.start + self.length - np.maximum(self.start, first_wanted)).clip(min=0)
+        at = np.flatnonzero(wanted)
+        at = at[np.lexsort((self.chunk[at], self.rank[at]))]
+        samples: list[Samples] = []
+        for rank, number, count in zip(
+            *(column[at].tolist() for column in (self.rank, self.chunk, wanted)), strict=True
+        ):
+            request, last = chunks[number].request, samples[-1] if samples and samples[-1].rank == rank else None
+            if last is not None and last.request is request:
+                samples[-1] = last._replace(rows=last.rows + count)
+            else:
+                samples.append(Samples(request, rank, 0 if last is None else last.first + last.rows, count))
+        return samples
+
+    def of_rank(self, rank: int, chunks: Seq[Chunk]) -> RankPlan:
+        """The plan of a rank."""
+        numbers = [number for number, chunk in enumerate(chunks) if rank in chunk.ranks]
+        sequence = {number: i for i, number in enumerate(numbers)}
+        plan = RankPlan([chunks[number] for number in numbers])
+        mine = slice(*np.searchsorted(self.rank, (rank, rank + 1)))
+        for number, form, start, length in zip(*(column[mine].tolist() for column in self[1:]), strict=True):
+            segments = (plan.mha, plan.dense_mqa, plan.sparse_mqa)[form]
+            segments.append(Segment(plan.rows, length, sequence[number], start))
+            plan.rows += length
+        for s in sorted(plan.segments, key=lambda s: (s.sequence, s.start)):
+            chunk = plan.chunks[s.sequence]
+            unwanted = max(0, chunk.end - chunk.num_logits - s.start)
+            plan.logits_rows += [(s.row + i, chunk.request) for i in range(unwanted, s.length)]
+        return plan
+
+
 @dataclass
 class StepPlan:
-    """The plans of all ranks for one step."""
+    """One rank's plan of a step.
 
-    ranks: list[RankPlan]
-    max_decode_rows: int = 1  # maximum number of rows of a request in a decode step
+    Attributes:
+        own: the rows of this rank.
+        rows, num_logits: number of rows, padding included, and of rows with logits, of each rank.
+        samples: the rows with logits of all ranks, by rank and index.
+        chunks: those of all ranks.
+        segments: those of all ranks; None in a step whose ranks gather nothing.
+    """
+
+    rank: int
+    own: RankPlan
+    rows: list[int]
+    num_logits: list[int]
+    samples: list[Samples]
+    decodes: bool  # whether this is a decode step: every chunk has few tokens, perhaps of a prompt, on one rank
+    chunks: Seq[Chunk] = ()
+    segments: SegmentTable | None = None
     bucket: Bucket | None = None  # set if the step is padded
     micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if the step is cut (``micro_batches.py``)
 
@@ -162,6 +246,7 @@ class StepPlan:
     def of(
         cls,
         chunks: Seq[Chunk],
+        rank: int,
         world_size: int,
         config: ModelConfig,
         max_decode_rows: int = 1,
@@ -170,38 +255,22 @@ class StepPlan:
         """Divides the chunks over the ranks.
 
         Args:
+            max_decode_rows: maximum number of rows of a request in a decode step.
             cuts: positions at which the chunks of some requests are cut: the tokens before and after are divided each
                 for itself.
         """
-        cuts = cuts or {}
-        plans = [RankPlan() for _ in range(world_size)]
-        fewest = mha_min_queries(config)
-        for chunk in chunks:
-            count = len(chunk.ranks)
-            parts = [(chunk.start, chunk.length)]
-            if (cut := cuts.get(chunk.request)) is not None:
-                parts = [(chunk.start, cut - chunk.start), (cut, chunk.end - cut)]
-            of_parts = [split_sequence(*part, count) for part in parts]
-            for i, pieces in enumerate(chain(*of_rank) for of_rank in zip(*of_parts, strict=True)):
-                # Rotated by request, or the first ranks would get the leftover tokens of all short prompts.
-                plan = plans[chunk.ranks[(i + chunk.request.id) % count]]
-                plan.chunks.append(chunk)
-                for start, length in pieces:
-                    # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
-                    dense = min(length, max(0, config.index_topk - start)) if config.has_indexer else length
-                    form = plan.mha if dense >= fewest else plan.dense_mqa
-                    for into, first, n in ((form, start, dense), (plan.sparse_mqa, start + dense, length - dense)):
-                        if n:
-                            into.append(Segment(0, n, len(plan.chunks) - 1, first))
-        for plan in plans:
-            plan._set_rows()
-        return cls(plans, max_decode_rows)
+        table = SegmentTable.of(chunks, config, cuts or {})
+        rows = np.bincount(table.rank, table.length, world_size).astype(np.int64).tolist()
+        samples, num_logits = table.samples(chunks), [0] * world_size
+        for one in samples:
+            num_logits[one.rank] += one.rows
+        decodes = bool(chunks) and all(c.length <= max_decode_rows and len(c.ranks) == 1 for c in chunks)
+        return cls(rank, table.of_rank(rank, chunks), rows, num_logits, samples, decodes, chunks, table)
 
-    @cached_property
-    def decodes(self) -> bool:
-        """Whether this is a decode step: every chunk has few tokens, perhaps of a prompt, on one rank."""
-        chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
-        return bool(chunks) and all(c.length <= self.max_decode_rows and len(c.ranks) == 1 for c in chunks)
+    def of_rank(self, rank: int) -> RankPlan:
+        """The plan of any rank, without the padding of a bucket."""
+        assert self.segments is not None, "a step made of chunks"
+        return self.segments.of_rank(rank, self.chunks)
 
     def padded(self, config: ModelConfig, contexts: ContextBuckets, num_drafts: int = 0) -> StepPlan:
         """The decode step in the smallest bucket that it fits in, which is the same on all ranks.
@@ -211,20 +280,14 @@ class StepPlan:
             num_drafts: number of drafts that the step makes. The context has room for them, and every request has rows
                 to verify as many.
         """
-        chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
-        requests = next_power_of_2(max(len(plan.chunks) for plan in self.ranks))
-        rows_per_request = max(1 + num_drafts, *(chunk.length for chunk in chunks))
+        of_ranks = np.bincount([chunk.ranks.start for chunk in self.chunks])
+        rows_per_request = max(1 + num_drafts, *(chunk.length for chunk in self.chunks))
         # A request with fewer rows is padded with rows after its last one.
-        longest = max(chunk.start for chunk in chunks) + rows_per_request + num_drafts
-        bucket = Bucket(requests, rows_per_request, contexts.of(longest, num_drafts))
-        plans = [plan.padded(bucket, config.has_indexer) for plan in self.ranks]
-        return StepPlan(plans, self.max_decode_rows, bucket)
+        longest = max(chunk.start for chunk in self.chunks) + rows_per_request + num_drafts
+        bucket = Bucket(next_power_of_2(int(of_ranks.max())), rows_per_request, contexts.of(longest, num_drafts))
+        own = self.own.padded(bucket, config.has_indexer)
+        return replace(self, own=own, rows=[bucket.rows] * len(self.rows), bucket=bucket)
 
     def attention_pairs(self) -> list[int]:
         """Query-key pairs of every rank under the causal mask: the work that context parallelism balances."""
-        return [sum(s.visible_pairs for s in plan.segments) for plan in self.ranks]
-
-
-def plans_of(step: StepPlan, group: Group) -> list[RankPlan]:
-    """The plans of the ranks of a group."""
-    return [step.ranks[r] for r in group.ranks]
+        return [sum(s.visible_pairs for s in self.of_rank(rank).segments) for rank in range(len(self.rows))]

@@ -210,7 +210,7 @@ class ModelCosts:
         """
         passes: list[Stages] = []
         for step in steps:
-            work = Shape.of(step.ranks[rank]), self.served(groups * sum(plan.rows for plan in step.ranks))
+            work = Shape.of(step.of_rank(rank)), self.served(groups * sum(step.rows))
             passes += [self.forward(*work), self.module(*work)] if drafts else [self.forward(*work)]
         return add(*passes)
 
@@ -229,7 +229,7 @@ def prefill_plans(
     chunks = [
         Chunk(request, first, min(maximum, tokens - first), range(cp_size)) for first in range(0, tokens, maximum)
     ]
-    return [StepPlan.of([one], world_size or cp_size, config) for one in chunks]
+    return [StepPlan.of([one], 0, world_size or cp_size, config) for one in chunks]
 
 
 def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:
@@ -242,8 +242,7 @@ def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:
 def _decode_shape(config: ModelConfig, step: Decode, rows: int) -> Shape:
     """The requests of a step, of one length, each with ``rows`` rows at its end."""
     request = Request(-1, [0] * step.context, SamplingParams())
-    (plan,) = StepPlan.of([Chunk(request, step.context - rows, rows, range(1), rows)], 1, config).ranks
-    alone = Shape.of(plan)
+    alone = Shape.of(StepPlan.of([Chunk(request, step.context - rows, rows, range(1), rows)], 0, 1, config).own)
     mha, dense, sparse = (
         Attended(*(n * step.requests for n in form)) for form in (alone.mha, alone.dense, alone.sparse)
     )

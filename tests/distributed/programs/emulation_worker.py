@@ -53,7 +53,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 
     def noted(chunks: Any) -> Any:
         step = plan(chunks)
-        result["tokens"].append(step.ranks[mesh.rank].rows)
+        result["tokens"].append(step.own.rows)
         result["attention_pairs"].append(step.attention_pairs()[mesh.rank])
         result["free_pages"].append(engine.cache.pages - sum(len(c.request.pages) for c in chunks))
         return step

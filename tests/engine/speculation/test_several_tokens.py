@@ -84,7 +84,7 @@ def three_a_step(llm: LLM, codes: dict[int, list[int]]) -> Any:
 
     def launch(plan: Any, _: Any) -> StepResult:
         indices, tokens = {}, []
-        for _, request in plan.ranks[0].logits_rows:
+        for _, request in plan.own.logits_rows:
             indices[request] = range(len(tokens), len(tokens) + 3)
             first = request.num_output_tokens
             tokens += codes[request.prompt[0]][first : first + 3]

@@ -64,7 +64,7 @@ class Script:
         llm.engine.runner.hooks.append(self.observe)
 
     def observe(self, step: StepPlan) -> None:
-        self._requests = [chunk.request for chunk in step.ranks[0].chunks]
+        self._requests = [chunk.request for chunk in step.own.chunks]
 
     def after_decode(self, rows: StepRows, hidden: Any, tokens: Any, accepted: Any, buffers: Any) -> torch.Tensor:
         drafts = self._made(rows, hidden, tokens, accepted, buffers)
@@ -225,7 +225,7 @@ def test_a_step_that_needs_the_host_is_eager_as_a_whole(
     def launched(plan: StepPlan, before: StepResult | None = None) -> StepResult:
         ran.clear()
         samples = launch(plan, before)
-        if plan.decodes and plan.ranks[0].chunks[0].start >= plan.ranks[0].chunks[0].request.num_prefill_tokens:
+        if plan.decodes and plan.own.chunks[0].start >= plan.own.chunks[0].request.num_prefill_tokens:
             actual.add(plan.bucket is not None)
             assert len(ran) == (plan.bucket is not None)
         return samples

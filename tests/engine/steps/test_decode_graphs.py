@@ -102,7 +102,7 @@ def test_padded_steps(
 
     class Counted(DecodeGraphs):
         def forward(self, step: Any, sampled: torch.Tensor | None) -> Any:
-            steps.append([plan.num_tokens for plan in step.ranks])
+            steps.append([step.own.num_tokens])
             before.append(sampled is not None)
             return super().forward(step, sampled)
 
@@ -173,12 +173,12 @@ class Rows:
             for request, count in zip(self.requests, counts, strict=True)
             if count
         ]
-        plan = StepPlan.of(chunks, 1, self.config, max_decode_rows=MAX_ROWS)
+        plan = StepPlan.of(chunks, 0, 1, self.config, max_decode_rows=MAX_ROWS)
         assert plan.decodes == decodes
         if decodes and self.runner.graphs is not None:
             plan = self.runner.graphs.pad(plan)
         _, hidden = self.runner.forward(plan)
-        wanted = plan.ranks[0].logits_rows
+        wanted = plan.own.logits_rows
         assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
         logits = self.runner.sampled_logits(plan, hidden)
         hidden = hidden[[row for row, _ in wanted]].clone()
@@ -259,15 +259,19 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
     # Start, length, ranks, number of logits (-1: the default).
     parts = [(5, 3, range(1), 2), (4, 1, range(1), 0), (7, 2, range(1, 2), -1)]
     chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
-    step = StepPlan.of(chunks, 3, config, max_decode_rows=3)
-    assert step.decodes and not StepPlan.of(chunks, 3, config, max_decode_rows=2).decodes
-    padded = step.padded(config, ContextBuckets(fewest=2))
-    assert padded.bucket == Bucket(requests=2, rows_per_request=3, context=16) and padded.decodes
-    assert [plan.rows for plan in padded.ranks] == [6] * 3 and [plan.num_tokens for plan in padded.ranks] == [4, 2, 0]
+    steps = [StepPlan.of(chunks, rank, 3, config, max_decode_rows=3) for rank in range(3)]
+    assert steps[0].decodes and not StepPlan.of(chunks, 0, 3, config, max_decode_rows=2).decodes
+    padded = [step.padded(config, ContextBuckets(fewest=2)) for step in steps]
+    for one in padded:
+        assert one.bucket == Bucket(requests=2, rows_per_request=3, context=16) and one.decodes
+        assert one.rows == [6] * 3 and one.num_logits == [2, 1, 0]
+        assert one.samples == [(requests[0], 0, 0, 2), (requests[2], 1, 0, 1)]
+    plans = [step.own for step in padded]
+    assert [plan.rows for plan in plans] == [6] * 3 and [plan.num_tokens for plan in plans] == [4, 2, 0]
     positions = [[5, 6, 7, 4, -1, -1], [7, 8, -1, -1, -1, -1], [-1] * 6]
-    assert [plan.positions.tolist() for plan in padded.ranks] == positions
-    assert padded.ranks[0].logits_rows == [(1, requests[0]), (2, requests[0])]
-    assert padded.ranks[1].logits_rows == [(1, requests[2])] and not padded.ranks[2].logits_rows
+    assert [plan.positions.tolist() for plan in plans] == positions
+    assert plans[0].logits_rows == [(1, requests[0]), (2, requests[0])]
+    assert plans[1].logits_rows == [(1, requests[2])] and not plans[2].logits_rows
 
 
 def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Request]) -> None:
@@ -278,7 +282,7 @@ def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Requ
 
     def padded(*parts: tuple[int, int, int]) -> StepPlan:
         chunks = [Chunk(requests[i], start, length, range(1)) for i, start, length in parts]
-        return StepPlan.of(chunks, 1, config, max_decode_rows=2).padded(config, ContextBuckets(fewest=16))
+        return StepPlan.of(chunks, 0, 1, config, max_decode_rows=2).padded(config, ContextBuckets(fewest=16))
 
     step, later = padded((0, 5, 2), (1, 4, 1), (2, 0, 2)), padded((2, 2, 1), (0, 7, 2), (1, 6, 1))
     tables = BlockTables(8, mesh.device)

@@ -17,7 +17,7 @@ Run = Callable[..., Any]
 
 def with_model(script: str, arguments: tuple[object, ...]) -> list[object]:
     """Adds the random model, whose shapes the tests know, if a script measures a model and none is named."""
-    measures = Path(script).name.startswith(("bench_prefill", "measure_", "compare_"))
+    measures = Path(script).name.startswith(("bench_prefill", "measure_t", "compare_"))
     return [*arguments] if not measures or "--model" in arguments else [*arguments, "--model", "demo-random"]
 
 

@@ -1,0 +1,278 @@
+"""One rank's host work in a world of any size: a real engine and scheduler, with a model that computes nothing.
+
+The engine is started as rank 0 of an emulated world (``emulation/``) with a tiny configuration. Hidden states and
+logits are constant, and a padded decode step is "replayed" as a CUDA graph is: the first step of a bucket runs, later
+ones return its result. So all of the host's work is there: scheduling, planning, batches, block tables, the sampler's
+calls, reading tokens. Pinning memory and launching on a CUDA device are not.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.profiler import record_function
+
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.speculative import SpeculativeConfig
+from dsa_engine.demo import demo_folder
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.llm import LLM
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
+from dsa_engine.model.model import Model
+from dsa_engine.sampling_params import SamplingParams
+
+PAGE_SIZE = 64
+MAX_CP = 64  # maximum size of a context-parallel group, unless it is given
+TOKEN = 40  # the token of every step: one that has a text
+
+_TINY = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 1024,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "index_n_heads": 1,
+    "index_head_dim": 16,
+    "index_topk": 2048,
+    "vocab_size": 64,
+    "max_position_embeddings": 1 << 20,
+}
+
+
+class _NullModel(Model):
+    """Computes nothing. Attributes: begun: thread time at which the last forward pass of a step began."""
+
+    begun = 0.0
+
+    def forward(self, batch: ForwardBatch, cache: KVCache, layers: Any = None) -> torch.Tensor:
+        self.begun = time.thread_time()
+        return torch.zeros(batch.rows, self.config.hidden_size)
+
+    def draft(self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, padded_rows: int | None = None, head: Any = None) -> torch.Tensor:
+        logits = torch.zeros(hidden.shape[0], self.config.vocab_size)
+        logits[:, TOKEN] = 1.0
+        return logits
+
+
+class _NullGraphs(DecodeGraphs):
+    """Replays that compute nothing.
+
+    Attributes:
+        marks: thread time of each step's launch, before and after it; the time between is the device's.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, contexts: ContextBuckets):
+        super().__init__(model, cache, capture=False, contexts=contexts)
+        self.marks: list[tuple[float, float]] = []
+        self._results: dict[Hashable, torch.Tensor] = {}
+
+    def run(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        begun = time.thread_time()
+        if name not in self._results:
+            self._results[name] = function()
+        self.marks.append((begun, time.thread_time()))
+        return self._results[name]
+
+
+class HostWorld:
+    """An engine that is one rank of a world, with requests that decode on every rank.
+
+    Args:
+        world: number of ranks.
+        requests: requests that each rank owns.
+        steps: maximum number of decode steps to come.
+        options: of the engine.
+    """
+
+    def __init__(
+        self, world: int, requests: int, steps: int, *, drafts: int = 0, cp_size: int | None = None, **options: Any
+    ):
+        self.world, self.requests, self.rng = world, requests, np.random.default_rng(0)
+        self.cp_size = cp_size or min(world, MAX_CP)
+        parallel = EmulatedConfig(emulate_world=world, cp_size=self.cp_size, decode_dispatch="all_gather")
+        self.max_tokens = (1 + drafts) * (steps + requests + 4)  # a step may come between two waves of :meth:`fill`
+        longest = 16 + 2 * PAGE_SIZE + self.max_tokens
+        pages = options.pop("pages", 0) or (requests + 2 * self.cp_size + 4) * cdiv(longest, PAGE_SIZE) + 8
+        keys = _TINY | options.pop("hf_overrides", {})
+        if drafts:
+            options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
+        config = ModelConfig.from_pretrained(demo_folder(), keys)
+        config = config.with_mtp(SpeculativeConfig(**options["speculative_config"]).modules(1) if drafts else 0)
+        token_bytes = cache_bytes_per_token(config, cache_format(config, torch.float32))
+        fixed: dict[str, Any] = {
+            "device": "cpu",
+            "load_format": "dummy",
+            "hf_overrides": keys,
+            "max_num_seqs": world * requests + 64,
+            "max_prefill_share": 1.0,
+            "page_size": PAGE_SIZE,
+            "cache_memory": pages * PAGE_SIZE * token_bytes,
+            "enable_prefix_caching": False,
+            "progress": False,
+        }
+        self.llm = LLM(demo_folder(), parallel=parallel, **fixed | options)
+        self.engine = self.llm.engine
+        self.model: Any = self.engine.model
+        self.model.__class__ = _NullModel
+        self.graphs = _NullGraphs(
+            self.model, self.engine.cache, ContextBuckets(self.engine.max_model_len, page_size=PAGE_SIZE)
+        )
+        self.engine.runner.graphs = self.graphs
+        self.engine.async_scheduling = True
+        self.launch_seconds = 0.0  # the last launch: time of the device, not of the host
+        self.running: list[Request] = []  # in order of arrival
+
+    def prompt(self, length: int) -> list[int]:
+        """Random token ids."""
+        return list(map(int, self.rng.integers(4, self.model.config.vocab_size, length)))
+
+    def lengths(self) -> Iterator[list[int]]:
+        """Lengths of prompts, in waves of one or two requests for each rank: every rank gets the same number of
+        requests, and the borders of their pages fall on different steps."""
+        groups, spread = self.world // self.cp_size, range(self.cp_size)
+        for wave in range(0, self.requests, 2):
+            more = sorted((wave * 5 + rank * PAGE_SIZE // self.cp_size) % PAGE_SIZE for rank in spread)
+            first = [16 + more[rank] for rank in spread for _ in range(groups)]
+            second = [16 + 2 * PAGE_SIZE - more[rank] for rank in spread for _ in range(groups)]
+            yield first + second if wave + 1 < self.requests else [80] * self.world
+
+    def fill(self) -> None:
+        """Adds requests until each rank owns its share and all decode."""
+        params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
+        for wave in self.lengths():
+            wanted = self.engine.num_prefilled_tokens + sum(wave)
+            self.running += [self.engine.add(self.prompt(length), params) for length in wave]
+            while self.engine.num_prefilled_tokens < wanted:
+                self.engine.step()
+
+    def step(self) -> float:
+        """Seconds of processor time of this thread in ``Engine.step``, without the launch."""
+        self.graphs.marks.clear()
+        begun = time.thread_time()
+        self.engine.step()
+        seconds = time.thread_time() - begun
+        self.launch_seconds = sum(after - before for before, after in self.graphs.marks)
+        return seconds - self.launch_seconds
+
+    def arrive(self, length: int = 80) -> float:
+        """The oldest request ends, and another one comes; returns the seconds of processor time of both here."""
+        params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
+        (add,) = self.engine.new_requests(self.prompt(length), params)
+        add.id = next(self.engine.ids)
+        begun = time.thread_time()
+        self.engine.finish(self.running.pop(0), "abort")
+        self.running.append(self.engine.queue(add))
+        return time.thread_time() - begun
+
+    def calls(self, steps: int, before: Callable[[], object] = float) -> float:
+        """Python functions called in a step, on average."""
+        count = 0
+
+        def called(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        for _ in range(steps):
+            before()
+            sys.setprofile(called)
+            try:
+                self.engine.step()
+            finally:
+                sys.setprofile(None)
+        return count / steps
+
+    def parts(self, steps: int, before: Callable[[], object] = float) -> dict[str, float]:
+        """Seconds of processor time in each part of a step that the engine names for profilers, medians; "rest" is what
+        no part has, and the launch itself is in none."""
+        taken: list[dict[str, float]] = []
+        stack: list[tuple[str, float]] = []
+
+        def enter(one: Any) -> Any:
+            stack.append((one.name, time.thread_time()))
+            return one
+
+        def leave(*_: Any) -> None:
+            name, begun = stack.pop()
+            taken[-1][name] += time.thread_time() - begun
+
+        with mock.patch.multiple(record_function, __enter__=enter, __exit__=leave):
+            for _ in range(steps):
+                before()
+                taken.append(defaultdict(float))
+                seconds = self.step()
+                taken[-1]["launch"] -= self.launch_seconds
+                taken[-1]["rest"] = seconds - sum(taken[-1].values())
+        return {name: statistics.median(one[name] for one in taken) for name in dict.fromkeys(chain(*taken))}
+
+    def turns(self, steps: int) -> list[float]:
+        """Seconds of processor time of the loop's thread between two launches, with a caller here for as many requests
+        as a rank owns: messages, ``Engine.step``, tokens handed over. Ends the world."""
+        called = [self.running.pop() for _ in range(self.requests)]
+        for request in called:
+            self.engine.finish(request, "abort")
+        drafts = self.engine.runner.num_drafts
+        params = SamplingParams(temperature=0.0, max_tokens=(1 + drafts) * (steps + 2), ignore_eos=True)
+        self.graphs.marks.clear()
+        self.llm.generate([{"prompt_token_ids": self.prompt(80)} for _ in called], params, use_tqdm=False)
+        marks = self.graphs.marks[-steps:]
+        return [begun - before for (_, before), (begun, _) in zip(marks, marks[1:], strict=False)]
+
+    def before_launch(self, length: int) -> float:
+        """Seconds of processor time from the beginning of a step that prefills a whole prompt to the model's first
+        launch. The request ends with its first token."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        request = self.engine.add(self.prompt(length), params)
+        before, begun = self.engine.num_prefilled_tokens, time.thread_time()
+        self.engine.step()
+        seconds = self.model.begun - begun
+        if self.engine.num_prefilled_tokens - before < length:
+            raise ValueError(f"a prompt of {length} tokens is not computed in one step; raise max_num_batched_tokens")
+        while request.finish_reason is None:
+            self.engine.step()
+        return seconds
+
+    def queue(self, prompts: int, length: int) -> None:
+        """Queues prompts as a rank does that receives them in messages."""
+        params = SamplingParams(max_tokens=16)
+        for number in range(prompts):
+            (add,) = self.engine.new_requests(self.prompt(length), params)
+            add.id = number
+            self.running.append(self.engine.queue(pickle.loads(pickle.dumps(add))))
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+@contextmanager
+def host_world(*args: Any, **options: Any) -> Iterator[HostWorld]:
+    """A :class:`HostWorld` for a block."""
+    world = HostWorld(*args, **options)
+    try:
+        yield world
+    finally:
+        world.close()

@@ -93,7 +93,8 @@ class Reply(Receiver):
         self._text: TextStream | None = None
         if tokenizer and params.detokenize:
             how = (params.include_stop_str_in_output, params.skip_special_tokens)
-            self._text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how)
+            streams = stream_interval is not None
+            self._text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how, streams)
 
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
         """Adds the next tokens to the output, up to a stop string.

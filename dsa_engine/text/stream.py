@@ -13,6 +13,14 @@ class TextStream:
     """Turns a growing list of tokens into text, ends it at a stop string, and releases text once it is final.
 
     A character may need several tokens, and a stop string may span several; text that could still change is held back.
+
+    Args:
+        min_tokens: number of first tokens whose text is not searched for stop strings.
+        include_stop: the text ends after the stop string, not before it.
+        streams: text is wanted before the end. Without it, and without stop strings, it is made once, at the end.
+
+    Attributes:
+        stop_string: the one that the text has reached; None if it has reached none.
     """
 
     def __init__(
@@ -22,20 +30,22 @@ class TextStream:
         min_tokens: int = 0,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        streams: bool = True,
     ):
         self._tokenizer = tokenizer
         self._stop = stop
-        self._min_tokens = min_tokens  # their text is not searched for stop strings
-        self._include_stop = include_stop  # the text ends after the stop string, not before it
+        self._beginnings = tuple(one[:n] for one in stop for n in range(1, len(one)))
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
-        self._searched = 0  # text before this is not searched
+        self._waits = not (streams or stop)
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text can no longer change
         self._window = 0  # decoding starts here, before the settled tokens, to keep spaces between words
-        self._text = ""
-        self._given = 0
-        self._finished = False
-        self.stop_string: str | None = None  # the one that the text has reached
+        self._before = ""  # the text of the settled tokens from there on
+        self._final: list[str] = []  # text that can no longer change and has not been given
+        self._tail = ""  # text after it, with which a stop string may begin
+        self.stop_string: str | None = None
 
     @property
     def stopped(self) -> bool:
@@ -56,23 +66,33 @@ class TextStream:
     def add(self, token: int) -> None:
         """Appends a token; :attr:`stopped` tells whether the text has reached a stop string."""
         self._tokens.append(token)
-        before = self._decode(self._tokens[self._window : self._settled])
+        if self._waits:
+            return
         after = self._decode(self._tokens[self._window :])
         settled = len(self._tokens)
         if after.endswith("\ufffd"):  # an unfinished character
             if settled - self._settled < _MAX_PENDING:
                 return
             settled, after = self._whole_characters()
-        first = max(self._searched, len(self._text) - max((len(s) for s in self._stop), default=0))
-        self._text += after[len(before) :]
+        new = after[len(self._before) :]
         self._window, self._settled = self._settled, settled
-        if len(self._tokens) <= self._min_tokens:
-            self._searched = len(self._text)
-            return
-        stops = [(p, s) for s in self._stop if (p := self._text.find(s, first)) >= 0]
-        if stops:
+        self._before = self._decode(self._tokens[self._window : settled])
+        if not self._stop or len(self._tokens) <= self._min_tokens:
+            self._final.append(new)
+        else:
+            self._search(self._tail + new)
+
+    def _search(self, text: str) -> None:
+        """Looks for stop strings in a text, and keeps back its end if one may begin there."""
+        end = len(text)
+        if stops := [(p, s) for s in self._stop if (p := text.find(s)) >= 0]:
             first, self.stop_string = min(stops, key=lambda stop: stop[0])
-            self._text = self._text[: first + (len(self.stop_string) if self._include_stop else 0)]
+            end = first + (len(self.stop_string) if self._include_stop else 0)
+            text = text[:end]
+        elif text.endswith(self._beginnings):
+            end -= max(len(one) for one in self._beginnings if text.endswith(one))
+        self._final.append(text[:end])
+        self._tail = text[end:]
 
     def _whole_characters(self) -> tuple[int, str]:
         """How many tokens can be settled although some never complete a character, and the text of the window.
@@ -87,25 +107,15 @@ class TextStream:
                 return end, text
         return last, self._decode(self._tokens[self._window : last])
 
-    def finish(self) -> str:
-        """Ends the stream and returns the whole text; an unfinished character at the end is decoded as it is."""
+    def finish(self) -> None:
+        """Ends the stream: no text is held back any longer; an unfinished character at the end is decoded as it is."""
+        self._final.append(self._tail)
         if not self.stopped and self._settled < len(self._tokens):
-            before = self._decode(self._tokens[self._window : self._settled])
-            self._text += self._decode(self._tokens[self._window :])[len(before) :]
-            self._settled = len(self._tokens)
-        self._finished = True
-        return self._text
+            self._final.append(self._decode(self._tokens[self._window :])[len(self._before) :])
+        self._tail, self._settled = "", len(self._tokens)
 
     def new_text(self) -> str:
         """The text that became final since the last call; all text once it is finished or stopped."""
-        end = len(self._text)
-        if not self._finished and not self.stopped:
-            end -= max((_overlap(self._text, s) for s in self._stop), default=0)
-        piece = self._text[self._given : end]
-        self._given = max(self._given, end)
-        return piece
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+        text = "".join(self._final)
+        self._final.clear()
+        return text

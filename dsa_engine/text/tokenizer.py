@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ class Tokenizer:
             raise ValueError(
                 f"{folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or bad words"
             )
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         self.folder = folder
         self._token_texts: dict[int, str] = {}
@@ -50,6 +48,10 @@ class Tokenizer:
             if "trust_remote_code" in str(error) and not trust_remote_code:
                 advice = "; it wants to run Python code of that folder: if you trust it, give trust_remote_code=True"
             raise ValueError(f"the tokenizer in {folder} cannot be read: {reason}{advice}") from error
+        # What the library adds to its Rust code takes longer than that; a tokenizer that changes texts needs it.
+        kind, library = type(self.hf), PreTrainedTokenizerFast
+        plain = isinstance(self.hf, library) and kind.decode is library.decode and kind._decode is library._decode
+        self._decoder = self.hf.backend_tokenizer if plain and not self.hf.clean_up_tokenization_spaces else self.hf
 
     @staticmethod
     def lies_in(folder: Path) -> bool:
@@ -63,8 +65,12 @@ class Tokenizer:
             ValueError: the text is not whole characters, or the tokenizer fails.
         """
         check_text("the text", text)
-        with self._one_error("encode the text"):
+        try:
             ids: list[int] = self.hf.encode(text, add_special_tokens=add_special_tokens)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise self._failure("encode the text", error) from error
         begin = self.hf.bos_token_id
         if add_special_tokens and ids[:2] == [begin, begin] and text.startswith(self.hf.bos_token):
             del ids[0]
@@ -72,19 +78,18 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; raises ``ValueError`` if the tokenizer fails."""
-        with self._one_error("decode tokens"):
-            return str(self.hf.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    @contextmanager
-    def _one_error(self, what: str) -> Iterator[None]:
         try:
-            yield
+            return str(self._decoder.decode(ids, skip_special_tokens=skip_special_tokens))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            raise ValueError(f"the tokenizer in {self.folder} cannot {what}: {kind}{reason}") from error
+            raise self._failure("decode tokens", error) from error
+
+    def _failure(self, what: str, error: BaseException) -> ValueError:
+        """The error to raise for one of the library."""
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        return ValueError(f"the tokenizer in {self.folder} cannot {what}: {kind}{reason}")
 
     def token_text(self, token: int) -> str:
         """The text of a single token, special tokens included."""

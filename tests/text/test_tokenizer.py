@@ -35,7 +35,7 @@ class Pieces:
 
 
 def run(tokenizer: Any, tokens: list[int], stop: tuple[str, ...]) -> tuple[list[str], str, bool]:
-    """The pieces that come, the whole text, and whether it stopped (the rest of the tokens is then not given)."""
+    """The pieces that come, joined too, and whether it stopped (the rest of the tokens is then not given)."""
     stream = TextStream(tokenizer, stop)
     pieces = []
     for token in tokens:
@@ -43,9 +43,9 @@ def run(tokenizer: Any, tokens: list[int], stop: tuple[str, ...]) -> tuple[list[
         if stream.stopped:
             break
         pieces.append(stream.new_text())
-    whole = stream.finish()
+    stream.finish()
     pieces.append(stream.new_text())
-    return pieces, whole, stream.stopped
+    return pieces, "".join(pieces), stream.stopped
 
 
 def test_characters_of_several_tokens() -> None:

@@ -48,7 +48,7 @@ def run_serve(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socket | None) -> None:
     """Serves at a socket on rank 0, follows on another rank."""
     from dsa_engine.engine.stats_log import StatsLog
-    from dsa_engine.server.process import HttpProcess
+    from dsa_engine.server.process import serve
 
     llm = llm_from(args)
     if bound is None:
@@ -56,7 +56,7 @@ def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socke
         llm.follow()
         return
     with llm, nullcontext() if options.disable_log_stats else StatsLog(llm.engine):
-        status = HttpProcess(llm, options, bound).wait()
+        status = serve(llm, options, bound).wait()
     if status:
         sys.exit(1)
 

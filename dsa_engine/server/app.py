@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,22 @@ _REVALIDATED = {"Cache-Control": "no-cache"}  # a browser asks whether its copy 
 class Server:
     """What the routes share.
 
+    Args:
+        number: of this process, of those of the server.
+        counts: see :class:`.generation.Admission`.
+
     Raises:
         ValueError: a parser or the chat template is not possible.
     """
 
-    def __init__(self, llm: EngineClient, options: ServerOptions):
+    def __init__(
+        self, llm: EngineClient, options: ServerOptions, number: int = 0, counts: MutableSequence[int] | None = None
+    ):
         facts = llm.facts
-        self.llm, self.options = llm, options
+        self.llm, self.options, self.number = llm, options, number
         self.names = options.served_model_name or [facts.model]
         self.created = int(time.time())
-        self.admission = Admission(facts.max_num_seqs + options.max_waiting_requests)
+        self.admission = Admission(facts.max_num_seqs + options.max_waiting_requests, number, counts)
         self.metrics = Metrics(facts.pid, self.names[0])
         parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}
         self._conversation = None

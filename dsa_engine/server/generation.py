@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, MutableSequence, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any
+from mmap import mmap
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 from fastapi.responses import Response
@@ -66,23 +68,44 @@ class ClientLeft(Exception):
 
 
 class Admission:
-    """Counts the outputs that run or wait; more than ``limit`` are refused."""
+    """Counts the outputs that run or wait; more than ``limit`` are refused.
 
-    def __init__(self, limit: int):
-        self.limit, self.outputs = limit, 0
+    Args:
+        counts: the outputs of each process of the server, of which this is ``number``; shared by them.
+    """
+
+    def __init__(self, limit: int, number: int = 0, counts: MutableSequence[int] | None = None):
+        self.limit, self._number = limit, number
+        self._counts = [0] if counts is None else counts
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs that run or wait."""
+        return sum(self._counts)
 
     @contextmanager
     def admit(self, outputs: int) -> Iterator[None]:
         """Lets a request enter for the block; raises :class:`ApiError` if none may enter now."""
-        if self.outputs >= self.limit:
+        if (running := self.outputs) >= self.limit:
             raise ApiError(
-                429, f"{self.outputs} requests run or wait, of at most {self.limit}; try again later", code="overloaded"
+                429, f"{running} requests run or wait, of at most {self.limit}; try again later", code="overloaded"
             )
-        self.outputs += outputs
+        self._counts[self._number] += outputs
         try:
             yield
         finally:
-            self.outputs -= outputs
+            self._counts[self._number] -= outputs
+
+
+def create_counts(folder: str, processes: int) -> None:
+    """Makes the file of :func:`open_counts`."""
+    Path(folder, "counts").write_bytes(bytes(8 * processes))
+
+
+def open_counts(folder: str) -> MutableSequence[int]:
+    """Memory with an int64 for each process; each writes its own only, so it takes no lock."""
+    with open(Path(folder, "counts"), "r+b") as file:
+        return cast("MutableSequence[int]", memoryview(mmap(file.fileno(), 0)).cast("q"))
 
 
 class Generation(Response):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from typing import Any
 
@@ -14,6 +15,7 @@ from dsa_engine.server.app import Server, make_app
 from dsa_engine.server.errors import EngineError, EngineGone
 
 logger = logging.getLogger(__name__)
+STOP = b"."
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -38,6 +40,20 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen at {host}:{port}: {error.strerror or error}; give another --host or --port"
         ) from error
     return bound
+
+
+def share(bound: socket.socket, count: int) -> list[socket.socket]:
+    """A socket of :func:`bind` and ``count`` - 1 others at its address; connections are spread over those that listen.
+
+    Only the first was bound without ``SO_REUSEPORT``: so an address in use was an error.
+    """
+    sockets = [bound]
+    while len(sockets) < count:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sockets.append(socket.socket(bound.family, bound.type, bound.proto))
+        sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sockets[-1].bind(bound.getsockname())
+    return sockets
 
 
 def url_of(bound: socket.socket) -> str:
@@ -66,15 +82,21 @@ class HttpServer(uvicorn.Server):
         super().__init__(uvicorn.Config(make_app(server), **options))
         self.app_server, self._bound, self.url = server, bound, url_of(bound)
         self.failed = False
+        self._say = logger.info if server.number == 0 else logger.debug  # once for all processes of a server
 
     def run(self, sockets: Any = None) -> None:
         super().run([self._bound])
 
-    def end_with(self, pipe: int) -> None:
-        """Waits until the process of the engine no longer holds the other end of a pipe; then ends the server."""
+    def obey(self, pipe: int) -> None:
+        """Ends the server in order at a :data:`STOP` in a pipe, at once at a second one, and by an error when the
+        process of the engine no longer holds the other end."""
         while os.read(pipe, 1):
-            pass
-        self._loop.call_soon_threadsafe(self._end, EngineGone("its process has ended"))
+            self.handle_exit(signal.SIGINT, None)
+        error = EngineGone("its process has ended")
+        if self.started:
+            self._loop.call_soon_threadsafe(self._end, error)
+        else:
+            self._end(error)
 
     def _end(self, error: EngineError) -> None:
         self.app_server.llm.fail(error)
@@ -86,13 +108,13 @@ class HttpServer(uvicorn.Server):
         self.app_server.llm.connect()
         self._receiving = asyncio.ensure_future(self._receive())
         await super().startup(sockets)
-        logger.info("%s is served at %s", ", ".join(self.app_server.names), self.url)
+        self._say("%s is served at %s", ", ".join(self.app_server.names), self.url)
 
     async def _receive(self) -> None:
         self._end(await self.app_server.llm.receive())
 
     async def shutdown(self, sockets: Any = None) -> None:
-        logger.info("shutting down: running requests have %g seconds to end", self.app_server.options.shutdown_timeout)
+        self._say("shutting down: running requests have %g seconds to end", self.app_server.options.shutdown_timeout)
         await super().shutdown(sockets)
         self._receiving.cancel()
         self.app_server.llm.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from dsa_engine.outputs import RequestMetrics
 from dsa_engine.server.messages import EngineState
@@ -20,6 +22,8 @@ _LENGTHS = tuple(2**power for power in range(21))
 class Metrics:
     """What has been served, and what the engine is doing.
 
+    Of several processes, which have ``PROMETHEUS_MULTIPROC_DIR``, any gives the sums over all.
+
     Args:
         pid: the process of the engine, whose memory and times are metrics too.
         model_name: a label of every metric.
@@ -27,7 +31,10 @@ class Metrics:
 
     def __init__(self, pid: int, model_name: str):
         self.registry = CollectorRegistry()
-        ProcessCollector(pid=lambda: pid, registry=self.registry)
+        self._shown = CollectorRegistry() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else self.registry
+        if self._shown is not self.registry:
+            MultiProcessCollector(self._shown)
+        ProcessCollector(pid=lambda: pid, registry=self._shown)
         self._model = {"model_name": model_name}
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
@@ -58,7 +65,7 @@ class Metrics:
         for plain in (self._prompt_tokens, self._output_tokens, self._drafts, self._draft_tokens, self._accepted):
             plain.labels(model_name)
         self._state = _StateCollector(model_name)
-        self.registry.register(self._state)
+        self._shown.register(self._state)
 
     def finished(self, metrics: RequestMetrics, reason: str, prompt_tokens: int, output_tokens: int) -> None:
         """Counts an output that has ended; ``prompt_tokens`` is 0 for all outputs of a prompt but one."""
@@ -87,7 +94,7 @@ class Metrics:
     def text(self, state: EngineState | None) -> bytes:
         """All metrics in Prometheus' text format; those of the engine's state as it is now, if it is known."""
         self._state.state = state
-        return generate_latest(self.registry)
+        return generate_latest(self._shown)
 
 
 class _StateCollector:

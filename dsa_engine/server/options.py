@@ -25,6 +25,9 @@ class ServerOptions(Options):
 
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's.")
     port: Port = option(8000, "port to listen at; 0: any free one, which the log names.")
+    api_server_count: Annotated[int, at_least(1)] = option(
+        1, "processes that speak HTTP at this address; make it 2 or more if one is busy all the time (docs/SERVING.md)."
+    )
     served_model_name: list[str] | None = option(
         None, "names of the model; default: MODEL as it is given.", metavar="NAME"
     )

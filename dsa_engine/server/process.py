@@ -1,7 +1,7 @@
-"""The engine's end, and the process of the HTTP server, which that of the engine starts and ends.
+"""The engine's end, and the processes of the HTTP server, which that of the engine starts and ends.
 
 Python runs one thread at a time. In the engine's process the events of many streams would delay the launches of the
-next step, so HTTP, JSON and text are made in a process of their own.
+next step, so HTTP, JSON and text are made in other processes, each with a connection of its own to the engine's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
@@ -30,7 +32,8 @@ from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.llm import LLM
 from dsa_engine.server.app import Server
 from dsa_engine.server.client import EngineClient
-from dsa_engine.server.http import HttpServer
+from dsa_engine.server.generation import create_counts, open_counts
+from dsa_engine.server.http import STOP, HttpServer, share
 from dsa_engine.server.messages import (
     AbortRequests,
     EngineFacts,
@@ -182,64 +185,109 @@ class RelayedRequest(Receiver):
         self._relay.put(Failed.of(self._number, error))
 
 
-class HttpProcess:
-    """A process that serves an engine of this one.
+class HttpProcesses:
+    """Processes that serve an engine of this one at one address; the system gives each new connection to one of them.
+
+    If one ends, for whatever reason, so do the others.
 
     Args:
-        llm: on several ranks, all others follow; until they do, this waits.
-        bound: a socket of :func:`.http.bind`, which is closed here.
+        relays: one for each process; closed here.
+        bound: a socket of :func:`.http.bind`; closed here.
 
     Attributes:
-        pid: of the process.
+        pids: of the processes.
     """
 
-    def __init__(self, llm: LLM, options: ServerOptions, bound: socket.socket):
-        asyncio.run(llm.agenerate([]))  # the others must follow before the first request comes
-        self._relay = relay = Relay(llm)
-        with bound:
-            # Its own session: Ctrl-C reaches it through this process only, and once.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                pass_fds=[bound.fileno()], stdin=subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
-            start = _Start(relay.facts, relay.folder, asdict(options), bound.fileno())
-        assert self._process.stdin is not None
-        # Not by the command line, which others can read: there may be a key. Stays open as long as this process lives.
-        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
-        self._process.stdin.flush()
-        self.pid = self._process.pid
+    def __init__(self, relays: Sequence[Relay], options: ServerOptions, bound: socket.socket):
+        self._relays = relays
+        self._shared = TemporaryDirectory(prefix="dsa_engine-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._stopping = False
+        environment = dict(os.environ)
+        if len(relays) > 1:
+            environment["PROMETHEUS_MULTIPROC_DIR"] = self._shared.name  # prometheus_client then adds up its counts
+            create_counts(self._shared.name, len(relays))
+        for number, (relay, listening) in enumerate(zip(relays, share(bound, len(relays)))):
+            start = _Start(relay.facts, relay.folder, asdict(options), listening.fileno(), self._shared.name, number)
+            with listening:
+                # Its own session: Ctrl-C reaches it through this process only, and once.
+                process = subprocess.Popen(
+                    [sys.executable, "-m", __name__], env=environment,
+                    pass_fds=[listening.fileno()], stdin=subprocess.PIPE, bufsize=0, start_new_session=True,
+                )  # fmt: skip
+            self._processes.append(process)
+            # Not by the command line, which others can read: there may be a key. Stays open as long as this process.
+            process.stdin.write(msgspec.json.encode(start) + b"\n")  # type: ignore[union-attr]
+        self.pids = [process.pid for process in self._processes]
 
     def wait(self) -> int:
-        """Waits for the end of the process, to which signals are passed on meanwhile; returns its exit status."""
+        """Waits for the end of the processes, to which signals are passed on meanwhile.
+
+        Returns:
+            the first exit status that is not 0; else 0.
+        """
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             self.stop()
 
         before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+        ended: SimpleQueue[int] = SimpleQueue()
+
+        def watch(number: int) -> None:
+            self._processes[number].wait()
+            ended.put(number)
+
+        for number in range(len(self._processes)):
+            threading.Thread(target=watch, args=(number,), name="dsa_engine http", daemon=True).start()
+        first, running = 0, dict(enumerate(self._relays))
         try:
-            status = self._process.wait()
-            if status not in (0, _ENGINE_ENDED):
-                logger.error("the process of the HTTP server has ended with status %d", status)
-            return status
+            while running:
+                number = ended.get()
+                running.pop(number).close()  # the requests of the process end with it
+                status = self._processes[number].returncode
+                if status not in (0, _ENGINE_ENDED):
+                    which = f"{number + 1} of {len(self.pids)} (pid {self.pids[number]})"
+                    logger.error("HTTP process %s has ended with status %d, and the server ends with it", which, status)
+                first = first or status
+                if not self._stopping:
+                    self.stop()
+            return first
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._relay.close()
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            for relay in running.values():
+                relay.close()
+            for process in self._processes:
+                if process.stdin is not None:
+                    process.stdin.close()
+            self._shared.cleanup()
 
     def stop(self) -> None:
         """Lets running requests end within ``shutdown_timeout``; called again, ends at once."""
-        self._process.send_signal(signal.SIGINT)
+        self._stopping = True
+        for process in self._processes:
+            with suppress(OSError):  # it has ended
+                process.stdin.write(STOP)  # type: ignore[union-attr]  # waits there for a process that begins
+
+
+def serve(llm: LLM, options: ServerOptions, bound: socket.socket) -> HttpProcesses:
+    """Starts ``options.api_server_count`` processes that serve an engine of this process at a socket.
+
+    On several ranks, all others follow; until they do, this waits.
+    """
+    asyncio.run(llm.agenerate([]))  # the others must follow before the first request comes
+    return HttpProcesses([Relay(llm) for _ in range(options.api_server_count)], options, bound)
 
 
 class _Start(msgspec.Struct):
-    """What the process of the HTTP server reads first."""
+    """What a process reads first; the processes of one server are numbered, and share a folder."""
 
     facts: EngineFacts
     folder: str
     options: dict[str, Any]
     listening: int
+    shared: str
+    number: int
 
 
 def main() -> None:
@@ -249,9 +297,11 @@ def main() -> None:
         start = msgspec.json.decode(given.readline(), type=_Start)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # uvicorn sends itself the signal again when it has ended
-    server = Server(EngineClient(start.facts, start.folder), ServerOptions(**start.options))
+    options = ServerOptions(**start.options)
+    counts = open_counts(start.shared) if options.api_server_count > 1 else None
+    server = Server(EngineClient(start.facts, start.folder), options, start.number, counts)
     http = HttpServer(server, socket.socket(fileno=start.listening))
-    threading.Thread(target=http.end_with, args=(0,), daemon=True).start()
+    threading.Thread(target=http.obey, args=(0,), daemon=True).start()
     http.run()
     sys.exit(_ENGINE_ENDED if http.failed else 0)
 

@@ -27,6 +27,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_bad_options(refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, message in (
+        (("--api-server-count", "0"), "api_server_count must be an integer of at least 1"),
         (("--port", "70000"), "port must be an integer from 0 to 65535"),
         (("--max-body-size", "5"), "max_body_size must be"),
         (("--request-timeout", "0"), "request_timeout must be a finite number above 0"),
@@ -74,7 +75,7 @@ def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
         def wait(self) -> int:
             return 1
 
-    monkeypatch.setattr(process, "HttpProcess", EndsWithTheEngine)
+    monkeypatch.setattr(process, "serve", EndsWithTheEngine)
     monkeypatch.setenv(serve.KEY_VARIABLE, "a secret")
     with pytest.raises(SystemExit, match="1"):  # the status of the HTTP server's process
         cli.main(["serve", "demo", "--port", "0", "--disable-log-stats", "--served-model-name", "a", "b"])

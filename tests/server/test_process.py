@@ -25,7 +25,7 @@ from dsa_engine.server.http import bind, url_of
 from dsa_engine.server.messages import AbortRequests, NewRequest, NewTokens, encode, from_engine
 from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.options import ServerOptions
-from dsa_engine.server.process import HttpProcess, Relay
+from dsa_engine.server.process import Relay, serve
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)
 
@@ -151,12 +151,15 @@ def ready(url: str) -> None:
     raise AssertionError("the server does not answer")
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
-def test_the_end_of_the_process(tiny: LLM, number: signal.Signals, status: int) -> None:
-    """In order after a signal to this process, and when it is killed; then its port is free."""
+def test_the_end_of_a_process(
+    tiny: LLM, number: signal.Signals, status: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In order after a signal to this process, and when it or one of two is killed; then the port is free."""
     bound = bind("127.0.0.1", 0)
     url = url_of(bound)
-    http = HttpProcess(tiny, ServerOptions(), bound)
+    http = serve(tiny, ServerOptions(api_server_count=count), bound)
     ready(url)
     assert httpx.post(f"{url}/v1/completions", json={"prompt": [5], "max_tokens": 2}).status_code == 200
     started = re.compile("^process_start_time_seconds .*", re.MULTILINE)
@@ -165,9 +168,10 @@ def test_the_end_of_the_process(tiny: LLM, number: signal.Signals, status: int) 
     if number == signal.SIGTERM:
         threading.Timer(0.2, lambda: os.kill(os.getpid(), number)).start()
     else:
-        os.kill(http.pid, number)
+        os.kill(http.pids[0], number)
     assert http.wait() == status
-    assert not Path(f"/proc/{http.pid}").exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in http.pids)
+    assert (f"HTTP process 1 of {count} (pid {http.pids[0]}) has ended with status -9" in caplog.text) == (status != 0)
     with socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))):
         pass
     tiny.wait_idle()

@@ -32,7 +32,7 @@ def default_cache_memory(device: torch.device, utilization: float, for_steps: in
 
     Args:
         utilization: fraction of a GPU's memory that may be used in total, other programs included.
-        for_steps: bytes that steps and graphs take on a GPU (``step_memory.py``).
+        for_steps: bytes that steps and graphs take on a GPU (``warm_up.py``).
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -44,7 +44,7 @@ def default_cache_memory(device: torch.device, utilization: float, for_steps: in
 
 def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
     """Estimate of the largest set of activations in a forward pass over ``tokens`` tokens, for devices that are not at
-    hand. An engine runs the step and counts instead (``step_memory.py``).
+    hand. An engine runs the step and counts instead (``warm_up.py``).
 
     ``gathered`` tokens arrive at this rank's experts: their rows are counted, and their sums in float32. The experts'
     own activations are counted for ``tokens``, the tokens of a rank under balanced routing.

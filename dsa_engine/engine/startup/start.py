@@ -27,11 +27,10 @@ from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
-from dsa_engine.engine.startup.capture import capture_likely
 from dsa_engine.engine.startup.kernel_check import check_kernels
-from dsa_engine.engine.startup.memory import affordable_pages, default_workspace, enough_memory
-from dsa_engine.engine.startup.step_memory import step_bytes
-from dsa_engine.engine.startup.weights import limited_model_len, load_weights, mtp_modules, refuse_extra_layers
+from dsa_engine.engine.startup.memory import affordable_pages, enough_memory
+from dsa_engine.engine.startup.warm_up import DummySteps, capture_likely, step_bytes
+from dsa_engine.engine.startup.weights import limited_model_len, load_model, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
@@ -39,13 +38,12 @@ from dsa_engine.kernels.attention.dense_attention import flash_attn_3_varlen_fun
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
-from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.disaggregation import create_mesh
-from dsa_engine.quantization import Unquantized, quantization_name, weight_format
+from dsa_engine.quantization import Unquantized, quantization_name
 from dsa_engine.system.progress import progress_bar
-from dsa_engine.system.sizes import format_bytes, parse_bytes
+from dsa_engine.system.sizes import format_bytes
 
 if TYPE_CHECKING:
     from dsa_engine.engine.cache.kv_events import KVEvents
@@ -72,7 +70,7 @@ def start(folder: Path, options: EngineOptions) -> tuple[Engine, Side | None]:
     loaded = load(prepared)
     sized = size(prepared, loaded)
     engine = make(prepared, loaded, sized)
-    capture(engine)
+    capture(prepared, engine)
     return engine, sized.side
 
 
@@ -103,6 +101,12 @@ class Prepared:
     @property
     def cached(self) -> ModelConfig:
         return self.config.with_mtp(self.modules)
+
+    @property
+    def dummy_steps(self) -> DummySteps:
+        speculation = self.options.speculation
+        drafts = speculation.num_speculative_tokens if speculation else 0
+        return DummySteps(self.mesh, self.options, self.max_model_len, drafts)
 
     @property
     def on_cuda(self) -> bool:
@@ -168,23 +172,16 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 def load(prepared: Prepared) -> Loaded:
     """Loads this rank's weights, and compares the kernels that they need with their references."""
-    options, config, mesh, device = prepared.options, prepared.config, prepared.mesh, prepared.mesh.device
-    workspace = default_workspace(device) if options.workspace is None else parse_bytes(options.workspace, "workspace")
+    options, mesh = prepared.options, prepared.mesh
     begun = time.perf_counter()
-    with torch.inference_mode():
-        weights = weight_format(config.quantization, options.quantization, prepared.dtype, device)
-        runtime = Runtime(mesh, prepared.dtype, weights, workspace, options.max_num_batched_tokens)
-        replicas = options.parallel.redundant_experts
-        fewer = f"lower redundant_experts {replicas}, or use" if replicas else "use"
-        with enough_memory("the weights of this rank", f"{fewer} more ranks, another dtype, or fewer layers"):
-            model = Model(config, runtime, prepared.modules)
-        bytes_read = load_weights(model, prepared.folder, options, prepared.progress)
+    arguments = prepared.config, mesh, options, prepared.dtype, prepared.modules
+    model, bytes_read = load_model(prepared.folder, *arguments, prepared.progress)
     seconds = time.perf_counter() - begun
     mesh.barrier(_LOADING_S)
     how = "random weights made" if options.load_format == "dummy" else "weights loaded on this rank"
-    what = "%s: %s, %s in %.1f s, %s on %s"
-    logger.info(what, prepared.folder, how, format_bytes(bytes_read), seconds, _name(prepared.dtype), device)
-    _log_slower_paths(prepared, runtime)
+    what, read = f"{_name(prepared.dtype)} on {mesh.device}", format_bytes(bytes_read)
+    logger.info("%s: %s, %s in %.1f s, %s", prepared.folder, how, read, seconds, what)
+    _log_slower_paths(prepared, model)
     count_loads(model, prepared.folder.name)
     rebalancing, recorder = Rebalancing.of(model), LoadRecorder.of(model)
     waits = check_kernels(model, prepared.format, options)
@@ -201,7 +198,7 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
     for_steps = None
     if prepared.on_cuda and options.cache_memory is None:
         static = captures and mesh.static_decode
-        for_steps = step_bytes(loaded.model, format, options, prepared.max_model_len, prepared.relaxed, static)
+        for_steps = step_bytes(loaded.model, format, prepared.dummy_steps, prepared.relaxed, static)
         logger.info("set aside for steps and graphs: %s", format_bytes(for_steps))
     others = [for_steps or 0, tiers.device_bytes(mesh, cached, format, options.page_size)]
     others += [side.device_bytes(cached, format, options.page_size)] if side else []
@@ -252,11 +249,11 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
     )
 
 
-def capture(engine: Engine) -> None:
+def capture(prepared: Prepared, engine: Engine) -> None:
     """Captures the likely graphs; loads of experts are counted from then on."""
-    mesh, graphs, loads = engine.mesh, engine.graphs, engine.model.loads
-    if graphs is not None and mesh.static_decode:
-        capture_likely(engine.runner, mesh, engine.options, engine.max_model_len, engine.progress)
+    graphs, loads = engine.graphs, engine.model.loads
+    if graphs is not None and prepared.mesh.static_decode:
+        capture_likely(engine.runner, prepared.dummy_steps, prepared.progress)
         held = format_bytes(graphs.memory_bytes)
         logger.info("%s CUDA graphs captured, which hold %s", len(graphs.captured), held)
     if loads is not None:
@@ -288,11 +285,11 @@ def _log_cache(prepared: Prepared, cache: KVCache) -> None:
     )
 
 
-def _log_slower_paths(prepared: Prepared, runtime: Runtime) -> None:
+def _log_slower_paths(prepared: Prepared, model: Model) -> None:
     """Logs a line for each slower path taken by default."""
     options, config, mesh = prepared.options, prepared.config, prepared.mesh
     stored = quantization_name(config.quantization)
-    if stored and isinstance(runtime.weights, Unquantized):
+    if stored and isinstance(model.runtime.weights, Unquantized):
         why = "" if options.quantization else f": {mesh.device} does not multiply them"
         logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)
     if not prepared.on_cuda:

@@ -14,10 +14,14 @@ from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
 from dsa_engine.checkpoint.index import locate_tensors
 from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS
 from dsa_engine.config.model import ModelConfig, read_config_json
+from dsa_engine.engine.startup.memory import default_workspace, enough_memory
 from dsa_engine.model.model import Model
 from dsa_engine.model.mtp import MTPModule
+from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
-from dsa_engine.system.sizes import format_bytes
+from dsa_engine.parallel import Mesh
+from dsa_engine.quantization import weight_format
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 
 def limited_model_len(config: ModelConfig, options: EngineOptions) -> int:
@@ -83,6 +87,36 @@ def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> in
                 f"{layer}; take a checkpoint that has it, or no speculative_config"
             )
     return modules
+
+
+@torch.inference_mode()
+def load_model(
+    folder: Path,
+    config: ModelConfig,
+    mesh: Mesh,
+    options: EngineOptions,
+    dtype: torch.dtype,
+    modules: int,
+    progress: Callable[[int, str, str], Any],
+) -> tuple[Model, int]:
+    """Makes a model and loads this rank's weights.
+
+    Args:
+        modules: number of MTP modules.
+        progress: makes a progress bar from a total, a unit and a title.
+
+    Returns:
+        the model, and the number of bytes read.
+    """
+    given = options.workspace
+    workspace = default_workspace(mesh.device) if given is None else parse_bytes(given, "workspace")
+    weights = weight_format(config.quantization, options.quantization, dtype, mesh.device)
+    runtime = Runtime(mesh, dtype, weights, workspace, options.max_num_batched_tokens)
+    replicas = options.parallel.redundant_experts
+    fewer = f"lower redundant_experts {replicas}, or use" if replicas else "use"
+    with enough_memory("the weights of this rank", f"{fewer} more ranks, another dtype, or fewer layers"):
+        model = Model(config, runtime, modules)
+    return model, load_weights(model, folder, options, progress)
 
 
 def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], Any]) -> int:

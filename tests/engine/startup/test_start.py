@@ -14,7 +14,7 @@ import torch
 
 from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.engine.speculation.graph_step import GraphKey
-from dsa_engine.engine.startup.capture import likely_buckets
+from dsa_engine.engine.startup.warm_up import DummySteps
 from dsa_engine.engine.steps.plan import Bucket
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -178,7 +178,7 @@ def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any])
     with FakeDevice() as device:
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
-        assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 9024), (1, 8192), (1, 4096)]
+        assert DummySteps(engine.mesh, engine.options, 9000, 2).likely_buckets() == [(1, 9024), (1, 8192), (1, 4096)]
         greedy = {GraphKey(Bucket(1, 3, context), None, False, count_equal) for context in (4096, 8192, 9024)}
         assert set(engine.graphs._graphs) == greedy, "as requests run that decode"
         add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
@@ -191,7 +191,7 @@ def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engin
     with FakeDevice() as device:
         sizes = SMALL | {"max_model_len": 8192, "speculative_config": {"num_speculative_tokens": 3}}
         engine = fake_engine(device, "deepseek_v32", 1, **sizes, cudagraph_capture_sizes=[1])
-        assert likely_buckets(engine.mesh, engine.options, 8192, 3) == [(1, 8256), (1, 4096)]
+        assert DummySteps(engine.mesh, engine.options, 8192, 3).likely_buckets() == [(1, 8256), (1, 4096)]
         request = add_filled(engine, 8185, SamplingParams(temperature=0.0, max_tokens=7))
         contexts = set()
         engine.runner.hooks.append(lambda plan: plan.decodes and contexts.add(plan.bucket.context))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.engine.startup.dummy_steps import prefill_steps
-from dsa_engine.engine.startup.step_memory import returned_bytes, unfilled_bytes
+from dsa_engine.engine.startup.warm_up import DummySteps, returned_bytes, unfilled_bytes
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,8 @@ from dsa_engine.engine.startup.step_memory import returned_bytes, unfilled_bytes
 )
 def test_prefill_steps_are_full(tokens: int, max_model_len: int, max_num_seqs: int, lengths: list[int]) -> None:
     mesh: Any = SimpleNamespace(world_size=4, cp_size=2, cp_ranks=lambda group: range(2 * group, 2 * group + 2))
-    for chunks in prefill_steps(mesh, 64, tokens, max_model_len, max_num_seqs):
+    sizes = {"page_size": 64, "max_num_batched_tokens": tokens // 2, "max_num_seqs": max_num_seqs}
+    for chunks in DummySteps(mesh, SimpleNamespace(**sizes), max_model_len).prefills():  # type: ignore[arg-type]
         for group in range(2):
             assert [chunk.length for chunk in chunks if chunk.ranks == mesh.cp_ranks(group)] == lengths
         assert all(chunk.end <= max_model_len for chunk in chunks)

@@ -1,0 +1,231 @@
+"""Steps of dummy requests before the first request: the largest steps count memory, the likely decode steps are
+captured as CUDA graphs.
+
+Memory is counted beside weights and caches, before there are caches. The largest steps have run every collective once,
+so NCCL has its buffers; cuBLAS has its workspaces and kernels are loaded. So memory that is free afterwards stays free.
+Routing is forced to be even, which fills a round of a dispatch to its limit (`parallel/experts/`): other routing takes
+more rounds, not more memory. Two amounts are added: the results of earlier rounds, and rows that a given
+``moe_chunk_size`` allows beyond even routing.
+
+All pages of a dummy request are page 0, so it reads rows of no token. Time and memory of a step depend on shapes only,
+and these are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.micro_batches import MicroBatches
+from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.model import Model
+from dsa_engine.model.moe import MoE
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.experts.all_to_all import rounds_needed
+from dsa_engine.parallel.experts.rails import largest_groups
+from dsa_engine.parallel.experts.traffic import RowBytes
+from dsa_engine.sampling_params import SamplingParams
+
+# Memory of a captured graph outside of PyTorch's allocator, and of its buffers. Assumed, not measured: a kernel in a
+# graph takes some KB, and a decode step of V3.2 has about 2,700 kernels.
+GRAPH_BYTES = 32 << 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+# Sampling that takes the most memory in a graph: every row is drawn from a part of the vocabulary, and its request has
+# penalties; and in an eager step: there are biases and log-probabilities too.
+DRAWN = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.5, seed=0, max_tokens=64)
+WITH_HOST = replace(DRAWN, logit_bias={0: 1.0}, logprobs=1)
+
+
+@dataclass
+class DummySteps:
+    """Makes steps of dummy requests, the same on every rank.
+
+    Args:
+        num_drafts: number of drafts that a decode step verifies and makes for each request, and that a prefill makes.
+    """
+
+    mesh: Mesh
+    options: EngineOptions
+    max_model_len: int
+    num_drafts: int = 0
+    _made: int = field(default=0, init=False)
+
+    def prefills(self) -> list[list[Chunk]]:
+        """The first and the last step of the longest prompt; with several such prompts if one does not fill a step."""
+        tokens = self.options.max_num_batched_tokens * self.mesh.cp_size
+        longest = min(tokens, self.max_model_len)
+        lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+        lengths = lengths[: self.options.max_num_seqs]
+        groups = [self.mesh.cp_ranks(group) for group in range(self.mesh.world_size // self.mesh.cp_size)]
+        steps = []
+        for start in dict.fromkeys((0, self.max_model_len - longest)):
+            new = self._requests(start + longest, WITH_HOST)
+            steps.append([Chunk(new(), start, length, ranks) for ranks in groups for length in lengths])
+        return steps
+
+    def decode(self, requests: int, context: int, params: SamplingParams) -> list[Chunk]:
+        """A decode step of ``requests`` on every rank, which come to ``context`` tokens with their drafts."""
+        chunks, rows = [], 1 + self.num_drafts
+        new = self._requests(max(1, context - 2 * self.num_drafts), params)
+        for rank in range(self.mesh.world_size):
+            for _ in range(requests):
+                request = new()
+                request.num_prefill_tokens = request.num_computed_tokens  # it decodes its last token
+                request.drafts = [0] * self.num_drafts
+                chunks.append(Chunk(request, len(request) - 1, rows, range(rank, rank + 1), num_logits=rows))
+        return chunks
+
+    def likely_buckets(self) -> list[tuple[int, int]]:
+        """Requests of a rank and context of the decode steps to capture, the largest first, as smaller graphs reuse its
+        memory.
+
+        These are any number of requests, divided evenly over the ranks, or the numbers in ``cudagraph_capture_sizes``;
+        each with any context: to capture in the middle of serving, all requests wait.
+        """
+        contexts = ContextBuckets(self.max_model_len, self.options.page_size).all(self.num_drafts)
+        sizes = self.options.cudagraph_capture_sizes
+        if sizes is None:
+            of_rank = next_power_of_2(cdiv(self.options.max_num_seqs, self.mesh.world_size))
+            sizes = [1 << i for i in range(of_rank.bit_length())]
+        return sorted({(next_power_of_2(size), context) for size in sizes for context in contexts}, reverse=True)
+
+    def _requests(self, length: int, params: SamplingParams) -> Callable[[], Request]:
+        """Returns a function that makes requests of ``length`` tokens, with pages for their drafts. They have their
+        lists of tokens and pages in common, as there may be thousands of long requests."""
+        prompt, pages = [0] * length, [0] * pages_for(length + 2 * self.num_drafts, self.options.page_size)
+
+        def new() -> Request:
+            self._made += 1
+            request = Request(-self._made, prompt, params, pages=pages)
+            request.num_computed_tokens = length - 1
+            return request
+
+        return new
+
+
+def capture_likely(runner: ModelRunner, steps: DummySteps, progress: Callable[[int, str, str], Any]) -> None:
+    """Captures the likely decode steps by running one of each; other graphs are captured when they first occur. Every
+    rank calls it."""
+    buckets = steps.likely_buckets()
+    with progress(len(buckets), "graphs", "capturing") as bar:
+        for requests, context in buckets:
+            runner.launch(runner.plan(steps.decode(requests, context, GREEDY))).read()
+            bar.update(1)
+
+
+def step_bytes(
+    model: Model, stored: CacheFormat, steps: DummySteps, relaxed: RelaxedAcceptance | None, graphs: bool
+) -> int:
+    """Maximum bytes that a step takes on the device beside weights and caches, graphs included; every rank calls it.
+
+    Args:
+        graphs: whether decode steps will be captured.
+
+    Raises:
+        CapacityError: the largest steps do not fit beside the weights.
+    """
+    config, mesh, options, drafts = model.config, steps.mesh, steps.options, steps.num_drafts
+    cache = KVCache(config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
+    contexts = ContextBuckets(steps.max_model_len, options.page_size)
+    padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
+    runner = ModelRunner(model, cache, options.seed, padded, relaxed, MicroBatches.of(options, mesh))
+    runner.num_drafts = drafts
+    kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly
+    before = torch.cuda.memory_allocated(mesh.device)
+    try:
+        with mesh.experts.even_routing():
+            decodes = (steps.decode(options.max_num_seqs, steps.max_model_len, kind) for kind in kinds)
+            decode = max(_peak(mesh, runner, chunks) for chunks in decodes) - before
+            # Tables of penalties and biases stay from step to step.
+            tables = torch.cuda.memory_allocated(mesh.device) - before
+            prefill = max(_peak(mesh, runner, chunks) for chunks in steps.prefills()) - before
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
+            "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
+        ) from error
+    of_step = config, mesh, options.max_num_batched_tokens, runner.dtype
+    prefill += returned_bytes(*of_step, sends_words(model)) + unfilled_bytes(*of_step)
+    if not graphs:
+        return max(prefill, decode)
+    # Twice: for the pool of the graphs, and for the warm-up on their stream.
+    return max(prefill, decode) + 2 * (decode - tables) + len(steps.likely_buckets()) * GRAPH_BYTES
+
+
+def sends_words(model: Model) -> bool:
+    """Whether tokens travel to experts in another form than sums travel back."""
+    token = torch.empty(1, model.config.hidden_size, dtype=model.runtime.dtype, device=model.runtime.mesh.device)
+    experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
+    return any(one.quantize_for_dispatch(token).dtype != token.dtype for one in experts)
+
+
+def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
+    """Maximum bytes of experts' results from earlier rounds of a prefill dispatch; even routing has only one round.
+
+    By node, the results of a round inside, and the rows along the rail: even routing sends a token to few nodes.
+    All tokens gathered, the results replace the tokens, unless these are shorter.
+
+    Args:
+        words: see :func:`sends_words`.
+    """
+    size, k, groups = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.node_groups
+    method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
+    if size == 1 or "sparse" not in config.mlp_layer_types:
+        return 0
+    row = RowBytes.of(config.hidden_size * dtype.itemsize, k)
+    if method == "all_gather":
+        return words * tokens * size * row.back
+    direct = tokens * min(size, k) * row.back
+    if method == "all_to_all" or groups is None:
+        return direct
+    rail, node = largest_groups(groups.nodes)
+    bound = max(tokens * k if chunk is None else chunk, max(rail, node) * (k + 1))  # pairs that a round brings
+    # Rows of both micro-batches of a step may be on their way at once.
+    sent, brought = tokens * min(len(set(groups.nodes)), k), min(2 * bound, rail * tokens)
+    by_node = (sent + brought) * row.there + (sent + bound) * row.back
+    return max(direct, by_node)
+
+
+def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
+    """Maximum bytes that a round of a dispatch takes beyond a round of even routing, if ``moe_chunk_size`` is given.
+
+    Each further token-expert pair takes its rows between the products, and in an all-to-all at most a token that
+    arrives and a sum.
+    """
+    size, k, chunk = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.config.moe_chunk_size
+    if chunk is None or size == 1 or "sparse" not in config.mlp_layer_types:
+        return 0
+    even = tokens * k
+    if mesh.config.moe_dispatch != "all_gather":
+        limit, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
+    else:
+        limit, rounds, rows = max(chunk, k), cdiv(even, chunk), 2
+    rows += mesh.config.moe_combine_dtype == "fp8"  # codes beside sums
+    more = max(0, min(limit, size * even) - even // rounds)
+    return more * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
+
+
+def _peak(mesh: Mesh, runner: ModelRunner, chunks: list[Chunk]) -> int:
+    """Maximum bytes allocated at once while a step runs; ends its requests."""
+    device = mesh.device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.launch(runner.plan(chunks)).read()
+    torch.cuda.synchronize(device)
+    for chunk in chunks:
+        chunk.request.finish_reason = "abort"  # frees their rows of tables
+    return torch.cuda.max_memory_allocated(device)

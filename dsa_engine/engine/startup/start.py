@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for the rank with the slowest disk: longer than for a collective (`ParallelConfig.timeout`).
-_LOADING_S = 7200.0
+_LOADING_S = 7200.0  # longest wait for the rank with the slowest disk
 
 
 def start(folder: Path, options: EngineOptions) -> tuple[Engine, Side | None]:
@@ -166,7 +165,11 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     check_record(mesh)
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
     format = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))
-    events = _kv_events(options, mesh)
+    wanted, events = options.kv_events_config or {}, None
+    if wanted.get("enable_kv_cache_events") and mesh.is_front:
+        from dsa_engine.engine.cache.kv_events import KVEvents  # needs packages of the extra "serve"
+
+        events = KVEvents(wanted)
     return Prepared(folder, options, config, modules, relaxed, max_model_len, mesh, dtype, format, events)
 
 
@@ -179,8 +182,8 @@ def load(prepared: Prepared) -> Loaded:
     seconds = time.perf_counter() - begun
     mesh.barrier(_LOADING_S)
     how = "random weights made" if options.load_format == "dummy" else "weights loaded on this rank"
-    what, read = f"{_name(prepared.dtype)} on {mesh.device}", format_bytes(bytes_read)
-    logger.info("%s: %s, %s in %.1f s, %s", prepared.folder, how, read, seconds, what)
+    what, where = f"{format_bytes(bytes_read)} in {seconds:.1f} s", f"{_name(prepared.dtype)} on {mesh.device}"
+    logger.info("%s: %s, %s, %s", prepared.folder, how, what, where)
     _log_slower_paths(prepared, model)
     count_loads(model, prepared.folder.name)
     rebalancing, recorder = Rebalancing.of(model), LoadRecorder.of(model)
@@ -216,9 +219,10 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
     transfer = sized.tiers.transfer(cache, mesh)
     if side:
         side.connect(cache, len(model.layers))
-    fewest = side.fewest(cache.pages) if side else None
     scheduler = (side.scheduler if side else Scheduler)(
-        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, fewest),
+        Capacity(
+            mesh.world_size, mesh.cp_size, cache.pages, options.page_size, side.fewest(cache.pages) if side else None
+        ),
         rank=mesh.rank,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -228,9 +232,8 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
         max_fetched_pages=sized.tiers.exchanged,
         events=prepared.events,
     )
-    contexts = ContextBuckets(prepared.max_model_len, options.page_size)
+    contexts, micro_batches = ContextBuckets(prepared.max_model_len, options.page_size), MicroBatches.of(options, mesh)
     graphs = DecodeGraphs(model, cache, contexts=contexts) if sized.captures else None
-    micro_batches = MicroBatches.of(options, mesh)
     on_disk = page_folder(options, prepared.folder, model, prepared.format)
     return Engine(
         options=options,
@@ -258,15 +261,6 @@ def capture(prepared: Prepared, engine: Engine) -> None:
         logger.info("%s CUDA graphs captured, which hold %s", len(graphs.captured), held)
     if loads is not None:
         loads.forget()
-
-
-def _kv_events(options: EngineOptions, mesh: Mesh) -> KVEvents | None:
-    wanted = options.kv_events_config or {}
-    if not wanted.get("enable_kv_cache_events") or not mesh.is_front:
-        return None
-    from dsa_engine.engine.cache.kv_events import KVEvents  # needs packages of the extra "serve"
-
-    return KVEvents(wanted)
 
 
 def _log_cache(prepared: Prepared, cache: KVCache) -> None:
@@ -302,8 +296,7 @@ def _log_slower_paths(prepared: Prepared, model: Model) -> None:
         logger.info("flash-attn is not installed: PyTorch's attention does its work where tokens see few others")
     lost = ["CUDA graphs"] * (not options.enforce_eager) + ["async scheduling"] * options.async_scheduling
     if lost and not mesh.static_decode:
-        why = "as shapes change from step to step with decode_dispatch"
-        message = f"decode runs without %s, {why} '%s'; 'all_gather' keeps them"
+        message = "decode runs without %s, as shapes change with decode_dispatch '%s'; 'all_gather' keeps them"
         logger.warning(message, " and ".join(lost), options.parallel.decode_dispatch)
 
 

@@ -86,6 +86,8 @@ def main() -> None:
     import torch
 
     report = environment(torch.device("cpu"), torch.float32, 1) | {"load": os.getloadavg()[0]}
+    report["law"] = law(measured)
+    print(f"law of the planner: {report['law']}")
     print(f"{report['device']}, commit {report['commit']}, load of the machine {report['load']:.1f}")
     if args.json:
         write_json(args.json, report | {"options": vars(args)} | measured)
@@ -135,14 +137,20 @@ def decode(
 
 
 def prefill(world: int, cp_size: int | None, tokens: int) -> dict[str, Any]:
-    """Host time before the model's first launch in a step that prefills one prompt."""
+    """Host time before the model's first launch in a step that prefills one prompt: without a prefix cache, with an
+    empty one, for which its pages get digests, and with a full one, whose pages are evicted too."""
     from dsa_engine.measure.host import PAGE_SIZE, host_world
 
     result = {}
-    for name, digests in (("before_launch_ms", False), ("with_digests_ms", True)):
-        options = {"enable_prefix_caching": digests, "pages": 2 * tokens // PAGE_SIZE, "cp_size": cp_size}
-        with host_world(world, 0, 0, max_num_batched_tokens=tokens, **options) as host:
-            result[name] = statistics.median(host.before_launch(tokens) for _ in range(9)) * 1e3
+    for name in ("before_launch_ms", "with_digests_ms", "with_evictions_ms"):
+        options = {"enable_prefix_caching": name != "before_launch_ms", "pages": 2 * tokens // PAGE_SIZE}
+        with host_world(world, 0, 0, cp_size=cp_size, max_num_batched_tokens=tokens, **options) as host:
+            taken = []
+            for _ in range(9):
+                if name == "with_digests_ms":
+                    host.engine.scheduler.prefix_cache.reset()
+                taken.append(host.before_launch(tokens))
+            result[name] = statistics.median(taken[2:]) * 1e3  # two prompts fill the cache
     return result
 
 
@@ -168,7 +176,7 @@ def resident_bytes() -> int:
 CASES: dict[str, Any] = {"decode": decode, "prefill": prefill, "memory": memory}
 HEADERS = {
     "decode": ("step_ms", "turn_ms", "max_ms", "calls", "schedule_ms", "launch_ms", "read tokens_ms", "rest_ms"),
-    "prefill": ("tokens", "before_launch_ms", "with_digests_ms"),
+    "prefill": ("tokens", "before_launch_ms", "with_digests_ms", "with_evictions_ms"),
     "memory": ("prompts", "length", "gigabytes"),
 }
 
@@ -182,11 +190,38 @@ def print_results(case: str, results: list[dict[str, Any]]) -> None:
     ]
     titles = {
         "decode": "decode step: thread's processor time; launch without the launch itself; max with garbage collection",
-        "prefill": "prefill step, before the first launch; with digests: the prompt's pages are named too",
+        "prefill": "prefill step, before the first launch; with digests of the prompt's pages; with pages to evict too",
         "memory": "waiting prompts",
     }
     print(titles[case])
     print(format_table(("x".join(first), *(name.removesuffix("_ms") for name in columns)), rows), end="\n\n")
+
+
+def law(measured: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """Seconds of a decode step as a sum of three parts: of the step, of each request here, of each on other ranks; and
+    of a prefill of one step: of the step, and of each token with its digests. Least squares of relative errors."""
+    import numpy as np
+
+    points = {
+        "decode": [
+            ((1.0, r["requests"], r["requests"] * (r["world"] - 1)), r["step_ms"]) for r in measured.get("decode", ())
+        ],
+        "prefill": [((1.0, r["tokens"]), r["with_digests_ms"]) for r in measured.get("prefill", ())],
+    }
+    parts = {}
+    for name, of_name in points.items():
+        if of_name:
+            sizes, ms = np.array([size for size, _ in of_name]), np.array([ms for _, ms in of_name])
+            kept = np.ones(sizes.shape[1], dtype=bool)
+            while True:  # a part that would be negative is left out
+                seconds = np.linalg.lstsq(sizes[:, kept] / ms[:, None], np.full(len(ms), 1e-3), rcond=None)[0]
+                if (seconds >= 0).all():
+                    break
+                kept[np.flatnonzero(kept)[seconds.argmin()]] = False
+            each = np.zeros(len(kept))
+            each[kept] = seconds
+            parts[name] = [float(f"{part:.3g}") for part in each]
+    return parts
 
 
 def draw(results: list[dict[str, Any]], path: str) -> None:

@@ -73,13 +73,15 @@ class StageTimer:
     """Sums the time spent in each stage while it is entered as a context; read ``seconds()`` afterwards.
 
     On CUDA the time is the device's, on the stream that is current when the timer is made; on a CPU it is wall time.
+    Between stages the device waits for the host while steps are timed, as each is read at once: "host" is the part of
+    that time in which this thread ran.
     """
 
     def __init__(self, device: torch.device):
         self.clock = DeviceClock(device)
         self._device = device
         self._stack = ["other"]
-        self._marks: list[tuple[str, Any]] = []  # a stage and the mark at which it begins
+        self._marks: list[tuple[str, Any, float]] = []  # a stage, the mark at which it begins, this thread's time
 
     @property
     def stage(self) -> str:
@@ -112,16 +114,19 @@ class StageTimer:
         self._mark()
 
     def _mark(self) -> None:
-        self._marks.append((self._stack[-1], self.clock.mark()))
+        self._marks.append((self._stack[-1], self.clock.mark(), time.thread_time()))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds in every stage; "other" is the time between stages."""
+        """Seconds in every stage; "host" is this thread's processor time between stages, "other" the remainder."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        total = dict.fromkeys((*STAGES, "other"), 0.0)
-        for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        total, host = dict.fromkeys((*STAGES, "host", "other"), 0.0), 0.0
+        for (name, begin, ran), (_, end, has_run) in zip(self._marks, self._marks[1:], strict=False):
             if name:
                 total[name] = total.get(name, 0.0) + self.clock.seconds(begin, end)
+            host += (has_run - ran) * (name == "other")
+        total["host"] = min(host, total["other"])
+        total["other"] -= total["host"]
         return total
 
 

@@ -44,7 +44,7 @@ def test_nested_stages(clock: Clock) -> None:
         clock.now += 32
     clock.now += 64
     seconds = timer.seconds()
-    assert seconds.pop("other") == 33
+    assert seconds.pop("other") + seconds.pop("host") == pytest.approx(33)
     assert seconds.pop("MLA prolog") == 26  # without the stage inside
     assert seconds.pop("communication") == 4
     assert set(seconds) == set(STAGES) - {"MLA prolog", "communication"} and not any(seconds.values())
@@ -56,7 +56,23 @@ def test_a_stage_that_fails_ends(clock: Clock) -> None:
             clock.now += 1
             raise RuntimeError("broken")
         clock.now += 2
-    assert timer.seconds()["embedding"] == 1 and timer.seconds()["other"] == 2
+    assert timer.seconds()["embedding"] == 1 and timer.seconds()["other"] == pytest.approx(2, abs=0.1)
+
+
+def test_the_host_is_this_threads_time_between_stages(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "thread_time", thread := Clock())
+
+    def pass_time(wall: float, ran: float) -> None:
+        clock.now, thread.now = clock.now + wall, thread.now + ran
+
+    with StageTimer(CPU) as timer:
+        pass_time(4, 3)
+        with stage("MoE experts"):
+            pass_time(5, 5)
+        pass_time(2, 1)
+    pass_time(1, 1)
+    seconds = timer.seconds()
+    assert (seconds["host"], seconds["other"], seconds["MoE experts"]) == (4, 2, 5)
 
 
 def test_unknown_stage() -> None:
@@ -91,7 +107,7 @@ def test_one_timer_at_a_time() -> None:
             pass
     with StageTimer(CPU) as timer:  # and the next can begin
         pass
-    assert set(timer.seconds()) == {*STAGES, "other"}
+    assert set(timer.seconds()) == {*STAGES, "host", "other"}
 
 
 def test_a_forward_pass_goes_through_every_stage(demo_cache: Path) -> None:

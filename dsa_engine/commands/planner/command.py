@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 # Settings that an option fixes, by their names in a Deployment.
 FIXED = ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache")
 NOT_KNOWN = (
-    "Modelled: nothing was measured, and the ends of a range are kernels as others have published them and ours as\n"
-    "estimated, a third slower. Not counted: queueing, and uneven loads of experts."
+    "Modelled: nothing was measured on such devices. A range goes from kernels as others have published them to ours\n"
+    "as estimated, a third slower. The host was measured without a model, on a CPU (scripts/measure_host.py). Not\n"
+    "counted: queueing, and uneven loads of experts."
 )
 
 
@@ -104,6 +105,8 @@ def _rows(planner: Planner, plan: Plan, fast: Plan) -> list[tuple[str, str]]:
         fractions = ", ".join(f"{name} {one.stages[name] / total:.0%}" for name in longest)
         rows.append((f"dispatch in {phase}", one.dispatch + (", enable_dbo" if one.micro_batches > 1 else "")))
         rows.append((f"most of {phase}", fractions))
+        when, device = ("and then", "beside")[phase == "decode"], total - one.stages["host"]
+        rows.append((f"host in {phase}, ms", f"{_rough(1e3 * one.host)}, {when} {_rough(1e3 * device)} of the device"))
     return rows
 
 

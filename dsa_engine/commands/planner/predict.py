@@ -7,6 +7,9 @@ A stage takes the longer of its products and its bytes, at the rates that kernel
 Nothing is measured on the devices of the table, so each time is a range: from kernels as others have tuned and
 published them, to those of this project as estimated from their machine code, a third slower.
 
+The host's time was measured without a model (`scripts/measure_host.py`). A decode step in a CUDA graph is launched
+before the step before it is read, so it takes the longer of host and device. A prefill step is not: it takes the sum.
+
 With one micro-batch a step waits for its exchanges. With two, the computation hides what is no longer than itself, and
 is slowed down by the multiprocessors that the exchange holds; weights are read twice.
 """
@@ -31,6 +34,10 @@ NARROW = ("projections", "MoE experts")  # stages whose products have 8-bit inpu
 LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
 # Part of the multiprocessors that a running collective holds: 20 of 132, as DeepSeek-V3's report gives them.
 COLLECTIVE = 20 / 132
+# Seconds of the host: a decode step, each request of the rank in it, each request of another rank; a prefill step
+# before its first launch, each token of the prompt. They are the "law" in benchmarks/results/host.json, an AMD EPYC's.
+HOST_DECODE = (0.803e-3, 20.2e-6, 12.4e-6)
+HOST_PREFILL = (2.44e-3, 0.113e-6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +78,7 @@ class Predicted:
         seconds: of the prompt, or of a token of a request.
         requests: prompts or requests of all ranks of the instance.
         room: bytes that remain on a rank with all of them in its caches; negative if they do not fit.
+        host: seconds of the host, of which a decode step waits for those beyond the device's.
         stages: seconds by stage, and of what they wait for.
     """
 
@@ -80,6 +88,7 @@ class Predicted:
     seconds: float
     requests: int
     room: float
+    host: float
     stages: dict[str, float]
 
 
@@ -96,8 +105,9 @@ def predict_prefill(placed: Placed, tokens: int, kernels: Kernels) -> Predicted:
         return _timed(placed, kernels, work, dispatch, rows, cdiv(own, rows), micro, decodes=False)
 
     stages, micro = _faster(seconds, how.ranks > 1)
+    stages["host"] = host = cdiv(own, chunk) * HOST_PREFILL[0] + tokens * HOST_PREFILL[1]
     room = placed.cache_room(chunk, dispatch) - tokens * placed.token_bytes
-    return Predicted(how, dispatch, micro, sum(stages.values()), groups, room, stages)
+    return Predicted(how, dispatch, micro, sum(stages.values()), groups, room, host, stages)
 
 
 def predict_decode(placed: Placed, requests: int, demand: Demand, kernels: Kernels) -> Predicted:
@@ -112,9 +122,11 @@ def predict_decode(placed: Placed, requests: int, demand: Demand, kernels: Kerne
         return _timed(placed, kernels, times(work, micro), dispatch, rows, micro, micro, decodes=True)
 
     stages, micro = _faster(seconds, own > 1 and how.ranks > 1)
+    host = HOST_DECODE[0] + HOST_DECODE[1] * own + HOST_DECODE[2] * (requests - own)
+    stages["host"] = max(0.0, host - sum(stages.values()))
     room = placed.cache_room(own * (1 + how.drafts)) - own * demand.longest * placed.token_bytes
     seconds_of_token = sum(stages.values()) / demand.tokens_per_step(how.drafts)
-    return Predicted(how, dispatch, micro, seconds_of_token, requests, room, stages)
+    return Predicted(how, dispatch, micro, seconds_of_token, requests, room, host, stages)
 
 
 def _faster(seconds: Callable[[int], dict[str, float]], may_divide: bool) -> tuple[dict[str, float], int]:

@@ -10,10 +10,18 @@ import pytest
 import torch
 
 from dsa_engine.cli import main
+from dsa_engine.commands.planner import predict
 from dsa_engine.commands.planner.demand import Demand
 from dsa_engine.commands.planner.deployment import Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
-from dsa_engine.commands.planner.predict import OWN, PUBLISHED, predict_decode, predict_prefill
+from dsa_engine.commands.planner.predict import (
+    HOST_DECODE,
+    HOST_PREFILL,
+    OWN,
+    PUBLISHED,
+    predict_decode,
+    predict_prefill,
+)
 from dsa_engine.commands.planner.search import NothingFits, Planner
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
@@ -74,6 +82,30 @@ def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
     assert predict_prefill(placed, 131_072, PUBLISHED).seconds < whole.seconds
 
 
+def test_the_host_is_the_measured_one() -> None:
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "host.json"
+    measured = json.loads(path.read_text())
+    assert measured["law"] == {"decode": list(HOST_DECODE), "prefill": list(HOST_PREFILL)}
+    for one in measured["decode"]:
+        own, step = one["requests"], HOST_DECODE[0] + HOST_DECODE[1] * one["requests"]
+        assert 1e3 * (step + HOST_DECODE[2] * own * (one["world"] - 1)) == pytest.approx(one["step_ms"], rel=0.5)
+
+
+def test_a_step_has_the_hosts_time(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the device in decode, before it in prefill."""
+    placed, demand = Placed(config, H200, Deployment(64, 64, chunk=2048, cache="fp8")), Demand(64, 65_536)
+    monkeypatch.setattr(predict, "HOST_PREFILL", (2e-3, 1e-7))
+    prefill = predict_prefill(placed, 65_536, OWN)
+    assert prefill.stages["host"] == prefill.host == pytest.approx(2e-3 + 65_536e-7)
+    assert prefill.seconds == pytest.approx(sum(prefill.stages.values()))
+    for of_step, slower in ((1e-6, False), (0.5, True)):
+        monkeypatch.setattr(predict, "HOST_DECODE", (of_step, 1e-6, 1e-8))
+        decode = predict_decode(placed, 128, demand, OWN)
+        assert decode.host == pytest.approx(of_step + 2e-6 + 126e-8)
+        assert (decode.stages["host"] > 0) == slower
+        assert not slower or decode.seconds == pytest.approx(decode.host)
+
+
 def test_a_published_deployment(config: ModelConfig) -> None:
     """64 + 64 cards at 128K, the goal of its publishers: TTFT under 2 s, TPOT under 30 ms."""
     placed = Placed(config, H200, Deployment(64, 64, 8, weights="bfloat16", drafts=1))
@@ -117,7 +149,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "plan.json"
     main(["plan", "--devices", "16", "--input-len", "32768", *fixed, "--tpot", "0.03", "--json", str(out)])
     shown = capsys.readouterr().out
-    assert "modelled" in shown and "TTFT, s" in shown and "H200 SXM data sheet" in shown
+    assert (
+        "modelled" in shown and "host in decode, ms" in shown and "TTFT, s" in shown and "H200 SXM data sheet" in shown
+    )
     plan = json.loads(out.read_text())
     assert plan["modelled"] and plan["tpot_ms"][0] < plan["tpot_ms"][1] <= 30
     assert plan["decode"]["how"]["weights"] == "fp8"

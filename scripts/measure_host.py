@@ -202,7 +202,7 @@ def law(measured: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     of a prefill of one step: of the step, and of each token with its digests. Least squares of relative errors."""
     import numpy as np
 
-    points = {
+    points: dict[str, list[tuple[tuple[float, ...], float]]] = {
         "decode": [
             ((1.0, r["requests"], r["requests"] * (r["world"] - 1)), r["step_ms"]) for r in measured.get("decode", ())
         ],

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dsa_engine.engine.rebalancing import moe_layers
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.model.model import Model
 from dsa_engine.parallel.experts.load_counter import LoadCounter
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.mesh import Mesh
 from dsa_engine.system.output_files import check_outputs, write_text
 
@@ -65,7 +64,6 @@ class LoadRecorder:
     def __init__(self, counter: LoadCounter, path: str | Path | None, every: int = _EVERY):
         self._counter, self._path, self._every = counter, path, every
         self._steps = 0
-        self._reading: Callable[[], ExpertLoads] | None = None  # loads on their way to the host
 
     @classmethod
     def of(cls, model: Model) -> LoadRecorder | None:
@@ -77,20 +75,14 @@ class LoadRecorder:
         return cls(counter, path if mesh.is_leader else None)
 
     def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
-        """Called after every step that has been launched. Loads are read under the next step, which the device computes
-        meanwhile."""
-        if self._reading is not None:
-            self._write(self._reading)
-            self._reading = None
+        """Called after every step that has been launched."""
         self._steps += 1
         if self._steps % self._every == 0:
-            self._reading = self._counter.total()
+            self.write()
 
-    def close(self) -> None:
-        """Writes the file for the last time."""
-        self._write(self._counter.total())
-
-    def _write(self, loads: Callable[[], ExpertLoads]) -> None:
+    def write(self) -> None:
+        """Writes the file, now and when the engine ends; waits for the steps that have been launched."""
+        loads = self._counter.total()  # a collective
         if self._path is None:
             return
         try:

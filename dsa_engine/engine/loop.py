@@ -258,7 +258,7 @@ class EngineLoop:
                 self.engine.finish(request, "abort")
             # Ranks add their loads only if all end here together.
             if self.engine.recorder is not None and (self._closing or self.channel is None):
-                self.engine.recorder.close()
+                self.engine.recorder.write()
         with suppress(BaseException):
             self.engine.cache_turns.close()
             if (events := self.engine.scheduler.prefix_cache.events) is not None:

@@ -12,35 +12,26 @@ logger = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Writes the lines from a thread, between :meth:`start` and :meth:`close`, or ``with`` it. Idle engines get none.
+    """Writes the lines from a thread, within a ``with`` block. Idle engines get none.
 
     Rates are those since the line before. Pages that only the prefix cache holds count as free. The rate of prefix hits
     is the fraction of the tokens of admitted requests that were found; without new requests it stays.
     """
 
     def __init__(self, engine: Engine, interval_s: float = 10.0):
-        self._engine = engine
-        self._interval_s = interval_s
+        self._engine, self._interval_s = engine, interval_s
         self._at, self._counts = time.monotonic(), self._read()
         self._hit_rate = 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._main, name="dsa_engine stats log", daemon=True)
 
-    def start(self) -> StatsLog:
+    def __enter__(self) -> StatsLog:
         self._thread.start()
         return self
 
-    def close(self) -> None:
-        """Ends the thread, if it was started."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def __enter__(self) -> StatsLog:
-        return self.start()
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._closed.set()
+        self._thread.join()
 
     def line(self) -> str | None:
         """The figures since the call before; None if nothing ran and nothing waits."""

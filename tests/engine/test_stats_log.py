@@ -61,4 +61,3 @@ def test_lines_come_while_requests_run_and_end_with_the_log(llm: LLM, caplog: py
     lines = [record.getMessage() for record in caplog.records if "tokens/s" in record.getMessage()]
     assert lines and all(re.match(r"prefill [\d,.]+ tokens/s, decode [\d,.]+ tokens/s; ", line) for line in lines)
     assert not [thread for thread in threading.enumerate() if "stats log" in thread.name]
-    StatsLog(llm.engine).close()  # never started

@@ -46,7 +46,11 @@ class Side:
         prefill = options.parallel.prefill_ranks
         if prefill is None or not mesh.has_counterpart:
             return None
-        _refuse(options, modules)
+        if modules > 1:
+            raise ValueError(
+                f"prefill_ranks {prefill} is possible with one MTP module, not with {modules}: give "
+                "num_speculative_tokens for one module, or leave prefill_ranks out"
+            )
         ranks, timeout = mesh.run_ranks, options.parallel.timeout
         links = pair_groups(mesh.run_rank, ranks[:prefill], ranks[prefill:], mesh.device, timeout)
         leaders, lines = [0, prefill], []
@@ -103,12 +107,3 @@ def own_options(options: EngineOptions) -> EngineOptions:
     if part_options(prefill, decode.parallel) is not prefill:
         return decode
     return replace(options, enforce_eager=True, async_scheduling=False)  # no step of this part decodes
-
-
-def _refuse(options: EngineOptions, modules: int) -> None:
-    """Raises ``ValueError`` for what does not work yet in two parts."""
-    if modules > 1:
-        raise ValueError(
-            f"prefill_ranks {options.parallel.prefill_ranks} is possible with one MTP module, not with {modules}: give "
-            "num_speculative_tokens for one module, or leave prefill_ranks out"
-        )

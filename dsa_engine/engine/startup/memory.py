@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.options import EngineOptions
@@ -40,19 +39,6 @@ def default_cache_memory(device: torch.device, utilization: float, for_steps: in
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0, int(free - (1 - utilization) * total - for_steps))
     return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_world_size())
-
-
-def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
-    """Estimate of the largest set of activations in a forward pass over ``tokens`` tokens, for devices that are not at
-    hand. An engine runs the step and counts instead (``warm_up.py``).
-
-    ``gathered`` tokens arrive at this rank's experts: their rows are counted, and their sums in float32. The experts'
-    own activations are counted for ``tokens``, the tokens of a rank under balanced routing.
-    """
-    attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
-    experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
-    arriving = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
-    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + arriving
 
 
 def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, token_bytes: int, for_steps: int) -> int:

@@ -182,8 +182,8 @@ def load(prepared: Prepared) -> Loaded:
     seconds = time.perf_counter() - begun
     mesh.barrier(_LOADING_S)
     how = "random weights made" if options.load_format == "dummy" else "weights loaded on this rank"
-    what, where = f"{format_bytes(bytes_read)} in {seconds:.1f} s", f"{_name(prepared.dtype)} on {mesh.device}"
-    logger.info("%s: %s, %s, %s", prepared.folder, how, what, where)
+    what, dtype = f"{format_bytes(bytes_read)} in {seconds:.1f} s", str(prepared.dtype).removeprefix("torch.")
+    logger.info("%s: %s, %s, %s on %s", prepared.folder, how, what, dtype, mesh.device)
     _log_slower_paths(prepared, model)
     count_loads(model, prepared.folder.name)
     rebalancing, recorder = Rebalancing.of(model), LoadRecorder.of(model)
@@ -219,10 +219,9 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
     transfer = sized.tiers.transfer(cache, mesh)
     if side:
         side.connect(cache, len(model.layers))
+    fewest = side.fewest(cache.pages) if side else None
     scheduler = (side.scheduler if side else Scheduler)(
-        Capacity(
-            mesh.world_size, mesh.cp_size, cache.pages, options.page_size, side.fewest(cache.pages) if side else None
-        ),
+        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, fewest),
         rank=mesh.rank,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -290,7 +289,8 @@ def _log_slower_paths(prepared: Prepared, model: Model) -> None:
         if options.device == "auto":
             logger.info("no CUDA device is available: the model runs on the CPU, in C++ kernels and PyTorch")
         if options.dtype == "auto" and prepared.dtype != config.dtype:
-            logger.info("dtype 'auto' is float32 on a CPU; the checkpoint says %s", _name(config.dtype))
+            given = str(config.dtype).removeprefix("torch.")
+            logger.info("dtype 'auto' is float32 on a CPU; the checkpoint says %s", given)
         return
     if flash_attn_varlen_func is None and flash_attn_3_varlen_func is None:
         logger.info("flash-attn is not installed: PyTorch's attention does its work where tokens see few others")
@@ -298,7 +298,3 @@ def _log_slower_paths(prepared: Prepared, model: Model) -> None:
     if lost and not mesh.static_decode:
         message = "decode runs without %s, as shapes change with decode_dispatch '%s'; 'all_gather' keeps them"
         logger.warning(message, " and ".join(lost), options.parallel.decode_dispatch)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

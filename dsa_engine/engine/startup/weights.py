@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
+from dsa_engine.checkpoint import CheckpointReader, DummyReader
 from dsa_engine.checkpoint.index import locate_tensors
-from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS
 from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.engine.startup.memory import default_workspace, enough_memory
 from dsa_engine.model.model import Model
@@ -152,23 +151,12 @@ def _load_own_tables(model: Model, reader: CheckpointReader) -> None:
         assert isinstance(module, MTPModule)
         for name, shared in (("embed_tokens", embedding), ("shared_head.head", head)):
             source = replace(shared, name=f"{module.prefix}.{name}.weight")
-            if source.name not in reader.names() or _is_copy(reader, source):
+            if source.name not in reader.names():
                 continue
-            table = torch.empty_like(shared.into)
+            table = torch.empty_like(shared.into, device="cpu")
             reader.load(replace(source, into=table))
-            module.set_own(name, table)
+            if torch.equal(table, shared.into.cpu()):
+                continue
+            module.set_own(name, table.to(shared.into.device))
             message = "%s differs from the model's: the MTP module has its own, %s on this rank"
             logging.getLogger(__name__).info(message, source.name, format_bytes(table.nbytes))
-
-
-def _is_copy(reader: CheckpointReader, source: Source) -> bool:
-    """Whether the checkpoint's tensor for ``source`` equals ``source.into``; compares some rows at a time."""
-    count, width = source.into.shape
-    step = max(1, CHUNK_ELEMENTS // width)
-    for first in range(0, count, step):
-        loaded = source.into[first : first + step]
-        part = torch.empty_like(loaded)
-        reader.load(replace(source, into=part, start=(source.start[0] + first, source.start[1])))
-        if not torch.equal(part, loaded):
-            return False
-    return True

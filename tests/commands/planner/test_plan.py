@@ -12,7 +12,7 @@ import torch
 from dsa_engine.cli import main
 from dsa_engine.commands.planner import predict
 from dsa_engine.commands.planner.demand import Demand
-from dsa_engine.commands.planner.deployment import Deployment, Placed, stored
+from dsa_engine.commands.planner.deployment import Deployment, Placed, activation_bytes, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.commands.planner.predict import (
     HOST_DECODE,
@@ -170,3 +170,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             main(["plan", *fixed, *wrong])
         assert message in capsys.readouterr().err
     assert device_named("h200") is H200
+
+
+def test_activations_grow_with_tokens_and_width() -> None:
+    config = ModelConfig.from_dict(released_config("deepseek_v32"))
+    one = activation_bytes(config, 1, 1, torch.bfloat16)
+    assert activation_bytes(config, 1000, 1000, torch.bfloat16) == 1000 * one
+    # Tokens gathered from other ranks count: rows twice, in and out, and their float32 sums.
+    more = activation_bytes(config, 1, 64, torch.bfloat16)
+    assert more - one == 63 * config.hidden_size * (2 * 2 + 4)
+    # The widest sets of a DeepSeek layer: absorbed queries and results of 128 heads, or 8 experts' inputs and outputs.
+    assert one >= 2 * 128 * (576 + 512)

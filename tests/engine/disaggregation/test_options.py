@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dsa_engine import ParallelConfig
-from dsa_engine.engine.disaggregation.side import _refuse, own_options
+from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.disaggregation import create_mesh
@@ -16,9 +17,9 @@ from dsa_engine.parallel.disaggregation import create_mesh
 
 def test_modules() -> None:
     options = EngineOptions("demo", parallel=ParallelConfig(prefill_ranks=1))
-    _refuse(options, modules=1)
-    with pytest.raises(ValueError, match="one MTP module, not with 2"):
-        _refuse(options, modules=2)
+    mesh: Any = SimpleNamespace(has_counterpart=True)
+    with pytest.raises(ValueError, match="prefill_ranks 1 .* not with 2"):
+        Side.of(options, mesh, modules=2)
 
 
 def test_options_of_the_ranks_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from dsa_engine.text.tokenizer import Tokenizer
 class PreparedPrompt(NamedTuple):
     """One checked prompt of a call, with a message for each of its outputs."""
 
-    prompt: ParsedPrompt
+    text: str | None  # the prompt's
     adds: list[Add]
     tokenizer: Tokenizer | None  # makes the text of the outputs; None if they have none
 
@@ -78,7 +78,7 @@ class AsyncCalls(ABC):
 
     async def prepare_streams(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> tuple[list[list[int]], AsyncGenerator[StreamPiece, None]]:
+    ) -> tuple[list[Seq[int]], AsyncGenerator[StreamPiece, None]]:
         """Checks prompts like :meth:`agenerate`, whose errors it raises, for outputs that are streamed together.
 
         Returns:
@@ -159,7 +159,7 @@ class AsyncCalls(ABC):
         adds = self._new_requests(self._encode(prompt), params, tokenizer)
         for add in adds:
             add.cache_salt = prompt.cache_salt
-        return PreparedPrompt(prompt, adds, tokenizer)
+        return PreparedPrompt(prompt.text, adds, tokenizer)
 
 
 def requests_of(prepared: Seq[PreparedPrompt]) -> list[tuple[Add, Tokenizer | None]]:
@@ -176,8 +176,8 @@ def outputs_of(prepared: Seq[PreparedPrompt], replies: Seq[Reply]) -> list[Reque
         outputs.append(
             RequestOutput(
                 request_id=str(own[0].add.id),
-                prompt=one.prompt.text,
-                prompt_token_ids=own[0].add.prompt_ids,
+                prompt=one.text,
+                prompt_token_ids=list(own[0].add.prompt_ids),
                 outputs=[reply.completion(index) for index, reply in enumerate(own)],
                 prompt_logprobs=prompt_logprobs,
             )

@@ -65,7 +65,7 @@ class ChatForm(Form):
         self.chunk_head = self._head | {"object": "chat.completion.chunk"}
         self._readers: dict[int, MessageReader] = {}
         self._called: set[int] = set()  # outputs with tool calls
-        self._prompt_ids: list[int] = []
+        self._prompt_ids: Sequence[int] = ()
 
     def _reader(self) -> MessageReader:
         return self._conversation.reader(self._prompt_text, self._tools)
@@ -95,7 +95,7 @@ class ChatForm(Form):
             return None
         return chat_logprobs(output.token_ids, output.logprobs, self._asked.top_logprobs or 0)
 
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         (self._prompt_ids,) = prompts
 
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class ChatForm(Form):
         if first:
             chunks.append(self._chunk(piece.index, {"role": "assistant", "content": ""}))
             if self._asked.return_token_ids:
-                chunks[0]["prompt_token_ids"] = self._prompt_ids
+                chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
         read = reader.push(piece.text)
         if piece.finish_reason is not None:
             read += reader.finish()

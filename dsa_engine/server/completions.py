@@ -61,7 +61,7 @@ class CompletionForm(Form):
             "model": model,
         }
         self._offsets: dict[int, int] = {}
-        self._prompt_ids: Sequence[list[int]] = ()
+        self._prompt_ids: Sequence[Sequence[int]] = ()
 
     def _encoded(self, llm: EngineClient, prompts: list[str | list[int]]) -> list[dict[str, Any]]:
         """The prompts as the engine takes them. It encodes texts itself, unless they begin in another way."""
@@ -106,7 +106,7 @@ class CompletionForm(Form):
         ids = {"token_ids": tokens, "prompt_token_ids": one.prompt_token_ids}
         return choice | (ids if self._asked.return_token_ids else {})
 
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         self._prompt_ids = prompts
 
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ class CompletionForm(Form):
             first = piece.index not in self._offsets
             self._offsets.setdefault(piece.index, 0)
             prompt = self._prompt_ids[piece.index // self.params.n]
-            choice |= {"token_ids": piece.token_ids, "prompt_token_ids": prompt if first else None}
+            choice |= {"token_ids": piece.token_ids, "prompt_token_ids": list(prompt) if first else None}
         return [{"choices": [choice]}]
 
 

@@ -55,7 +55,7 @@ class Form(ABC):
         """The body of an answer, without its usage."""
 
     @abstractmethod
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Called with the token ids of the prompts before the first piece."""
 
     @abstractmethod

@@ -5,6 +5,7 @@ The sockets are files in a folder of this user alone, so both processes trust ea
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -48,7 +49,7 @@ class NewRequest(msgspec.Struct, tag=True):
     """A new request, see :class:`.messages.Add`; ``params`` are the fields of its :class:`SamplingParams`."""
 
     id: int
-    prompt_ids: list[int]
+    prompt_ids: bytes  # int32
     params: dict[str, Any]
     bad_words: list[list[int]]
     arrival: float
@@ -57,12 +58,12 @@ class NewRequest(msgspec.Struct, tag=True):
     @classmethod
     def of(cls, add: Add) -> NewRequest:
         params = {f.name: getattr(add.params, f.name) for f in fields(add.params) if f.init}
-        return cls(add.id, add.prompt_ids, params, add.bad_words, add.arrival, add.cache_salt)
+        return cls(add.id, array("i", add.prompt_ids).tobytes(), params, add.bad_words, add.arrival, add.cache_salt)
 
     def add(self, number: int) -> Add:
         """The engine's message, with its own number for the request."""
         params = SamplingParams(**self.params)
-        return Add(self.prompt_ids, params, self.bad_words, self.arrival, number, self.cache_salt)
+        return Add(array("i", self.prompt_ids), params, self.bad_words, self.arrival, number, self.cache_salt)
 
 
 class AbortRequests(msgspec.Struct, tag=True):

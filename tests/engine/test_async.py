@@ -71,7 +71,7 @@ def test_errors_come_to_whom_they_belong(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     def failing(plan: Any, *rest: Any) -> Any:
         requests = [chunk.request for chunk in plan.chunks]
-        if any(request.prompt == [11] for request in requests):
+        if any(list(request.prompt) == [11] for request in requests):
             raise RuntimeError("out of memory")
         return launch(plan, *rest)
 

@@ -82,7 +82,7 @@ def test_a_step_that_fails_ends_those_who_were_part_of_it(llm: LLM, monkeypatch:
 
     def failing(plan: Any, *rest: Any) -> Any:
         requests = [chunk.request for chunk in plan.chunks]
-        if any(request.prompt == poison and not request.prefilled for request in requests):
+        if any(list(request.prompt) == poison and not request.prefilled for request in requests):
             raise RuntimeError("out of memory")
         return launch(plan, *rest)
 

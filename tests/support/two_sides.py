@@ -35,7 +35,7 @@ def token(number: int, index: int) -> int:
 def row(request: Request, position: int) -> int:
     """What a request's cache row holds: it depends on all tokens so far."""
     known = len(request.prompt)
-    tokens = request.prompt + [token(request.id, index) for index in range(position + 1 - known)]
+    tokens = [*request.prompt, *(token(request.id, index) for index in range(position + 1 - known))]
     return hash(tuple(tokens[: position + 1]))
 
 

@@ -1,8 +1,8 @@
 """Digests of the full pages of a request: the names under which they are found again.
 
-A page's digest covers its tokens, all tokens before it, and the cache salt. With MTP modules it covers the next tokens
-too: the k-th module embeds the token k positions later, so its last rows in a page depend on the first tokens after
-the page. Equal digests mean equal rows.
+A page's digest covers the cache salt, all tokens up to its end and, with MTP modules, the next tokens: the k-th module
+embeds the token k positions later, so its last rows in a page depend on the first tokens after the page. Equal digests
+mean equal rows.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class PageDigests:
         self.values: list[bytes] = []
         self._page_size, self._lookahead = page_size, lookahead
         start = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
-        self._tokens_before = blake2b(start, digest_size=_BYTES).digest()
+        # Of the salt and all tokens of the pages so far; the salt's own digest has one length, whatever the salt.
+        self._so_far = blake2b(blake2b(start, digest_size=_BYTES).digest(), digest_size=_BYTES)
 
-    def extend(self, known: int, tokens: Callable[[int, int], list[int]]) -> list[bytes]:
+    def extend(self, known: int, tokens: Callable[[int, int], array[int]]) -> list[bytes]:
         """Adds the digests of pages whose tokens, and those after them, are known now; returns all.
 
         Args:
-            tokens: ``tokens(start, length)`` gives their ids.
+            tokens: ``tokens(start, length)`` gives their ids, int32.
         """
-        size, ahead = self._page_size, self._lookahead
-        first = len(self.values)
+        size, ahead, first = self._page_size, self._lookahead, len(self.values)
         count = (known - ahead) // size - first
         if count <= 0:
             return self.values
-        ids = memoryview(array("q", tokens(first * size, count * size + ahead)).tobytes())
-        width = 8 * size
-        for begin in range(0, count * width, width):
-            digest = blake2b(self._tokens_before, digest_size=_BYTES)
-            digest.update(ids[begin : begin + width])
-            self._tokens_before = digest.digest()
-            if ahead:
-                digest.update(ids[begin + width : begin + width + 8 * ahead])
-            self.values.append(digest.digest())
-        return self.values
+        ids = memoryview(tokens(first * size, count * size + ahead)).cast("B")
+        so_far, values, width, more = self._so_far, self.values, 4 * size, 4 * ahead
+        for end in range(width, count * width + 1, width):
+            so_far.update(ids[end - width : end])
+            digest = so_far
+            if more:
+                digest = so_far.copy()
+                digest.update(ids[end : end + more])
+            values.append(digest.digest())
+        return values

@@ -135,7 +135,7 @@ class KVEvents:
         salt: list[tuple[str, ...] | None] | None = None
         if request.cache_salt is not None and not first:
             salt = [(request.cache_salt,), *[None] * (len(new) - 1)]
-        tokens = request.tokens(first * size, len(new) * size)
+        tokens = request.tokens(first * size, len(new) * size).tolist()
         parent = digests[first - 1] if first else None
         self._events.append(BlockStored(new, parent, tokens, size, None, _MEDIUM, None, salt))
 

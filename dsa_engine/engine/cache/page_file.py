@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from zlib import crc32
 
-VERSION = 2  # the format's; a part of every key
+VERSION = 3  # the format's; a part of every key
 _MAGIC = b"DSA page"
 _HEAD = struct.Struct("<8s16sQI")
 

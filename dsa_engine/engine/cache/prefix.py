@@ -54,6 +54,7 @@ class PrefixCache:
         """Lets a new request find pages, and be found."""
         if self._enabled:
             request.digests = PageDigests(self._page_size, self.lookahead, request.cache_salt)
+            self.digests(request)  # those of a prompt are made as it arrives, not in the step that prefills it
 
     def usable(self, request: Request) -> list[bytes]:
         """Digests of the first pages of a waiting request, as far as it need not compute them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +14,7 @@ class Add:
     """A new request, checked and normalised by :func:`.new_request.new_requests`: the caches can hold it, if alone.
 
     Attributes:
+        prompt_ids: an array of int32: 4 bytes a token in memory, which the request shares, and in a message.
         id: grows with the order of arrival; set when the message is sent.
         params: for one output, with ``max_tokens`` a number; a copy of the caller's object.
         bad_words: token ids of each word that must not be generated.
@@ -20,7 +22,7 @@ class Add:
         cache_salt: requests with different salts share no cached pages.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     params: SamplingParams
     bad_words: list[list[int]] = field(default_factory=list)
     arrival: float = 0.0
@@ -48,7 +50,7 @@ class Run:
 
     id: int
     job: Job
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -37,10 +38,10 @@ def new_requests(
     check_capacity(len(prompt), max_tokens)
     words = params.bad_words or () if tokenizer else ()
     bad_words = [ids for word in words for ids in tokenizer.word_ids(word)] if tokenizer else []
-    arrival = time.perf_counter()
+    prompt_ids, arrival = array("i", prompt), time.perf_counter()
     return [
         Add(
-            list(prompt),
+            prompt_ids,
             replace(
                 params,
                 n=1,

@@ -7,7 +7,8 @@ negative number, which ``batch.known_ids`` replaces on the device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ class Request:
     """
 
     id: int
-    prompt: list[int]
+    prompt: Sequence[int]  # kept as an array of int32
     params: SamplingParams
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     output: list[int] = field(default_factory=list)
@@ -88,6 +89,8 @@ class Request:
     exception: BaseException | None = None  # raised by a step of this request, for its caller to raise
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prompt, array):
+            self.prompt = array("i", self.prompt)
         self.num_prefill_tokens = len(self.prompt)
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token follows no other
@@ -121,15 +124,16 @@ class Request:
         """How it has ended; None while it runs."""
         return None if self.finish_reason is None else Ending(self.finish_reason, self.error, self.stop_reason)
 
-    def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at positions ``start … start+length-1``; ``-1 - index`` for placeholders, then drafts."""
+    def tokens(self, start: int, length: int) -> array[int]:
+        """Token ids at positions ``start … start+length-1``, int32; ``-1 - index`` for placeholders, then drafts."""
         first_output, end = len(self.prompt), start + length
-        known = self.prompt[start:end] + self.output[max(0, start - first_output) : max(0, end - first_output)]
-        if len(known) == length:
-            return known
-        first_unread = first_output + len(self.output)
-        unread = [-1 - index for index in self.placeholders] + self.drafts
-        return known + unread[max(0, start - first_unread) : end - first_unread]
+        ids = array("i", self.prompt[start:end])
+        ids.extend(self.output[max(0, start - first_output) : max(0, end - first_output)])
+        if len(ids) < length:
+            first_unread = first_output + len(self.output)
+            unread = [-1 - index for index in self.placeholders] + self.drafts
+            ids.extend(unread[max(0, start - first_unread) : end - first_unread])
+        return ids
 
     def append(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
         """Adds the next token to the output and decides whether the request ends with it.

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dsa_engine.engine.requests.request import Request
@@ -220,7 +221,7 @@ def _bias(request: Request, vocab: int) -> torch.Tensor:
 
 def of_prompt(request: Request, vocab: int) -> torch.Tensor:
     """int32 ``[vocab]``: 1 for each token of the prompt."""
-    return torch.zeros(vocab, dtype=torch.int32).index_fill_(0, torch.tensor(request.prompt, dtype=torch.int64), 1)
+    return torch.zeros(vocab, dtype=torch.int32).index_fill_(0, torch.from_numpy(np.asarray(request.prompt)).long(), 1)
 
 
 def _add_occurrences(counts: torch.Tensor, where: list[tuple[int, int]], sampled: torch.Tensor | None) -> None:

@@ -53,8 +53,8 @@ class PenaltyCounts:
             table_rows[i] = slots[request]
             known = len(request.prompt) + len(request.output)
             first = max(len(request.prompt), known - 2 * width)
-            tokens = request.tokens(first, known - first) + [0] * (2 * width - known + first)
-            table.append([i, slots[request], int(chunk.starts_on_device), first, known, *tokens])
+            tokens, padding = request.tokens(first, known - first), [0] * (2 * width - known + first)
+            table.append([i, slots[request], int(chunk.starts_on_device), first, known, *tokens, *padding])
         flat = upload(torch.tensor([*table_rows, *(x for row in table for x in row)]), before.device)
         columns = flat[len(out) :].view(len(table), -1).T
         self._add(columns[:5], columns[5:].T, Columns.of(before[columns[0]]))

@@ -139,7 +139,7 @@ class Passes(ABC):
         states = self.mesh.cp.all_gather(F.pad(own, (0, 0, 0, padded_rows - len(own))))
         requests = list(dict.fromkeys(request for request, _ in at))
         index = self._indices([[at.get((request, number), 0) for number in range(count)] for request in requests])
-        ids = [[0] * (count - len(r)) + r.tokens(max(0, len(r) - count), min(count, len(r))) for r in requests]
+        ids = [[*[0] * (count - len(r)), *r.tokens(max(0, len(r) - count), min(count, len(r)))] for r in requests]
         return dict(zip(requests, map(LastRows, states[index], self._indices(ids)), strict=True))
 
     def _static_rows(self, step: StepPlan, own: list[Chunk], width: int) -> tuple[Bucket, StepRows, list[int]]:

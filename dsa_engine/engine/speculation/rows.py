@@ -141,7 +141,7 @@ class ChunkColumns(NamedTuple):
         for i, chunk in enumerate(chunks):
             request = chunk.request
             limit = min(len(request.pages) * page_size, len(request.prompt) + request.max_tokens - 1)
-            ids = [] if chunk.starts_on_device else request.tokens(chunk.start, chunk.length)
+            ids = () if chunk.starts_on_device else request.tokens(chunk.start, chunk.length)
             table[i][: 3 + len(ids)] = [chunk.start, chunk.length, limit, *ids]
         return torch.tensor(table, dtype=torch.int64)
 

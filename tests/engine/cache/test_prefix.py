@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def test_a_request_goes_to_the_group_that_has_its_prefix() -> None:
 def test_digests_cover_what_rows_depend_on() -> None:
     def digests(tokens: list[int], known: int | None = None, lookahead: int = 0) -> list[bytes]:
         made = PageDigests(PAGE, lookahead)
-        return list(made.extend(known or len(tokens), lambda first, length: tokens[first : first + length]))
+        return list(made.extend(known or len(tokens), lambda first, length: array("i", tokens[first : first + length])))
 
     tokens, other = list(range(12)), [*range(8), 1, *range(9, 12)]
     assert len(set(digests(tokens))) == 3 and {len(digest) for digest in digests(tokens)} == {16}
@@ -170,7 +171,7 @@ def test_digests_cover_what_rows_depend_on() -> None:
     assert len(ahead) == 2 and ahead[0] == other_ahead[0] and ahead[1] != other_ahead[1]
     grown = PageDigests(PAGE, 1)
     for known in range(13):
-        grown.extend(known, lambda first, length: tokens[first : first + length])
+        grown.extend(known, lambda first, length: array("i", tokens[first : first + length]))
     assert grown.values == ahead
 
 

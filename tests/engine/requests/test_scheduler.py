@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import tracemalloc
+from array import array
+
 import pytest
 
 from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
@@ -319,3 +324,21 @@ def test_a_filled_request_leaves_the_pages_that_a_prompt_has_been_promised() -> 
     step(scheduler)  # a quarter of it
     with pytest.raises(CapacityError, match="no room to fill"):
         scheduler.admit_prefilled(make_request(1, 12, output=1))
+
+
+def test_waiting_prompts_are_small() -> None:
+    """512 waiting prompts of 131,072 tokens take at most 0.4 GB, with the digests of their pages."""
+    tokens, params = 131_072, SamplingParams(max_tokens=1)
+    messages = [pickle.dumps(Add(array("i", [number, *range(1, tokens)]), params)) for number in range(2)]
+    assert max(map(len, messages)) < 4.1 * tokens
+    scheduler = Scheduler(
+        Capacity(1, 1, 4096, 64), rank=0, max_num_seqs=1, max_num_batched_tokens=64, max_prefill_share=1
+    )
+    tracemalloc.start()
+    for number, message in enumerate(messages):
+        add = pickle.loads(message)
+        scheduler.add(Request(number, add.prompt_ids, add.params))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert all(len(request.digests.values) == tokens // 64 for request in scheduler.waiting if request.digests)
+    assert held / len(messages) * 512 < 0.4e9

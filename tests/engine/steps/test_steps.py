@@ -292,9 +292,9 @@ def test_measured_tokens(llm: LLM, fill_cache: bool) -> None:
 def test_tokens_that_are_not_read_have_placeholders() -> None:
     request = Request(0, [1, 2, 3], SamplingParams(), output=[4], placeholders=[6])
     assert len(request) == 5 and request.num_output_tokens == 2
-    assert request.tokens(1, 4) == [2, 3, 4, -7] and request.tokens(4, 1) == [-7] and request.tokens(2, 2) == [3, 4]
+    assert [[*request.tokens(*part)] for part in ((1, 4), (4, 1), (2, 2))] == [[2, 3, 4, -7], [-7], [3, 4]]
     request.placeholders += [0, 2]
-    assert len(request) == 7 and request.tokens(3, 4) == [4, -7, -1, -3] and request.tokens(5, 1) == [-1]
+    assert len(request) == 7 and [[*request.tokens(*part)] for part in ((3, 4), (5, 1))] == [[4, -7, -1, -3], [-1]]
     sampled = torch.tensor([50, 51, -1, 53, 54, 55, 56])
     ids = torch.tensor([[2, -7], [-3, 9]])
     assert known_ids(ids, sampled, torch.device("cpu")).tolist() == [[2, 56], [0, 9]], "an error's code is no token"

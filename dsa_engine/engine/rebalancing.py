@@ -50,17 +50,12 @@ class Rebalancing:
         moved_bytes: bytes that have gone from rank to rank so far.
         before, after: the largest load of a rank over the mean, averaged over the layers: as it was, and as planned, by
             the last loads.
-
-    Raises:
-        ValueError: the model has no routed experts.
     """
 
     def __init__(self, model: Model, every: int, loads: Callable[[], ExpertLoads], turn_bytes: int = TURN_BYTES):
         self._mesh, self._every, self._loads, self._turn_bytes = model.runtime.mesh, every, loads, turn_bytes
         self._ranks, self._groups = self._mesh.ep, model.config.n_group
         self._layers = moe_layers(model)
-        if not self._layers:
-            raise ValueError("rebalance_every: this model has no routed experts; leave it out")
         self._agree_on_layouts()
         largest = max(self._staged(layer) * expert_bytes(layer.experts.moved) for layer in self._layers.values())
         self.staging = torch.empty(largest, dtype=torch.uint8, device=self._mesh.device)
@@ -70,7 +65,6 @@ class Rebalancing:
         self.times, self.moved_bytes, self.before, self.after = 0, 0, 1.0, 1.0
         self._steps, self._received = 0, 0  # steps since the last look at the loads; bytes in this turn
         self._turns: Iterator[None] = iter(())  # what remains of a rebalancing
-        self._error: BaseException | None = None
 
     @classmethod
     def of(cls, model: Model) -> Rebalancing | None:
@@ -82,20 +76,7 @@ class Rebalancing:
 
     @torch.inference_mode()  # as the weights were made
     def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
-        """Called after every step that has been launched.
-
-        Raises:
-            RuntimeError: an earlier turn has failed.
-        """
-        if self._error is not None:
-            raise RuntimeError("an error stopped experts on their way to other ranks") from self._error
-        try:
-            self._turn()
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def _turn(self) -> None:
+        """Called after every step that has been launched. An error in it ends the run."""
         self._steps += 1
         self._received = 0
         for _ in self._turns:

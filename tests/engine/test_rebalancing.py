@@ -218,30 +218,3 @@ def test_loads_that_are_even_enough_move_nothing() -> None:
         return rebalancing.moved_bytes
 
     assert on_ranks(RANKS, work) == [0] * RANKS
-
-
-def test_a_model_without_experts_is_refused() -> None:
-    model: Any = SimpleNamespace(
-        runtime=SimpleNamespace(mesh=SimpleNamespace(ep=None)),
-        config=SimpleNamespace(n_group=1),
-        layers=[SimpleNamespace(moe=None)],
-        mtp=[],
-    )
-    with pytest.raises(ValueError, match="rebalance_every: this model has no routed experts; leave it out"):
-        Rebalancing(model, 1, lambda: ExpertLoads("", (0,), ((1.0,),)))
-
-
-def test_a_failure_on_the_way_ends_all_later_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(group: Group) -> None:
-        layers = Layers(group, "bfloat16", replicas=0)
-        rebalancing = Rebalancing(layers.model, 1, lambda: ExpertLoads("", (1,), (skewed(1, 0),)))
-        rebalancing.turn()
-        monkeypatch.setattr(Group, "exchange", lambda *_: (_ for _ in ()).throw(ConnectionError("a rank is gone")))
-        with pytest.raises(ConnectionError, match="gone"):
-            rebalancing.turn()
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="an error stopped experts on their way") as raised:
-                rebalancing.turn()
-            assert isinstance(raised.value.__cause__, ConnectionError)
-
-    on_ranks(RANKS, work)

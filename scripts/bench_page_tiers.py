@@ -21,7 +21,7 @@ import torch
 
 from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.host import HostPages
 from dsa_engine.engine.cache.moves import PageCopy, PageMoves
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.measure.report import environment, format_table, write_json

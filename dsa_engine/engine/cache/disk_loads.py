@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dsa_engine.engine.cache.folder import PageFolder
-from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.host import HostPages
 from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.parallel.group import Group
@@ -34,7 +34,7 @@ class _Search:
     digests: list[bytes]
     first: int  # number of the first of these pages in the request
     present: int  # number of first pages that the folder may have, as this rank knows
-    slots: list[list[int]] | None = None  # of every rank of the group, for the pages that it reads
+    slots: dict[int, list[int]] = field(default_factory=dict)  # by rank of the group, for the pages that it reads
     load: Future[int] | None = None  # how many of the first pages of this rank's part have been read, if it reads any
 
     def part(self, rank: int, count: int) -> range:
@@ -96,8 +96,8 @@ class DiskLoads:
         for search, count in zip(searches, counts, strict=True):
             if count == _RUNNING:
                 continue
-            if search.slots is not None:
-                self._end_reading(search, search.slots, count)
+            if search.slots:
+                self._end_reading(search, count)
             elif self._begin_reading(search, count):
                 continue
             self._searches.remove(search)
@@ -116,7 +116,7 @@ class DiskLoads:
 
     def _progress(self, search: _Search) -> int:
         """The number of a search's first pages that this rank takes for present, or has read; or ``_RUNNING``."""
-        if search.slots is None or search.load is None:
+        if search.load is None:
             return search.present
         if not search.load.done():
             return _RUNNING
@@ -124,45 +124,43 @@ class DiskLoads:
         return part[done] if done < len(part) else search.present
 
     def _begin_reading(self, search: _Search, count: int) -> bool:
-        """Reserves host memory on all ranks of the group, as far as there is any, and starts reading; returns whether
-        there is anything to read."""
-        locked, slots = frozenset(search.digests), []
+        """Reserves host memory for the first ``count`` pages, or for fewer, and starts to read them; returns whether
+        there is room for any."""
+        locked = frozenset(search.digests)
         for rank in search.ranks:
             part = search.part(rank, count)
-            slots.append(self.ledger.pools[rank].host.reserve(len(part), locked))
-            if len(slots[-1]) < len(part):
-                count = part[len(slots[-1])]
-        for rank, of_rank in zip(search.ranks, slots, strict=True):
-            surplus = len(of_rank) - len(search.part(rank, count))
-            self.ledger.pools[rank].host.give_back(of_rank[len(of_rank) - surplus :])
-            del of_rank[len(of_rank) - surplus :]
+            slots = search.slots[rank] = self.ledger.pools[rank].host.reserve(len(part), locked)
+            if len(slots) < len(part):
+                count = part[len(slots)]
+        for rank, slots in search.slots.items():
+            room = len(search.part(rank, count))
+            self.ledger.pools[rank].host.give_back(slots[room:])
+            del slots[room:]
         search.present = count
-        if count == 0:
-            return False
-        search.slots = slots
-        if self._rank in search.ranks and slots[self._rank - search.ranks[0]]:
-            own = zip(search.part(self._rank, count), slots[self._rank - search.ranks[0]], strict=True)
-            pages = [(search.digests[index], self.host.parts(slot)) for index, slot in own]
+        if search.slots.get(self._rank):
+            own = zip(search.part(self._rank, count), search.slots[self._rank], strict=True)
+            pages = [(search.digests[index], slot) for index, slot in own]
             search.load = self._reader.submit(self._read, pages, self.flush())
-        return True
+        return count > 0
 
-    def _read(self, pages: Sequence[tuple[bytes, Sequence[memoryview]]], copied: Callable[[], None]) -> int:
+    def _read(self, pages: Sequence[tuple[bytes, int]], copied: Callable[[], None]) -> int:
         """Reads pages up to the first that is missing or refused, in the reader's thread; returns their number.
 
         Args:
-            copied: waits for copies from and to the memory of the pages.
+            pages: digest and slot of each.
+            copied: waits for copies from and to these slots.
         """
         copied()
-        done = 0
-        while done < len(pages) and not self._closed and self.folder.read(*pages[done]):
-            done += 1
-        return done
+        for done, (digest, slot) in enumerate(pages):
+            if self._closed or not self.folder.read(digest, self.host.parts(slot)):
+                return done
+        return len(pages)
 
-    def _end_reading(self, search: _Search, slots: list[list[int]], count: int) -> None:
+    def _end_reading(self, search: _Search, count: int) -> None:
         """Records the first ``count`` pages in host memory, and frees the slots of the others."""
-        for rank, of_rank in zip(search.ranks, slots, strict=True):
+        for rank, slots in search.slots.items():
             host, part = self.ledger.pools[rank].host, search.part(rank, search.present)
-            for index, slot in zip(part, of_rank, strict=True):
+            for index, slot in zip(part, slots, strict=True):
                 if index < count:
                     host.name(slot, search.digests[index])
                 else:

@@ -8,31 +8,27 @@ rank; those that it releases before are not written.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from dsa_engine.engine.cache.folder import PageFolder
-from dsa_engine.engine.cache.host_pages import HostPages
+from dsa_engine.engine.cache.host import HostPages
 from dsa_engine.engine.cache.prefix import PrefixCache
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.engine.requests.request import Chunk, Request
 
-logger = logging.getLogger(__name__)
-
 _REMEMBERED = 1 << 20  # pages of which this rank remembers that the folder has them
 
 
-@dataclass
-class _Copied:
+class _Copied(NamedTuple):
     """A page in host memory that is not being written yet."""
 
     digest: bytes
     slot: int
-    after: Callable[[], None] = lambda: None  # waits until the copy is done
+    wait: Callable[[], None]  # until the copy is done
 
 
 @dataclass
@@ -69,35 +65,31 @@ class DiskStores:
         self._rank, self._page_size = rank, page_size
         self._writer = ThreadPoolExecutor(1, "dsa_engine page writer")
         self._free = list(slots)
-        self._returned: SimpleQueue[tuple[_Copied, bool]] = SimpleQueue()  # pages that the writer has finished with
+        self._returned: SimpleQueue[tuple[_Copied, bool]] = SimpleQueue()  # from the writer, and whether it is written
         self._requests: dict[Request, _Progress] = {}
-        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._stored: set[bytes] = set()
 
     def launched(self, chunks: Sequence[Chunk]) -> None:
         """Copies complete pages of prompts; called when a step has been launched and its requests hold their pages."""
         while not self._returned.empty():
-            one, stored = self._returned.get()
-            self._free.append(one.slot)
-            if not stored:
-                self._stored.pop(one.digest, None)
-        computed = {chunk.request: chunk.end for chunk in chunks}
+            one, written = self._returned.get()
+            self._drop(one, written)
         for chunk in chunks:
-            request = chunk.request
+            request, size = chunk.request, len(chunk.ranks)
             known = request in self._requests or request.prefilled or request.digests is None
             if self._rank in chunk.ranks and not known:
-                size = len(chunk.ranks)
                 self._requests[request] = _Progress(range((self._rank - chunk.ranks[0]) % size, 1 << 62, size))
-        copies: list[tuple[int, int]] = []
+        computed = {chunk.request: chunk.end for chunk in chunks}
         new = {
-            request: self._next(request, p, computed.get(request, 0), copies) for request, p in self._requests.items()
+            request: list(self._next(request, progress, computed.get(request, 0)))
+            for request, progress in self._requests.items()
         }
+        copies = [(page, slot) for pages in new.values() for page, slot, _ in pages]
         if not copies:
             return
-        after = self._transfer.copy_out(copies)
-        for request, copied in new.items():
-            for one in copied:
-                one.after = after
-            self._requests[request].copied += copied
+        wait = self._transfer.copy_out(copies)
+        for request, pages in new.items():
+            self._requests[request].copied += [_Copied(digest, slot, wait) for _, slot, digest in pages]
             if self._requests[request].succeeded:
                 self.succeeded(request)
 
@@ -116,50 +108,38 @@ class DiskStores:
         """Drops a request's pages that have been copied and not written."""
         progress = self._requests.pop(request, None)
         for one in progress.copied if progress else ():
-            one.after()
-            self._stored.pop(one.digest, None)
-            self._free.append(one.slot)
+            one.wait()
+            self._drop(one, written=False)
 
     def close(self) -> None:
         """Writes what has been handed over, and ends the thread that writes."""
         self._writer.shutdown()
 
-    def _next(self, request: Request, progress: _Progress, end: int, copies: list[tuple[int, int]]) -> list[_Copied]:
-        """A request's next pages to copy: as many as are complete, not on the disk, and find room."""
+    def _next(self, request: Request, progress: _Progress, end: int) -> Iterator[tuple[int, int, bytes]]:
+        """Page, slot and digest of a request's next pages to copy: complete, not on the disk, and with room."""
         if not request.pages or progress.numbers[0] >= len(request.prompt) // self._page_size:
-            return []
+            return
         digests = self._prefix_cache.digests(request)
         complete = min(len(request.prompt), max(end, request.num_computed_tokens)) // self._page_size
-        copied = []
-        while progress.numbers[0] < min(complete, len(digests)):
-            number = progress.numbers[0]
+        while (number := progress.numbers[0]) < min(complete, len(digests)):
             digest = digests[number]
-            if not self._is_stored(digest, was_found=number < request.num_found_pages):
+            # For a page that was found this rank's memory is enough; one that had to be computed was perhaps deleted.
+            known = number < request.num_found_pages and digest in self._stored
+            if not (known or self._folder.has(digest)):
                 if not self._free:
-                    break
-                slot = self._free.pop()
-                copies.append((request.pages[number], slot))
-                copied.append(_Copied(digest, slot))
-            self._remember(digest)
+                    return
+                yield request.pages[number], self._free.pop(), digest
+            if len(self._stored) == _REMEMBERED:
+                self._stored.clear()
+            self._stored.add(digest)
             progress.numbers = progress.numbers[1:]
-        return copied
-
-    def _is_stored(self, digest: bytes, was_found: bool) -> bool:
-        """Whether the folder has a page. For a page that was found this rank's memory is enough; one that had to be
-        computed was perhaps deleted."""
-        return (was_found and digest in self._stored) or self._folder.has(digest)
 
     def _write(self, one: _Copied) -> None:
         """Writes a page in the writer's thread, and returns its slot."""
-        try:
-            one.after()
-            self._folder.write(one.digest, self._host.parts(one.slot))
-        except Exception:
-            logger.exception("a page is not written")
-        self._returned.put((one, self._folder.has(one.digest)))
+        one.wait()
+        self._returned.put((one, self._folder.write(one.digest, self._host.parts(one.slot))))
 
-    def _remember(self, digest: bytes) -> None:
-        self._stored[digest] = None
-        self._stored.move_to_end(digest)
-        if len(self._stored) > _REMEMBERED:
-            self._stored.popitem(last=False)
+    def _drop(self, one: _Copied, written: bool) -> None:
+        self._free.append(one.slot)
+        if not written:
+            self._stored.discard(one.digest)

@@ -1,13 +1,17 @@
 """A folder of pages, which several processes may use at once.
 
     <folder>/<key>/about.json                what the key stands for, to be read by people
-    <folder>/<key>/<xx>/<digest>.page        one page, see ``page_file.py``; xx begins the digest
+    <folder>/<key>/<xx>/<digest>.page        one page; xx begins the digest
     <name without suffix>.<random>.part      a file that is being written, beside the later one
 
+A page's file: magic, digest of the page, bytes of the payload, CRC-32 of the payload; then the payload, the bytes of
+every layer's latent rows and index keys in order. The digest names the page's tokens and those before.
+
 Key and digest are 32 hexadecimal digits; nothing else in the folder is counted or deleted. A page is written under
-another name and then renamed, so it is there whole or not at all, and it is checked when it is read. The folder keeps
-to its size: where a process has written enough, it looks at all pages of all models and deletes those that were used
-the longest time ago. Reading and writing raise no error: the pages of a folder that cannot be used are computed.
+another name and then renamed, so it is there whole or not at all. A file that does not hold exactly the page that is
+asked for is refused and deleted. The folder keeps to its size: where a process has written enough, it looks at all
+pages of all models and deletes those that were used the longest time ago. Reading and writing raise no error: the pages
+of a folder that cannot be used are computed.
 """
 
 from __future__ import annotations
@@ -18,15 +22,18 @@ import math
 import os
 import re
 import secrets
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from dsa_engine.engine.cache.page_file import RefusedFile, file_bytes, read_page, write_page
+from zlib import crc32
 
 logger = logging.getLogger(__name__)
 
+VERSION = 3  # the format's; a part of every key
+_MAGIC = b"DSA page"
+_HEAD = struct.Struct("<8s16sQI")
 _KEY = re.compile(r"[0-9a-f]{32}")
 _PAGE = re.compile(r"[0-9a-f]{32}\.page")
 _UNFINISHED = re.compile(r"(?:[0-9a-f]{32}|about)\.[0-9a-f]{16}\.part")
@@ -64,22 +71,22 @@ class PageFolder:
         return os.path.isfile(page_path(self._key, digest))  # Path.is_file raises errors, such as a denied permission
 
     def read(self, digest: bytes, parts: Sequence[memoryview]) -> bool:
-        """Reads a page; returns whether ``parts`` holds it now. A file that is refused is deleted."""
+        """Reads a page; returns whether ``parts`` holds it now."""
         path = page_path(self._key, digest)
         try:
-            read_page(path, digest, parts)
-            with suppress(OSError):
-                os.utime(path)
-            return True
-        except FileNotFoundError:
-            return False
-        except RefusedFile as error:
-            self._log("read", "%s is not used: %s", path, error)
-            with suppress(OSError):
-                path.unlink()
+            with path.open("rb") as file:
+                header = file.read(_HEAD.size)
+                whole = all(file.readinto(part) == len(part) for part in parts) and not file.read(1)
         except OSError as error:
-            self._log("read", "%s is not used: %s", path, error.strerror or error)
-        return False
+            if not isinstance(error, FileNotFoundError):
+                self._log("read", "%s is not used: %s", path, error.strerror or error)
+            return False
+        right = whole and header == _header(digest, parts)
+        if not right:
+            self._log("read", "%s is not used: it is damaged, or holds something else", path)
+        with suppress(OSError):
+            os.utime(path) if right else path.unlink()
+        return right
 
     def write(self, digest: bytes, parts: Sequence[memoryview]) -> bool:
         """Writes a page whole or not at all; returns whether it is there."""
@@ -90,8 +97,9 @@ class PageFolder:
                 return False
             if not path.parent.is_dir():
                 self._make_folder(path.parent)
-            with _whole(path) as temporary:
-                write_page(temporary, digest, parts)
+            new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with _whole(path) as temporary, open(os.open(temporary, new, 0o600), "wb") as file:
+                file.writelines((_header(digest, parts), *parts))
         except OSError as error:
             self._log("write", "%s: a page is not written: %s", self.folder, error.strerror or error)
             return False
@@ -196,3 +204,15 @@ def _whole(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def file_bytes(parts: Sequence[memoryview]) -> int:
+    """Bytes of the file of a page."""
+    return _HEAD.size + sum(map(len, parts))
+
+
+def _header(digest: bytes, parts: Sequence[memoryview]) -> bytes:
+    checksum = 0
+    for part in parts:
+        checksum = crc32(part, checksum)
+    return _HEAD.pack(_MAGIC, digest, sum(map(len, parts)), checksum)

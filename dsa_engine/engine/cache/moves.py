@@ -1,10 +1,12 @@
-"""The moves of pages in one step, and the order in which copies may run together."""
+"""The pages that one step moves: which, in what order, and how they are packed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import torch
 
 
 class PageCopy(NamedTuple):
@@ -45,7 +47,7 @@ def independent_runs(copies: Iterable[PageCopy]) -> list[CopyRun]:
     """Orders copies into as few runs as dependencies between pages and slots allow: run after run they have the effect
     of the copies one after another.
 
-    Runs to the host and back take turns: pages that leave and others that take their places are two runs.
+    Runs to the host and back alternate: pages that leave and others that take their places are two runs.
     """
     runs: list[CopyRun] = []
     # The last run that read or wrote a page (False, page) or a slot (True, slot); -1: none.
@@ -63,3 +65,31 @@ def independent_runs(copies: Iterable[PageCopy]) -> list[CopyRun]:
     for run in runs:
         run.pairs.sort()
     return [run for run in runs if run.pairs]
+
+
+def neighbours(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Runs of sorted pairs in which both numbers are consecutive, as (first number of each, count)."""
+    spans: list[tuple[int, int, int]] = []
+    for one, other in pairs:
+        first, second, count = spans[-1] if spans else (0, 0, -1)
+        if (one, other) == (first + count, second + count):
+            spans[-1] = first, second, count + 1
+        else:
+            spans.append((one, other, 1))
+    return spans
+
+
+def pack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copies pages of a layer into ``rows [n, words]``, a page's words of all pools side by side."""
+    for pool, part in zip(pools, _columns(pools, rows), strict=True):
+        torch.index_select(pool, 0, pages, out=part)
+
+
+def unpack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
+    """Fills pages of a layer with what :func:`pack` has made."""
+    for pool, part in zip(pools, _columns(pools, rows), strict=True):
+        pool.index_copy_(0, pages, part)
+
+
+def _columns(pools: Sequence[torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.split([pool.shape[1] for pool in pools], dim=1)

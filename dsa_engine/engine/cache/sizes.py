@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from dsa_engine.checkpoint.index import locate_tensors, open_shard
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.cache.folder import PageFolder
-from dsa_engine.engine.cache.folder_key import FolderKey
-from dsa_engine.engine.cache.host_copies import staging_bytes
-from dsa_engine.engine.cache.host_pages import HostPages
-from dsa_engine.engine.cache.page_exchange import exchange_bytes
-from dsa_engine.engine.cache.transfer import PageTransfer
+from dsa_engine.engine.cache.folder import VERSION, PageFolder
+from dsa_engine.engine.cache.host import HostPages, staging_bytes
+from dsa_engine.engine.cache.transfer import PageTransfer, exchange_bytes
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, pool_page_bytes
@@ -22,9 +23,12 @@ from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.system.sizes import parse_bytes
+from dsa_engine.version import __version__
 
 _EXCHANGED = 64 << 20  # bytes of a layer that a rank sends, or receives, in a step
 _TRANSIT = 2 << 30  # most bytes of host memory for pages on their way to the disk, or from it without other host memory
+
+_SAMPLE = 64  # bytes of every tensor in a checkpoint's digest
 
 
 class TierSizes(NamedTuple):
@@ -97,10 +101,7 @@ def page_folder(options: EngineOptions, path: Path, model: Model, format: CacheF
     """
     if options.cache_folder is None:
         return None
-    lookahead = min(options.speculation.num_speculative_tokens, len(model.mtp)) if options.speculation else 0
-    runtime = model.runtime
-    weights = type(runtime.weights).__name__
-    key = FolderKey.of(path, options, model.config, format, runtime.dtype, weights, lookahead)
+    key = _folder_key(options, path, model, format)
     limit = None if options.cache_folder_size is None else parse_bytes(options.cache_folder_size, "cache_folder_size")
     try:
         return PageFolder(Path(options.cache_folder).expanduser(), limit, *key)
@@ -126,3 +127,54 @@ def _host_memory(options: EngineOptions, page_bytes: int) -> int:
             f"{page_bytes:,}; raise it, or leave it out"
         )
     return memory
+
+
+def _folder_key(options: EngineOptions, path: Path, model: Model, format: CacheFormat) -> tuple[str, dict[str, object]]:
+    """The name of a model's subfolder, and what it stands for: all that rows depend on, but not the number of ranks."""
+    config, runtime, drafts = model.config, model.runtime, options.speculation
+    random_weights = options.load_format == "dummy"
+    about: dict[str, object] = {
+        "model": str(options.model),
+        "model_type": config.model_type,
+        "configuration": _digest([repr(config)]),
+        "checkpoint": f"random, seed {options.seed}" if random_weights else checkpoint_digest(path),
+        "weights": type(runtime.weights).__name__,
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "cache": repr(format),
+        "page_size": options.page_size,
+        "mtp_modules": min(drafts.num_speculative_tokens, len(model.mtp)) if drafts else 0,  # those that write rows
+        "format": VERSION,
+        "dsa_engine": __version__,
+    }
+    facts = {name: value for name, value in about.items() if name != "model"}
+    return _digest([json.dumps(facts, sort_keys=True)]), about
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """A digest of names, types and shapes of all tensors, and of 64 bytes in the middle of each.
+
+    A fine-tuned model has other bytes nearly everywhere, so it has another digest. A change of single numbers
+    is not noticed, nor is a damaged byte.
+
+    Raises:
+        CheckpointError: see :func:`.locate_tensors`.
+    """
+    files = sorted(set(locate_tensors(folder).values()))
+    return _digest(text for path in files for text in _samples(path))
+
+
+def _samples(path: Path) -> Iterable[str]:
+    yield f"{path.name} {path.stat().st_size}"
+    shard = open_shard(path)
+    for name in sorted(shard.keys()):
+        tensor = shard.get_tensor(name)  # a view of the file
+        raw = tensor.reshape(-1).view(torch.uint8)
+        sample = raw[max(0, (raw.numel() - _SAMPLE) // 2) :][:_SAMPLE]
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {sample.numpy().tobytes().hex()}"
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = blake2b(digest_size=16)
+    for text in texts:
+        digest.update(text.encode() + b"\n")
+    return digest.hexdigest()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 
-from dsa_engine.engine.cache.host_copies import HostCopies
-from dsa_engine.engine.cache.host_pages import HostPages
-from dsa_engine.engine.cache.moves import PageCopy, PageMoves
-from dsa_engine.engine.cache.page_exchange import PageExchange
+from dsa_engine.engine.cache.host import HostCopies, HostPages
+from dsa_engine.engine.cache.moves import PageCopy, PageMoves, pack, unpack
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel.group import Group
 
@@ -22,53 +22,35 @@ class PageTransfer:
 
     Args:
         host: None: no copies.
-        max_exchanged: maximum number of pages that a rank sends, and that it receives, in a step.
+        max_exchanged: maximum number of pages that a rank sends, and that it receives, in a step; 0: no exchanges.
+
+    Attributes:
+        copies: those between ``host`` and the pools.
     """
 
     def __init__(self, cache: KVCache, group: Group, host: HostPages | None, max_exchanged: int):
         pools = cache.page_words()
-        self.host = host
-        self._layers = len(pools)
-        self._copies = HostCopies(pools, host, cache.latent[0].is_cuda) if host else None
-        self._exchange = PageExchange(pools, group, max_exchanged) if not group.alone and max_exchanged else None
+        self.host, self._layers = host, len(pools)
+        self.copies = HostCopies(pools, host, cache.latent[0].is_cuda) if host else None
+        self._exchange = PageExchange(pools, group, max_exchanged) if max_exchanged else None
         cache.before_use.append(self.arrive)
 
-    @property
-    def bytes_to_host(self) -> int:
-        """Bytes copied to host memory so far."""
-        return self._copies.bytes_to_host if self._copies else 0
-
-    @property
-    def bytes_from_host(self) -> int:
-        """Bytes copied from host memory so far."""
-        return self._copies.bytes_from_host if self._copies else 0
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes sent to other ranks so far."""
-        return self._exchange.bytes_sent if self._exchange else 0
-
     @torch.inference_mode()
-    def begin(self, moves: PageMoves) -> Callable[[], None]:
-        """Starts a step's moves, after all work that the current stream has been given.
-
-        Returns:
-            a function that blocks until the copies are done, for what reads or writes their slots; any thread may call
-            it.
-        """
-        copied = self._copy(moves.copies)
+    def begin(self, moves: PageMoves) -> None:
+        """Starts a step's moves, after all work that the current stream has been given."""
+        if moves.copies:
+            assert self.copies is not None, "copies need host memory"
+            self.copies.start(moves.copies)
         if moves.exchanges:
-            if self._exchange is None:
-                raise ValueError("pages are exchanged, but there is one rank, or max_exchanged is 0")
-            self._exchange.start(moves.sends, moves.receives, self._copies.join if self._copies else _nothing)
-        return copied
+            assert self._exchange is not None, "ranks that exchange pages need buffers"
+            self._exchange.start(moves.sends, moves.receives, self.copies.join if self.copies else lambda layer: None)
 
     def arrive(self, layer: int) -> None:
         """Makes the current stream wait for the moves of a layer; starts the exchange of the next layer before."""
         if self._exchange is not None:
             self._exchange.arrive(layer)
-        if self._copies is not None:
-            self._copies.join_for_good(layer)
+        if self.copies is not None:
+            self.copies.join_for_good(layer)
 
     @torch.inference_mode()
     def finish(self) -> None:
@@ -77,7 +59,6 @@ class PageTransfer:
         for layer in range(self._layers):
             self.arrive(layer)
 
-    @torch.inference_mode()
     def copy_out(self, copies: list[tuple[int, int]]) -> Callable[[], None]:
         """Starts to copy pages to host memory, (page, slot) each, after the step that was launched last.
 
@@ -86,15 +67,83 @@ class PageTransfer:
         Returns:
             a function that blocks until the slots are filled; any thread may call it.
         """
-        return self._copy([PageCopy(True, page, slot) for page, slot in copies])
+        self.begin(PageMoves([PageCopy(True, page, slot) for page, slot in copies]))
+        return self.copied
 
-    def _copy(self, copies: list[PageCopy]) -> Callable[[], None]:
-        if not copies:
-            return _nothing
-        if self._copies is None:
-            raise ValueError(f"{len(copies)} pages to copy, and no host memory for them")
-        return self._copies.start(copies).block
+    @property
+    def copied(self) -> Callable[[], None]:
+        """A function that blocks until all copies so far are done; any thread may call it."""
+        assert self.copies is not None, "copies need host memory"
+        return self.copies.wait
 
 
-def _nothing(*_: object) -> None:
-    pass
+def exchange_bytes(largest: int, max_exchanged: int) -> int:
+    """Device memory of :class:`PageExchange`, by the bytes of the largest page of a layer (latent rows and index
+    keys)."""
+    return 2 * max_exchanged * (2 * largest + torch.int64.itemsize)
+
+
+class PageExchange:
+    """Pages from rank to rank of a context-parallel group: one collective a layer, under the layer before.
+
+    Packing and storing run in order on a stream of their own, which waits for a layer's collective before it stores.
+    Two layers have buffers, alternating: while one layer's pages are on the way, those of the layer before are stored.
+    """
+
+    def __init__(self, pools: list[list[torch.Tensor]], group: Group, max_exchanged: int):
+        first = pools[0][0]
+        largest = max(sum(pool.shape[1] for pool in layer) for layer in pools)
+        self._pools, self._group = pools, group
+        self._cuda = torch.get_device_module(first.device)  # on a CPU torch.cpu, whose streams do nothing
+        self._stream = self._cuda.Stream(first.device)
+        self._outgoing = first.new_empty(2, max_exchanged * largest)
+        self._incoming = first.new_empty(2, max_exchanged * largest)
+        self._numbers = first.new_empty(2, max_exchanged, dtype=torch.int64)
+        self._arriving = self._started = len(pools)  # the layers that arrive and start next
+        self._wait: Callable[[], None] = lambda: None  # for the layer that arrives next
+
+    def start(self, sends: list[list[int]], receives: list[list[int]], join: Callable[[int], None]) -> None:
+        """Starts the exchange of the first layer.
+
+        Args:
+            sends, receives: see :class:`.PageMoves`.
+            join: makes the current stream wait until a layer's pages can be read and written.
+        """
+        self._send, self._receive = ([len(pages) for pages in theirs] for theirs in (sends, receives))
+        self._join = join
+        self._stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._stream):
+            numbers = [torch.tensor([*chain(*pages)], dtype=torch.int64) for pages in (sends, receives)]
+            self._sent, self._filled = (
+                upload(its, into.device, into[: len(its)]) for its, into in zip(numbers, self._numbers, strict=True)
+            )
+        self._arriving = self._started = 0
+        self._start_next()
+
+    def arrive(self, layer: int) -> None:
+        """Starts the exchange of the next layer; makes the current stream wait for the pages of this one, and of all
+        layers before it."""
+        while self._arriving <= layer and self._arriving < len(self._pools):
+            wait, number = self._wait, self._arriving
+            self._arriving += 1
+            self._start_next()
+            with self._cuda.stream(self._stream):
+                wait()
+                unpack(self._pools[number], self._filled, self._rows(self._incoming, number, self._receive))
+            self._cuda.current_stream().wait_stream(self._stream)
+
+    def _start_next(self) -> None:
+        if self._started == len(self._pools):
+            return
+        layer, self._started = self._started, self._started + 1
+        with self._cuda.stream(self._stream):
+            self._join(layer)
+            outgoing = self._rows(self._outgoing, layer, self._send)
+            incoming = self._rows(self._incoming, layer, self._receive)
+            pack(self._pools[layer], self._sent, outgoing)
+            self._wait = self._group.all_to_all_async(outgoing, incoming, self._send, self._receive)
+
+    def _rows(self, buffers: torch.Tensor, layer: int, counts: list[int]) -> torch.Tensor:
+        """``[pages, words of a page of the layer]`` of one of two buffers."""
+        pages, width = sum(counts), sum(pool.shape[1] for pool in self._pools[layer])
+        return buffers[layer % 2, : pages * width].view(pages, width)

@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dsa_engine.engine.cache.disk_loads import DiskLoads
 from dsa_engine.engine.cache.disk_stores import DiskStores
 from dsa_engine.engine.cache.folder import PageFolder
-from dsa_engine.engine.cache.link import RankPages
-from dsa_engine.engine.cache.page_sender import PageSender
+from dsa_engine.engine.cache.link import PageSender, RankPages
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
@@ -45,7 +44,6 @@ class CacheTurns:
         self.loads: DiskLoads | None = None
         self.stores: DiskStores | None = None
         self._computes = True  # whether a step has run since the last begin_step
-        self._copied: Callable[[], None] = lambda: None  # waits for the last copies between pages and host memory
         if folder is not None:
             assert transfer is not None and transfer.host is not None, "a folder needs host memory"
             host, ledger, page_size = transfer.host, scheduler.ledger, scheduler.capacity.page_size
@@ -79,9 +77,7 @@ class CacheTurns:
                 yield
                 return
             moves = self._ledger.moves(chunks)
-            copied = transfer.begin(moves)
-            if moves.copies:
-                self._copied = copied
+            transfer.begin(moves)
             if not overlapped:
                 transfer.finish()
             try:
@@ -94,10 +90,11 @@ class CacheTurns:
 
     def flush(self) -> Callable[[], None]:
         """Makes the copies that the next step would begin with; returns a function that waits until they are done."""
+        assert self.transfer is not None, "only pages of the disk need it"
         computes = self._computes
         with self.moving([]):
             self._computes = computes
-            return self._copied
+        return self.transfer.copied
 
     def launched(self, chunks: Sequence[Chunk]) -> None:
         """Keeps complete pages for the disk; called when a step has been launched, while its requests hold them."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.cache.page_receiver import PageReceiver
-from dsa_engine.engine.cache.page_sender import PageSender
+from dsa_engine.engine.cache.link import PageReceiver, PageSender
 from dsa_engine.engine.disaggregation.leader_line import LeaderLine
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.kernels.formats.cache_format import CacheFormat

@@ -82,7 +82,7 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         results |= {"fetched": ledger.fetched_pages, "preemptions": engine.scheduler.preemptions}
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
         results |= {"in_host": [pool.host.held for pool in ledger.pools], "slots": ledger.slots}
-        results["from_host"] = engine.cache_turns.transfer.bytes_from_host // engine.cache.page_bytes
+        results["from_host"] = engine.cache_turns.transfer.copies.bytes_from_host // engine.cache.page_bytes
         if engine.cache_turns.loads is not None:
             results["read"], results["written"] = (
                 engine.cache_turns.loads.pages_read,

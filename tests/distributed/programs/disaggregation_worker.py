@@ -27,19 +27,20 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 def counts(llm: LLM) -> dict[str, Any]:
     """What this rank has sent or received, and the pages that no request has given back."""
     engine, side = llm.engine, llm.loop.side  # type: ignore[attr-defined]
+    copies = engine.cache_turns.transfer.copies if engine.cache_turns.transfer else None
     return {
         "lost": sum(engine.cache.pages - free for free in engine.scheduler.free_pages),
         "preemptions": engine.scheduler.preemptions,
         "pages": engine.cache.pages,
         "tp_size": engine.mesh.tp.size,
         "moved": engine.rebalancing.times if engine.rebalancing else 0,
-        "to_host": engine.cache_turns.transfer.bytes_to_host if engine.cache_turns.transfer else 0,
-        "from_host": engine.cache_turns.transfer.bytes_from_host if engine.cache_turns.transfer else 0,
+        "to_host": copies.bytes_to_host if copies else 0,
+        "from_host": copies.bytes_from_host if copies else 0,
         "from_disk": engine.cache_turns.loads.pages_read if engine.cache_turns.loads else 0,
         "to_disk": engine.cache_turns.stores.pages_written if engine.cache_turns.stores else 0,
         "page_bytes": engine.cache.page_bytes,
-        "sent": side.sender.bytes_sent if side.sender else 0,
-        "received": side.receiver.bytes_received if side.receiver else 0,
+        "sent": side.sender.bytes_moved if side.sender else 0,
+        "received": side.receiver.bytes_moved if side.receiver else 0,
         "hits": engine.scheduler.prefix_cache.hits,
         "prefilled": engine.num_prefilled_tokens,
         "generated": engine.num_generated_tokens,

@@ -13,8 +13,7 @@ from tempfile import gettempdir
 
 import pytest
 
-from dsa_engine.engine.cache.folder import PageFolder, keys, page_path, pages, unfinished
-from dsa_engine.engine.cache.page_file import file_bytes
+from dsa_engine.engine.cache.folder import PageFolder, file_bytes, keys, page_path, pages, unfinished
 from page_files import KEY, ROOT, SIZES, digest, empty, filled, reads, written
 
 

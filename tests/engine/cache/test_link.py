@@ -15,9 +15,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.cache import link
-from dsa_engine.engine.cache.link import RankPages, dealt
-from dsa_engine.engine.cache.page_receiver import PageReceiver
-from dsa_engine.engine.cache.page_sender import PageSender
+from dsa_engine.engine.cache.link import PageReceiver, PageSender, RankPages, dealt
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.kv_cache import KVCache, cache_format
@@ -108,8 +106,9 @@ def test_transfers_in_any_order(
                 assert sorted(drained(receiver.poll, len(moves))) == sorted(moves)
                 states.append([pool.clone() for pool in flat(cache)])
             bytes_moved += sum(len(move.pages) for move in moves) * cache.page_bytes
-        assert sender.bytes_sent == sum(group.bytes_sent for group in links.values()) == bytes_moved * (rank in senders)
-        assert receiver.bytes_received == bytes_moved * (rank in receivers)
+        assert sum(group.bytes_sent for group in links.values()) == sender.bytes_moved
+        assert sender.bytes_moved == bytes_moved * (rank in senders)
+        assert receiver.bytes_moved == bytes_moved * (rank in receivers)
         sender.close()
         receiver.close()
         return states
@@ -149,7 +148,7 @@ def test_a_late_receiver_delays_nothing() -> None:
             checked.set()
             posting.wait()
             assert [move.rank for move in drained(sender.poll, 3)] == [1, 1, 1]
-            assert sender.bytes_sent == 9 * cache.page_bytes
+            assert sender.bytes_moved == 9 * cache.page_bytes
             return
         if rank == 1:
             assert checked.wait(60)
@@ -187,7 +186,7 @@ def test_ranks_that_have_the_same_pages_send_each_once(size: int) -> None:
             sender = PageSender(cache, links, MAIN)
             run_step(sender, [RankPages(0, size, dealt(have[rank], rank, size))])
             drained(sender.poll, 1)
-            return sender.bytes_sent
+            return sender.bytes_moved
         receiver = PageReceiver(cache, links)
         receiver.post([RankPages(0, source, dealt(into, source, size)) for source in senders])
         drained(receiver.poll, size)

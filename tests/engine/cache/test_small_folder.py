@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from dsa_engine.engine.cache import folder as folder_module
-from dsa_engine.engine.cache.folder import PageFolder, page_path, pages, unfinished
-from dsa_engine.engine.cache.page_file import file_bytes
+from dsa_engine.engine.cache.folder import PageFolder, file_bytes, page_path, pages, unfinished
 from page_files import KEY, digest, empty, filled, reads, size_of, written
 
 

@@ -1,25 +1,85 @@
-"""Copies of pages between the pools and host memory, layer by layer.
+"""Pages in host memory, and the copies between it and the pools, layer by layer.
 
-On CUDA they run on a stream of their own: a copy engine moves neighbouring slots at once, to and from a staging buffer
-on the device, and a kernel brings them from and to their pages. On a CPU they are copies from memory to memory.
+On CUDA copies run on a stream of their own: a copy engine moves neighbouring slots at once, to and from a staging
+buffer on the device, and a kernel brings them from and to their pages. On a CPU they are copies from memory to memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.engine.cache.copy_stream import CopyStream, Mark
-from dsa_engine.engine.cache.host_pages import HostPages
-from dsa_engine.engine.cache.moves import CopyRun, PageCopy, independent_runs
+from dsa_engine.engine.cache.moves import CopyRun, PageCopy, independent_runs, neighbours
+from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.kv_cache import KVCache
 
+_ADVICE = "lower host_cache_memory, which each rank takes"
 _STAGING_BYTES = 32 << 20
 _INDICES = 1 << 16  # copies whose page numbers are on the device at a time
+
+
+class HostPages:
+    """Room for ``slots`` pages of all layers of ``cache``, in pinned memory if its device is CUDA.
+
+    Attributes:
+        pools: for every layer its latent rows and, with an indexer, its index keys: ``[slots, words of a page]``,
+            integers as in ``KVCache.page_words``.
+        page_bytes: bytes of a page in all layers.
+        bytes: bytes of all slots.
+
+    Raises:
+        CapacityError: the memory cannot be allocated or pinned.
+    """
+
+    def __init__(self, cache: KVCache, slots: int):
+        words = cache.page_words()
+        self.slots = slots
+        self.page_bytes = sum(pool[0].nbytes for pool in chain(*words))
+        self.bytes = slots * self.page_bytes
+        flat = torch.frombuffer(self._allocate(), dtype=words[0][0].dtype)
+        if cache.latent[0].is_cuda:
+            self._pin(flat)
+        parts = iter(flat.split([slots * pool.shape[1] for pool in chain(*words)]))
+        self.pools = [[next(parts).view(slots, -1) for _ in layer] for layer in words]
+        self._bytes = [pool.view(torch.uint8).numpy() for pool in chain(*self.pools)]
+
+    def parts(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, writable: layer 0's latent rows, its index keys if it has them, layer 1's, …"""
+        return [pool[slot].data for pool in self._bytes]
+
+    def _allocate(self) -> mmap.mmap:
+        """Memory of whole pages of the operating system, given when it is touched: pinned as it is, without the
+        rounding up of PyTorch's allocator of pinned memory."""
+        try:
+            memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise CapacityError(
+                f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be allocated ({error}); "
+                f"{_ADVICE}"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _pin(self, flat: torch.Tensor) -> None:
+        runtime, address = torch.cuda.cudart(), flat.data_ptr()
+        failure = int(runtime.cudaHostRegister(address, self.bytes, 0))
+        if failure:
+            raise CapacityError(
+                f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be pinned (CUDA error "
+                f"{failure}); {_ADVICE}: pinned memory cannot be swapped, and ranks of a node share it"
+            )
+        # Not at the exit of the process, when the runtime may be gone.
+        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
 
 def staged_pages(largest: int) -> int:
@@ -49,24 +109,27 @@ class HostCopies:
         staged: whether copies pass through a buffer on the pools' device; without, all memory is the host's.
 
     Attributes:
+        wait: blocks until all copies so far are done; any thread may call it.
         bytes_to_host, bytes_from_host: bytes of all copies so far.
     """
 
     def __init__(self, pools: list[list[torch.Tensor]], host: HostPages, staged: bool):
         first = pools[0][0]
-        largest = max(pool[0].nbytes for layer in pools for pool in layer)
+        largest = max(pool[0].nbytes for pool in chain(*pools))
         self._pools, self._host = pools, host
+        self._cuda = torch.get_device_module(first.device)  # on a CPU torch.cpu, whose streams do nothing
+        self._stream = self._cuda.Stream(first.device)
+        self._ends: list[Any] = [None] * len(pools)  # for each layer, the event that the main stream has to wait for
         self._staging: torch.Tensor | None = None
-        self._stream = CopyStream(first.device)
-        self._marks: list[Mark | None] = [None] * len(pools)  # None: the main stream waits for nothing
         self._staged = staged_pages(largest)
         if staged:
             self._staging = first.new_empty(self._staged * largest // first.element_size())
             self._indices = first.new_empty(_INDICES, dtype=torch.int64)
+        self.wait: Callable[[], None] = lambda: None
         self.bytes_to_host = self.bytes_from_host = 0
 
-    def start(self, copies: Sequence[PageCopy]) -> Mark:
-        """Starts copies, with the effect of one after another; returns their end.
+    def start(self, copies: Sequence[PageCopy]) -> None:
+        """Starts copies, with the effect of one after another.
 
         Raises:
             ValueError: there is no such page or slot.
@@ -82,25 +145,24 @@ class HostCopies:
         self.bytes_from_host += (len(copies) - to_host) * self._host.page_bytes
         runs = independent_runs(copies)
         if self._staging is not None:
-            self._stream.follow_current()
-            with self._stream.active():
+            self._stream.wait_stream(self._cuda.current_stream())
+            with self._cuda.stream(self._stream):
                 for pieces in self._rounds(runs):
                     self._run(pieces, self._staging)
+            self.wait = self._end().synchronize
         else:
             for run in runs:
                 self._run_in_memory(run)
-        return self._stream.mark()
 
     def join(self, layer: int) -> None:
         """Makes the current stream wait for the copies of a layer."""
-        mark = self._marks[layer]
-        if mark is not None:
-            mark.join()
+        if self._ends[layer] is not None:
+            self._cuda.current_stream().wait_event(self._ends[layer])
 
     def join_for_good(self, layer: int) -> None:
         """The same for the main stream, which need not wait for them again."""
         self.join(layer)
-        self._marks[layer] = None
+        self._ends[layer] = None
 
     def _run_in_memory(self, run: CopyRun) -> None:
         """Neighbouring targets are gathered at the rate of a plain copy, and others moved one by one: a scatter
@@ -142,7 +204,13 @@ class HostCopies:
                 for piece, its_pages in zip(pieces, pages, strict=True):
                     staged = staging[: len(its_pages) * pool.shape[1]].view(-1, pool.shape[1])
                     _copy(piece, its_pages, pool, staged, host)
-            self._marks[layer] = self._stream.mark()
+            self._ends[layer] = self._end()
+
+    def _end(self) -> Any:
+        """An event at the end of all work that the stream has been given so far."""
+        event = self._cuda.Event()
+        event.record(self._stream)
+        return event
 
 
 def _copy(piece: _Piece, pages: torch.Tensor, pool: torch.Tensor, staged: torch.Tensor, host: torch.Tensor) -> None:
@@ -155,15 +223,3 @@ def _copy(piece: _Piece, pages: torch.Tensor, pool: torch.Tensor, staged: torch.
         into.copy_(source, non_blocking=True)
     if not piece.to_host:
         pool.index_copy_(0, pages, staged)
-
-
-def neighbours(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Runs of sorted pairs in which both numbers are consecutive, as (first number of each, count)."""
-    spans: list[tuple[int, int, int]] = []
-    for one, other in pairs:
-        first, second, count = spans[-1] if spans else (0, 0, -1)
-        if (one, other) == (first + count, second + count):
-            spans[-1] = first, second, count + 1
-        else:
-            spans.append((one, other, 1))
-    return spans

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from dsa_engine.engine.call import Call, Entrance
-from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.calls import Call, MessageQueue
+from dsa_engine.engine.requests.new_request import Add, Limits, new_requests
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
+from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, only_prompt, parse_prompts
 from dsa_engine.text.tokenizer import Tokenizer
 
 
@@ -28,35 +26,33 @@ class PreparedPrompt(NamedTuple):
     tokenizer: Tokenizer | None  # makes the text of the outputs; None if they have none
 
 
-class AsyncEntrance(Entrance, Protocol):
-    """An entrance for callers in event loops."""
-
-    def check(self, asynchronous: bool = False) -> None:
-        """Raises an error if no call is possible now; may wait."""
-        ...
-
-
-class AsyncCalls(ABC):
+class AsyncCalls:
     """Prompts go in, outputs come out, from an engine in this process or in another one.
 
     Args:
+        calls: takes the engine's messages.
         folder: the model's.
         trust_remote_code: whether the tokenizer's code in the folder may run.
         default_sampling: fields of :meth:`get_default_sampling_params`.
+        stream_interval: tokens of a piece of a stream, after the first.
     """
 
-    _callers: AsyncEntrance  # set by subclasses
-
-    def __init__(self, folder: Path, trust_remote_code: bool, default_sampling: dict[str, Any]):
+    def __init__(
+        self,
+        calls: MessageQueue,
+        limits: Limits,
+        folder: Path,
+        trust_remote_code: bool,
+        default_sampling: dict[str, Any],
+        stream_interval: int,
+    ):
         self.folder = folder
         self.default_sampling = default_sampling
+        self._calls, self._limits = calls, limits
         self._trust_remote_code = trust_remote_code
+        self._stream_interval = stream_interval
         self._tokenizer: Tokenizer | None = None
         self._loading = threading.Lock()  # held while the tokenizer is loaded
-
-    @abstractmethod
-    def _new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> list[Add]:
-        """Makes a checked message for each output, see :func:`.new_request.new_requests`, in any thread."""
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -66,15 +62,14 @@ class AsyncCalls(ABC):
         Requests of all tasks and threads run together. If a task is cancelled, its requests end.
 
         Raises:
-            RuntimeError: there are several ranks, and the others do not :meth:`follow`.
             ValueError, CapacityError: see :meth:`generate`.
         """
-        await asyncio.to_thread(self._callers.check, True)
+        self._calls.check()
         prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
-        with Call(self._callers, asynchronous=True) as call:
-            call.begin("generate", requests_of(prepared))
-            await call.wait_async()
-            return outputs_of(prepared, call.replies)
+        with self._begin(prepared, asynchronous=True) as call:
+            for _ in call.replies:
+                await call.get_async()
+            return outputs_of(prepared, call)
 
     async def prepare_streams(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -89,20 +84,26 @@ class AsyncCalls(ABC):
         Raises:
             ValueError: with ``prompt_logprobs``, which no piece has.
         """
-        await asyncio.to_thread(self._callers.check, True)
+        self._calls.check()
         prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
         if any(add.params.prompt_logprobs is not None for one in prepared for add in one.adds):
             raise ValueError("prompt_logprobs are not streamed; use agenerate() for them, or leave them out")
         return [one.adds[0].prompt_ids for one in prepared], self._pieces_of_all(prepared)
 
     async def _pieces_of_all(self, prepared: Seq[PreparedPrompt]) -> AsyncGenerator[StreamPiece, None]:
-        with Call(self._callers, streams=True, asynchronous=True) as call:
-            call.begin("stream", requests_of(prepared))
+        with self._begin(prepared, streams=True, asynchronous=True) as call:
             running = len(call.replies)
             while running:
-                piece = await call.piece_async()
+                piece = await call.get_async()
                 running -= piece.finish_reason is not None
                 yield piece
+
+    def _begin(self, prepared: Seq[PreparedPrompt], streams: bool = False, asynchronous: bool = False) -> Call:
+        """Sends the requests of a call; with ``streams`` it gets pieces, otherwise None at the end of each request."""
+        call = Call(self._calls, asynchronous)
+        adds = [(add, one.tokenizer) for one in prepared for add in one.adds]
+        call.begin(adds, self._stream_interval if streams else None)
+        return call
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -156,20 +157,24 @@ class AsyncCalls(ABC):
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
         texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
-        adds = self._new_requests(self._encode(prompt), params, tokenizer)
+        adds = new_requests(self._encode(prompt), params, tokenizer, self._limits)
         for add in adds:
             add.cache_salt = prompt.cache_salt
         return PreparedPrompt(prompt.text, adds, tokenizer)
 
+    def _prepare_stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> PreparedPrompt:
+        params = sampling_params or self.get_default_sampling_params()
+        prepared = self._prepare(only_prompt(prompt), params)
+        if params.n > 1 or params.prompt_logprobs is not None:
+            raise ValueError(
+                "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
+            )
+        return prepared
 
-def requests_of(prepared: Seq[PreparedPrompt]) -> list[tuple[Add, Tokenizer | None]]:
-    """The messages of all outputs, each with the tokenizer for its text."""
-    return [(add, one.tokenizer) for one in prepared for add in one.adds]
 
-
-def outputs_of(prepared: Seq[PreparedPrompt], replies: Seq[Reply]) -> list[RequestOutput]:
-    """The outputs of all prompts, from the replies to the messages of :func:`requests_of`; all have ended."""
-    remaining, outputs = iter(replies), []
+def outputs_of(prepared: Seq[PreparedPrompt], call: Call) -> list[RequestOutput]:
+    """The outputs of all prompts of a call, whose requests have ended."""
+    remaining, outputs = iter(call.replies), []
     for one in prepared:
         own = list(islice(remaining, len(one.adds)))
         prompt_logprobs = own[0].prompt_logprobs()

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from dsa_engine.async_calls import AsyncCalls, PreparedPrompt, outputs_of, requests_of
+from dsa_engine.async_calls import AsyncCalls, outputs_of
 from dsa_engine.config.fields import takes_options_of
-from dsa_engine.engine.call import Call, LoopEntrance
+from dsa_engine.engine.calls import Call
 from dsa_engine.engine.disaggregation.loop_for import loop_for
+from dsa_engine.engine.jobs import Job
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.sampling.result import check_finite
 from dsa_engine.engine.startup.start import start
 from dsa_engine.model_folder import resolve_model
@@ -29,15 +29,16 @@ from dsa_engine.system.sizes import format_bytes
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
-from dsa_engine.text.prompts import ParsedPrompt, Prompt, parse_prompts
-from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
+from dsa_engine.text.prompts import Prompt, only_prompt
+from dsa_engine.text.tokenizer import check_tokenizer
 
 
 class LLM(AsyncCalls):
     """A model, ready to generate.
 
-    Under ``torchrun`` every rank makes the same ``LLM``, makes the same calls and gets the same outputs. Or rank 0
-    alone calls, from any threads and event loops, and the other ranks :meth:`follow`.
+    Under ``torchrun`` every rank makes the same ``LLM``. Rank 0 calls, from any threads and event loops, and the other
+    ranks :meth:`follow`. Or every rank runs the same program: the k-th call of another rank gets the outputs of the
+    k-th call of rank 0. Both count the calls of the thread that made the ``LLM``, which alone may call on other ranks.
 
     A background thread runs the model until :meth:`close`, which is also called at the end of a ``with`` block, of the
     object and of the program.
@@ -50,8 +51,6 @@ class LLM(AsyncCalls):
         ValueError: an option, the configuration or the world size is not possible; the text says what is possible.
     """
 
-    _callers: LoopEntrance
-
     @takes_options_of(EngineOptions)
     def __init__(self, *args: Any, **named: Any):
         report_failures()  # first, before anything can fail
@@ -59,11 +58,12 @@ class LLM(AsyncCalls):
         options = EngineOptions(*args, **named)
         folder = resolve_model(options.model, dummy=options.load_format == "dummy")
         check_tokenizer(folder)  # before the weights, which may take minutes
-        super().__init__(folder, options.trust_remote_code, default_sampling(folder, options.generation_config))
-        self.engine, side = start(self.folder, options)
+        defaults = default_sampling(folder, options.generation_config)
+        self.engine, side = start(folder, options)
         self.loop = loop_for(self.engine, side)
         weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
-        self._callers = LoopEntrance(self.loop)
+        self._spmd, trusts = self.loop.spmd, options.trust_remote_code
+        super().__init__(self.loop.calls, self.engine.limits, folder, trusts, defaults, options.stream_interval)
 
     def generate(
         self,
@@ -88,16 +88,33 @@ class LLM(AsyncCalls):
         Raises:
             ValueError, CapacityError: a prompt or its parameters are not possible; nothing has run.
         """
-        self._callers.check()
+        return self._spmd.result(lambda _: self._generate(prompts, sampling_params, use_tqdm))
+
+    def _generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         prepared = self._prepare_all(prompts, sampling_params)
-        with Call(self._callers) as call:
-            call.begin("generate", requests_of(prepared))
+        with self._begin(prepared) as call:
             with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
                 tick = None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies)
-                call.wait(tick)
+                for _ in call.replies:
+                    call.get(tick)
                 if tick is not None:
                     tick()  # shows the end
-            return outputs_of(prepared, call.replies)
+            return outputs_of(prepared, call)
+
+    async def agenerate(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        outputs = super().agenerate
+
+        async def once() -> AsyncGenerator[list[RequestOutput], None]:
+            yield await outputs(prompts, sampling_params)
+
+        return [result async for result in self._spmd.async_pieces(once)][0]
 
     def chat(
         self,
@@ -121,23 +138,28 @@ class LLM(AsyncCalls):
                 parts ``{"type": "text", "text": "…"}``.
             chat_template, …, tools: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
         """
-        form, several, prompts = self.conversation_format, conversations(messages), []
-        for conversation in several:
-            text = form.render(
-                conversation,
-                chat_template=chat_template,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-            )
-            # The text contains the special tokens.
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
-        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-        for output, conversation in zip(outputs, several, strict=True):
-            form.add_messages(output, conversation, tools)
-        return outputs
+        form = self.conversation_format
+
+        def call(_: int | None) -> list[RequestOutput]:
+            several, prompts = conversations(messages), []
+            for conversation in several:
+                text = form.render(
+                    conversation,
+                    chat_template=chat_template,
+                    chat_template_kwargs=chat_template_kwargs,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                )
+                # The text contains the special tokens.
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                prompts.append({"prompt": text, "prompt_token_ids": ids})
+            outputs = self._generate(prompts, sampling_params, use_tqdm)
+            for output, conversation in zip(outputs, several, strict=True):
+                form.add_messages(output, conversation, tools)
+            return outputs
+
+        return self._spmd.result(call)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Generates for one prompt and yields pieces of the output; the last piece has a ``finish_reason``.
@@ -146,16 +168,14 @@ class LLM(AsyncCalls):
         request ends when the iterator is closed or interrupted. A program that leaves a loop over it early closes it
         at once by ``contextlib.closing``. Raises what :meth:`generate` raises.
         """
-        self._callers.check()
-        return self._pieces(prompt, sampling_params or self.get_default_sampling_params())
+        self._spmd.check()
+        return self._spmd.pieces(lambda _: self._pieces(prompt, sampling_params))
 
-    def _pieces(self, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
-        prepared = self._prepare_stream(prompt, params)
-        with Call(self._callers, streams=True) as call:
-            call.begin("stream", requests_of([prepared]))
+    def _pieces(self, prompt: Prompt, params: SamplingParams | None) -> Generator[StreamPiece, None, None]:
+        with self._begin([self._prepare_stream(prompt, params)], streams=True) as call:
             ended = False
             while not ended:
-                piece = call.piece()
+                piece = call.get()
                 ended = piece.finish_reason is not None
                 yield piece
 
@@ -167,10 +187,10 @@ class LLM(AsyncCalls):
         A program that leaves a loop over it early closes it at once by ``contextlib.aclosing``. Raises what
         :meth:`agenerate` raises.
         """
-        self._callers.check(asynchronous=True)
-        return self._async_pieces(prompt, sampling_params or self.get_default_sampling_params())
+        self._spmd.check()
+        return self._spmd.async_pieces(lambda: self._async_pieces(prompt, sampling_params))
 
-    async def _async_pieces(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[StreamPiece, None]:
+    async def _async_pieces(self, prompt: Prompt, params: SamplingParams | None) -> AsyncGenerator[StreamPiece, None]:
         prepared = await asyncio.to_thread(self._prepare_stream, prompt, params)
         async with aclosing(self._pieces_of_all([prepared])) as pieces:
             async for piece in pieces:
@@ -184,27 +204,30 @@ class LLM(AsyncCalls):
         Raises:
             ValueError: logits that are not finite (inf or nan); the text has the first position.
         """
-        self._callers.check()
-        tokens = self._encode(_only(prompt))
-        self.engine.check(tokens)
-        with Call(self._callers) as call:
-            return check_finite(call.run("prompt_logits", tokens))
+        return check_finite(self._run("prompt_logits", prompt))
 
     def wait_idle(self) -> None:
         """Waits until all requests before it have ended and their pages are free.
 
-        A program that measures calls this before it uses ``engine`` directly.
+        A program that measures calls this before it uses ``engine`` directly, as every rank does; all ranks have done
+        that before rank 0 calls again.
         """
-        self._callers.check()
-        with Call(self._callers) as call:
-            call.run("wait", [])
+        self._run("wait")
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached pages, once the requests before it have ended; returns True, as vLLM's does."""
-        self._callers.check()
-        with Call(self._callers) as call:
-            call.run("reset_prefix_cache", [])
+        self._run("reset_prefix_cache")
         return True
+
+    def _run(self, job: Job, prompt: Prompt | None = None) -> torch.Tensor:
+        def run(number: int | None) -> torch.Tensor:
+            tokens = [] if prompt is None else self._encode(only_prompt(prompt))
+            if prompt is not None:
+                self._limits.check(tokens)
+            with Call(self._calls) as call:
+                return call.run(job, tokens, number)
+
+        return self._spmd.result(run)
 
     def follow(self) -> None:
         """Serves rank 0's calls on another rank; returns when rank 0 has closed its LLM::
@@ -219,7 +242,8 @@ class LLM(AsyncCalls):
             RuntimeError: this is rank 0, or the only rank.
             Exception: a step failed.
         """
-        self._callers.follow()
+        self._spmd.follow()
+        self.loop.wait()
 
     def close(self) -> None:
         """Ends the thread that runs the model and aborts its requests; later calls raise an error.
@@ -259,17 +283,6 @@ class LLM(AsyncCalls):
             f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
         )
 
-    def _new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> list[Add]:
-        return self.engine.new_requests(prompt, params, tokenizer)
-
-    def _prepare_stream(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
-        prepared = self._prepare(_only(prompt), params)
-        if params.n > 1 or params.prompt_logprobs is not None:
-            raise ValueError(
-                "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
-            )
-        return prepared
-
 
 def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
     """Updates a progress bar over requests."""
@@ -281,11 +294,3 @@ def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
     text = f"prefilled {computed:,} of {prompts:,} tokens, generated {generated:,}"
     bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
     bar.update(sum(reply.ending is not None for reply in replies) - bar.n)
-
-
-def _only(prompt: Prompt) -> ParsedPrompt:
-    """The prompt of a call that takes only one."""
-    parsed = parse_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
-    if len(parsed) != 1:
-        raise TypeError(f"give one prompt, not {len(parsed)}")
-    return parsed[0]

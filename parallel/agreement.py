@@ -39,6 +39,11 @@ def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: fl
         raise ValueError(f"the ranks were started differently: {verdict}; start all of them alike")
 
 
+def store_of_run() -> dist.Store:
+    """The store that all ranks of the run share."""
+    return run_store() or dist.PrefixStore("dsa_engine", dist.distributed_c10d._get_default_store())
+
+
 class Meeting:
     """One exchange in which each of some ranks leaves a text, and the first rank makes a verdict of them for all.
 
@@ -49,7 +54,7 @@ class Meeting:
     def __init__(self, ranks: Sequence[int], rank: int):
         self._ranks = list(ranks)
         self._rank = rank
-        self._store = run_store() or dist.PrefixStore("dsa_engine", dist.distributed_c10d._get_default_store())
+        self._store = store_of_run()
         self._number = _meetings_held[str(self._ranks)]
 
     def say(self, text: str) -> None:

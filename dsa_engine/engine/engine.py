@@ -25,11 +25,10 @@ import torch
 from torch.profiler import record_function
 
 from dsa_engine.engine.cache.turns import CacheTurns
-from dsa_engine.engine.jobs import finished
+from dsa_engine.engine.jobs import Run, finished
 from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
-from dsa_engine.engine.requests.messages import Add, Run
-from dsa_engine.engine.requests.new_request import check_prompt, new_requests
+from dsa_engine.engine.requests.new_request import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
@@ -58,7 +57,7 @@ class Engine:
         rebalancing: moves experts between steps; None: they stay.
         recorder: writes the loads of experts to a file; None: there is none.
         after_launch: each is called with a step's chunks when it has been launched.
-        ids: gives the next requests their numbers; a request without a seed gets one made from its number.
+        ids: numbers the requests of :meth:`add`; a request without a seed gets one made from its number.
     """
 
     options: EngineOptions
@@ -124,20 +123,20 @@ class Engine:
         """Whether :meth:`step` has anything to do."""
         return self.scheduler.has_work or self.in_flight
 
-    def new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> list[Add]:
-        """Makes checked messages for :meth:`queue`, one for each output; any thread may call it."""
-        limits = self.max_model_len, self.config.vocab_size
-        return new_requests(prompt, params, tokenizer, *limits, self.scheduler.capacity.check)
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask of this engine."""
+        return Limits(self.max_model_len, self.config.vocab_size, self.scheduler.capacity)
 
     def queue(self, add: Add) -> Request:
-        """Queues a request made by :meth:`new_requests`; it runs in the next steps."""
+        """Queues a request made by :func:`.new_requests`; it runs in the next steps."""
         request = Request(add.id, add.prompt_ids, add.params, add.bad_words, cache_salt=add.cache_salt)
         self.scheduler.add(request)
         return request
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """Queues a request with one output."""
-        (add,) = self.new_requests(prompt, params, tokenizer)
+        (add,) = new_requests(prompt, params, tokenizer, self.limits)
         add.id = next(self.ids)
         return self.queue(add)
 
@@ -248,15 +247,6 @@ class Engine:
                     self.finish(request, "error", f"{type(error).__name__}: {error}")
             raise
 
-    def check(self, prompt: list[int]) -> None:
-        """Checks that :meth:`prefill` can run this prompt.
-
-        Raises:
-            ValueError, CapacityError: see :func:`.new_request.new_requests`; no room is needed for an output.
-        """
-        check_prompt(prompt, 0, self.max_model_len, self.config.vocab_size)
-        self.scheduler.capacity.check(len(prompt), max_tokens=1)
-
     def prefill(self, prompt: list[int]) -> torch.Tensor:
         """Prefills one prompt alone, and frees its pages.
 
@@ -264,16 +254,16 @@ class Engine:
             float32 CPU logits ``[vocab]`` after the last token, the same on every rank.
 
         Raises:
-            ValueError, CapacityError: see :meth:`check`.
+            ValueError, CapacityError: see :meth:`.Limits.check`.
             ValueError: logits that are not finite.
             RuntimeError: other requests are running.
         """
-        self.check(prompt)
+        self.limits.check(prompt)
         return finished(self, Run(-1, "prefill", prompt))
 
     def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
         """float32 CPU logits ``[len, vocab]`` at every position of a prompt; otherwise like :meth:`prefill`."""
-        self.check(prompt)
+        self.limits.check(prompt)
         return finished(self, Run(-1, "prompt_logits", prompt))
 
     def check_idle(self) -> None:

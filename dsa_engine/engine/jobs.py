@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from dsa_engine.engine.requests.messages import Run
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import check_finite
 from dsa_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dsa_engine.engine.engine import Engine
+
+
+Job = Literal["prefill", "prompt_logits", "reset_prefix_cache", "wait"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The message of a job: it waits for the requests before it, and the requests after it wait.
+
+    Attributes:
+        job: a prefill, see :func:`run_job`; "wait" computes nothing.
+        call: the number of a call that every rank makes, see :class:`.spmd.SpmdCalls`; None: rank 0 makes it alone.
+    """
+
+    id: int
+    job: Job
+    prompt_ids: Sequence[int]
+    call: int | None = None
 
 
 def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:

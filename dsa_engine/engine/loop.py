@@ -6,8 +6,8 @@ results, so an interrupt affects only the caller that waits.
 
 On several ranks each rank has a loop, and all loops run on the messages of rank 0, which reach every rank between the
 same two steps. A message that comes during a step travels beside it and takes effect one step later
-(``message_channel.py``). The ranks stay equal as they take the same messages in the same order. A caller on any
-other rank has agreed with rank 0 to make the same call (``agreement.py``); its results come from its own rank.
+(``message_channel.py``). The ranks stay equal as they take the same messages in the same order. Only rank 0 has
+callers; what they get may be sent to the other ranks (``spmd.py``).
 
 When there is nothing to do, rank 0 waits for a message, and the other ranks wait for rank 0. It sends an empty message
 now and then, so that the death of a rank is noticed.
@@ -26,13 +26,13 @@ from contextlib import suppress
 
 import torch
 
-from dsa_engine.engine.callers import Callers, Sent
+from dsa_engine.engine.calls import CLOSED, Abort, CallQueue, CallResult, Message, Shutdown, waking_together
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import run_job
-from dsa_engine.engine.mailbox import waking_together
-from dsa_engine.engine.requests.messages import Abort, Add, Message, Run, Shutdown
+from dsa_engine.engine.jobs import Run, run_job
+from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
+from dsa_engine.engine.spmd import SpmdCalls
 from dsa_engine.parallel.message_channel import MessageChannel
 
 _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
@@ -45,8 +45,9 @@ class EngineLoop:
     """Runs an engine in a new thread, from now until :meth:`close`.
 
     Attributes:
+        calls: takes the messages of this process's callers; on other ranks than 0 there are none.
+        spmd: the calls that every rank makes.
         error: the exception that ended the loop; None while it runs, and if it was closed.
-        serves: whether all other ranks follow this one, so that any thread may call here.
         steps: number of steps so far.
     """
 
@@ -54,18 +55,18 @@ class EngineLoop:
         self.engine = engine
         self.error: BaseException | None = None
         self._several = not engine.mesh.host.alone or engine.mesh.has_counterpart
-        self.serves = not self._several
         self.steps = 0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
-        self._callers = Callers(self._sends)
+        self.calls = CallQueue()
+        self.spmd = SpmdCalls(engine.mesh, self.calls)
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
         self._unread = False  # whether a step launched here has not been read
         self._backlog: deque[Add | Run] = deque()  # messages not begun yet; a Run holds up those after it
         self._job: Generator[None, None, torch.Tensor] | None = None  # the Run that has begun: the head of the backlog
         self._closing = False  # a message of rank 0 ends all loops
+        self._leaving = False  # this rank's loop ends alone, at the exit of its program
         self._ended = threading.Event()
-        self._closed = False
         self.thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
         self.thread.start()  # may fail; then nothing of it is left
         # Both run before the mesh's hook, which was registered earlier, and the last one first. The join comes also if
@@ -74,28 +75,6 @@ class EngineLoop:
         atexit.register(self._leave)
 
     # Methods for callers, in any thread.
-
-    def send(self, *messages: Sent) -> None:
-        """Sends messages, each with the receiver of its results on this rank; they take effect together.
-
-        It cannot fail, and a destructor may call it. On another rank than 0, a message only registers its receiver:
-        the message that takes effect is rank 0's.
-        """
-        self._callers.put(*messages)
-        if self._ended.is_set():
-            self._callers.refuse(self._refusal())
-
-    def check(self) -> None:
-        """Checks that this thread may call.
-
-        Raises:
-            BaseException: the error that has ended the loop.
-            RuntimeError: the loop was closed, or this is the loop's own thread.
-        """
-        if threading.current_thread() is self.thread:
-            raise RuntimeError("a call from within another call of the same thread, which would wait for it")
-        if self._closed or self._ended.is_set():
-            raise self._refusal()
 
     def wait(self) -> None:
         """Waits until the loop has ended; raises the error that ended it, if any."""
@@ -106,9 +85,9 @@ class EngineLoop:
 
     def stop(self) -> None:
         """Ends the loop soon (on rank 0, the loops of all ranks) and aborts requests. A destructor may call it."""
-        self._closed = True
-        if self._sends:
-            self._callers.put((Shutdown(), None))
+        self.calls.closed = True
+        if self.spmd.calls_here:
+            self.calls.put((Shutdown(), None))
 
     def close(self) -> None:
         """Calls :meth:`stop` and waits for the end; a rank other than 0 waits a few seconds for rank 0 to close."""
@@ -120,7 +99,8 @@ class EngineLoop:
         """Ends the thread at the exit of the program: a thread that runs on could crash the interpreter."""
         self.close()
         if self.thread.is_alive():
-            self._callers.put((Shutdown(), None))
+            self._leaving = not self._sends
+            self.calls.put((Shutdown(), None))
             self.thread.join(4 * _HEARTBEAT_S)
 
     # Methods of the loop's thread.
@@ -129,7 +109,7 @@ class EngineLoop:
         try:
             if self.engine.mesh.device.type == "cuda":
                 torch.cuda.set_device(self.engine.mesh.device)  # each thread has its own current device
-            while not (self._closing or self._callers.leaving):
+            while not (self._closing or self._leaving):
                 for message in self._receive():
                     self._take(message)
                 self._turn()
@@ -148,7 +128,7 @@ class EngineLoop:
     def _receive(self) -> list[Message]:
         """The messages that take effect now, the same on all ranks; waits for some if there is nothing to compute."""
         if self.channel is None:
-            return self._callers.take(None if self._idle else 0.0)
+            return self.calls.take(None if self._idle else 0.0)
         idle, arrived = self._idle, []
         if self.channel.under_way:
             arrived = pickle.loads(self.channel.finish())
@@ -159,15 +139,15 @@ class EngineLoop:
                 self.channel.confirm()
         else:
             self.channel.begin(self._packed(0.0))
-        if not self._sends:
-            self._callers.take(0.0)  # a caller here registers before rank 0 sends the message
         return arrived
 
     def _packed(self, wait_s: float) -> bytes:
-        return pickle.dumps(self._callers.take(wait_s)) if self._sends else b""
+        return pickle.dumps(self.calls.take(wait_s)) if self._sends else b""
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, Shutdown):
+        if isinstance(message, CallResult):
+            self.spmd.take(message)
+        elif isinstance(message, Shutdown):
             self._closing = True
         elif isinstance(message, Abort):
             self._abort(message.ids)
@@ -175,11 +155,9 @@ class EngineLoop:
             self._backlog.append(message)
 
     def _abort(self, ids: Sequence[int]) -> None:
-        error = RuntimeError("rank 0 has left this call before its end")
         for number in ids:
             if number in self._requests:
                 self.engine.finish(self._requests.pop(number), "abort")
-            self._callers.fail(number, error)  # on a rank other than 0, a caller may still wait
         if self._job is not None and self._backlog[0].id in ids:
             self._job.close()
             self._job = None
@@ -201,8 +179,8 @@ class EngineLoop:
 
     def _begin(self, add: Add) -> None:
         request = self._requests[add.id] = self.engine.queue(add)
-        if (reply := self._callers.reply(add.id)) is not None:
-            reply.request = request
+        if (receiver := self.calls.receiver(add.id)) is not None:
+            receiver.request = request
 
     def _step(self) -> None:
         try:
@@ -215,19 +193,20 @@ class EngineLoop:
                 raise
             for request in failed:
                 del self._requests[request.id]
-                self._callers.fail(request.id, error)
+                self.calls.last(request.id, error)
             return
         finally:
             self._unread = self.engine.in_flight
-        with waking_together():
-            self._hand_over(sampled)
+        self._hand_over(sampled)
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
         """Gives callers their new tokens."""
-        for request, tokens, _ in sampled:
-            if request.ending is not None:
-                self._requests.pop(request.id, None)
-            self._callers.answer(request.id, tokens, request.ending)
+        with waking_together():
+            for request, tokens, _ in sampled:
+                ending = request.ending
+                if ending is not None:
+                    self._requests.pop(request.id, None)
+                self.calls.answer(request.id, tokens, ending)
 
     def _run(self, run: Run) -> None:
         """Begins or continues a job, which has the engine for itself."""
@@ -244,12 +223,14 @@ class EngineLoop:
             result = error
         self._job = None
         self._backlog.popleft()
-        self._callers.answer_job(run.id, result)
+        self.calls.last(run.id, result)
+        if run.call is not None:
+            self.spmd.take(CallResult(run.call, result))
 
     def _end(self) -> None:
         """Aborts all requests and answers all callers that wait.
 
-        If the other ranks follow this one, an error then ends the process here: perhaps none of the callers raises it.
+        If only rank 0 calls, an error then ends its process here: perhaps none of the callers raises it.
         """
         with suppress(BaseException):
             if self._job is not None:
@@ -265,12 +246,14 @@ class EngineLoop:
                 events.close()
         self._ended.set()
         atexit.unregister(self._leave)
-        self._callers.fail_all(self._refusal())
-        if self.error is not None and self._several and self.serves:
+        refusal = self.error or RuntimeError(CLOSED)
+        self.calls.end(refusal)
+        self.spmd.end(refusal)
+        if self.error is not None and self._several and self._rank_0_alone_calls():
             time.sleep(_ANSWER_S)
             sys.excepthook(type(self.error), self.error, self.error.__traceback__)
 
-    def _refusal(self) -> BaseException:
-        if self.error is not None:
-            return self.error
-        return RuntimeError("the LLM has been closed; make another one")
+    def _rank_0_alone_calls(self) -> bool:
+        with suppress(Exception):  # the store may be gone
+            return self.spmd.all_follow
+        return False

@@ -1,8 +1,8 @@
 """The caller's side of a request: its tokens, their text, and how it ended. Exists only on ranks with a caller.
 
-The loop's thread writes a reply and hands results to the caller, whose thread reads only counters before the end. A
-stop string is found here, in the text, and ends the request for its caller at once; tokens that the engine samples
-until it learns of it are dropped.
+The loop's thread writes a reply and puts results into the mailbox of the caller, whose thread reads only counters
+before the end. A stop string is found here, in the text, and ends the request for its caller at once; tokens that the
+engine samples until it learns of it are dropped.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from dsa_engine.engine.mailbox import Mailbox
-from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
 from dsa_engine.text.stream import TextStream
@@ -34,11 +33,17 @@ class RequestRecord(NamedTuple):
         return cls() if request is None else cls(*(getattr(request, name) for name in cls._fields))
 
 
+class Mailbox(Protocol):
+    """Takes a caller's results; any thread may put one in, and the caller raises an exception that it receives."""
+
+    def put(self, item: Any, /) -> None: ...
+
+
 class Receiver(ABC):
     """Receives the tokens of one request from the loop.
 
     Attributes:
-        mailbox: the caller's; gets an exception if one ends the request.
+        mailbox: the caller's.
         request: the engine's request; None until the loop has begun it.
         ending: how the request ended; None while it runs.
     """
@@ -51,15 +56,15 @@ class Receiver(ABC):
 
     @abstractmethod
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
-        """Takes the next tokens.
+        """Takes the next tokens, and puts what the caller waits for into the mailbox.
 
         Args:
             ending: how the request ends with the last of ``tokens``; None if it goes on.
         """
 
-    @abstractmethod
-    def hand_over(self) -> None:
-        """Puts new results into the mailbox, if the caller waits for any."""
+    def put(self, error: BaseException, /) -> None:
+        """Ends the request for its caller with an error."""
+        self.mailbox.put(error)
 
 
 class Reply(Receiver):
@@ -99,7 +104,7 @@ class Reply(Receiver):
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
         """Adds the next tokens to the output, up to a stop string.
 
-        An error while decoding them to text ends the request.
+        An error while decoding them to text ends the request. The mailbox gets a piece of a stream, or None at the end.
         """
         now = time.perf_counter()
         for number, sampled in enumerate(tokens):
@@ -111,7 +116,12 @@ class Reply(Receiver):
             except BaseException as error:
                 self.ending = _not_decoded("tokens", error)
             if self.ending is not None:
-                return
+                break
+        if self._stream_interval is None:
+            if self.ending is not None:
+                self.mailbox.put(None)
+        elif self.ending is not None or not self._given or len(self.output) - self._given >= self._stream_interval:
+            self.mailbox.put(self.piece())
 
     def _take(self, sampled: SampledToken, ending: Ending | None, now: float) -> Ending | None:
         if sampled.error is not None:
@@ -129,14 +139,6 @@ class Reply(Receiver):
         if ending is None or ending.reason != "stop" or params.include_stop_str_in_output:
             text.add(sampled.token)
         return Ending("stop", stop_reason=text.stop_string) if text.stopped else ending
-
-    def hand_over(self) -> None:
-        if self._stream_interval is not None:
-            waiting = len(self.output) - self._given
-            if self.ending is not None or not self._given or waiting >= self._stream_interval:
-                self.mailbox.put(self.piece())
-        elif self.ending is not None:
-            self.mailbox.put(None)
 
     def piece(self) -> StreamPiece:
         """The tokens since the last piece, and the text that can no longer change."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import torch
 
-from dsa_engine.engine.agreement import agree_on_call
 from dsa_engine.engine.engine import Engine
+from dsa_engine.parallel.agreement import compare
 
 
 def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
@@ -23,7 +25,10 @@ def agree_on_prompts(engine: Engine, prompts: list[list[int]]) -> None:
     """Raises ``ValueError`` if the ranks measure different prompts, or the run is disaggregated."""
     if engine.mesh.has_counterpart:
         raise ValueError("this measurement is of an engine that prefills and decodes; leave out prefill_ranks")
-    agree_on_call(engine.mesh, "a measurement", prompts, [])
+    mesh = engine.mesh
+    if mesh.processes.size > 1:
+        digest = blake2b(repr(prompts).encode(), digest_size=8).hexdigest()
+        compare({"the digest of the prompts": digest}, mesh.run_ranks, mesh.run_rank, mesh.config.timeout)
 
 
 def barrier(engine: Engine) -> None:

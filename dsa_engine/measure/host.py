@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.demo import demo_folder
+from dsa_engine.engine.requests.new_request import new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -182,7 +183,7 @@ class HostWorld:
     def arrive(self, length: int = 80) -> float:
         """The oldest request ends, and another one comes; returns the seconds of processor time of both here."""
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
-        (add,) = self.engine.new_requests(self.prompt(length), params)
+        (add,) = new_requests(self.prompt(length), params, None, self.engine.limits)
         add.id = next(self.engine.ids)
         begun = time.thread_time()
         self.engine.finish(self.running.pop(0), "abort")
@@ -260,7 +261,7 @@ class HostWorld:
         """Queues prompts as a rank does that receives them in messages."""
         params = SamplingParams(max_tokens=16)
         for number in range(prompts):
-            (add,) = self.engine.new_requests(self.prompt(length), params)
+            (add,) = new_requests(self.prompt(length), params, None, self.engine.limits)
             add.id = number
             self.running.append(self.engine.queue(pickle.loads(pickle.dumps(add))))
 

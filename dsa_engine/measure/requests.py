@@ -6,6 +6,7 @@ import random
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
+from dsa_engine.engine.requests.new_request import new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ def add_filled(engine: Engine, length: int, params: SamplingParams) -> Request:
     Raises:
         ValueError, CapacityError: see :meth:`.engine.Engine.add`; ``CapacityError`` also if there is no room right now.
     """
-    (add,) = engine.new_requests([0] * length, params)
+    (add,) = new_requests([0] * length, params, None, engine.limits)
     add.id = next(engine.ids)
     request = Request(add.id, add.prompt_ids, add.params)
     engine.scheduler.admit_prefilled(request)

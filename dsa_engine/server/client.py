@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,9 @@ import zmq
 import zmq.asyncio
 
 from dsa_engine.async_calls import AsyncCalls
-from dsa_engine.engine.mailbox import EventLoopMailbox, Mailbox, waking_together
-from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.requests.messages import Add, Run
-from dsa_engine.engine.requests.new_request import new_requests
-from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.engine.calls import Abort, EventLoopMailbox, Sent, waking_together
+from dsa_engine.engine.reply import Mailbox, Reply
+from dsa_engine.engine.requests.new_request import Limits
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.messages import (
     AbortRequests,
@@ -30,15 +28,14 @@ from dsa_engine.server.messages import (
     encode,
     from_engine,
 )
-from dsa_engine.text.tokenizer import Tokenizer
 
 
 class EngineClient(AsyncCalls):
     """Does what :class:`dsa_engine.LLM` does in an event loop, with the engine of a :class:`.process.Relay`.
 
     Text is made here, and stop strings are found here, so the engine's process has little to do for each token. All
-    runs in one event loop, between :meth:`connect` and :meth:`close`; it is the entrance of its own calls, see
-    :class:`dsa_engine.engine.call.Entrance`.
+    runs in one event loop, between :meth:`connect` and :meth:`close`; it takes the messages of its own calls, see
+    :class:`dsa_engine.engine.calls.MessageQueue`.
 
     Args:
         facts: what is known of the engine.
@@ -46,11 +43,11 @@ class EngineClient(AsyncCalls):
     """
 
     def __init__(self, facts: EngineFacts, folder: str):
-        super().__init__(Path(facts.folder), facts.trust_remote_code, facts.default_sampling)
+        limits = Limits(facts.max_model_len, facts.vocab_size, facts.capacity)
+        trusts, defaults = facts.trust_remote_code, facts.default_sampling
+        super().__init__(self, limits, Path(facts.folder), trusts, defaults, facts.stream_interval)
         self.facts, self._sockets = facts, folder
         self.ids: Iterator[int] = count()
-        self.stream_interval = facts.stream_interval
-        self._callers = self
         self._error: EngineError | None = None
         self._replies: dict[int, Reply] = {}
         self._asked: deque[EventLoopMailbox] = deque()  # answers come in the order of the questions
@@ -79,7 +76,7 @@ class EngineClient(AsyncCalls):
         self._tokens.close(linger=0)
         self._context.term()
 
-    def check(self, asynchronous: bool = False) -> None:
+    def check(self) -> None:
         """Raises the error that has ended the engine, if it has ended."""
         if self._error is not None:
             raise self._error
@@ -95,15 +92,14 @@ class EngineClient(AsyncCalls):
             raise answer
         return answer
 
-    def send(self, kind: str, messages: Sequence[tuple[Add | Run, Reply | Mailbox]]) -> None:
-        """Sends the requests of a call; raises what :meth:`check` raises."""
-        self.check()
+    def put(self, *messages: Sent) -> None:
+        """Sends requests, and raises what :meth:`check` raises; or ends some, in any thread, also for a destructor."""
         replies = [reply for _, reply in messages if isinstance(reply, Reply)]
-        self._replies.update((reply.add.id, reply) for reply in replies)
-        self._send(*(NewRequest.of(reply.add) for reply in replies))
-
-    def abort(self, ids: tuple[int, ...]) -> None:
-        """Ends requests; a destructor may call it, in any thread."""
+        if replies:
+            self.check()
+            self._replies.update((reply.add.id, reply) for reply in replies)
+            self._send(*(NewRequest.of(reply.add) for reply in replies))
+        ids = [number for message, _ in messages if isinstance(message, Abort) for number in message.ids]
         running = [number for number in ids if self._replies.pop(number, None) is not None]
         if running and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._send, AbortRequests(running))
@@ -116,10 +112,6 @@ class EngineClient(AsyncCalls):
         self._asked.clear()
         for mailbox in waiting:
             mailbox.put(self._error)
-
-    def _new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> list[Add]:
-        facts = self.facts
-        return new_requests(prompt, params, tokenizer, facts.max_model_len, facts.vocab_size, facts.capacity.check)
 
     def _send(self, *messages: Any) -> None:
         if not self._requests.closed:
@@ -141,4 +133,3 @@ class EngineClient(AsyncCalls):
                 self._replies.pop(message.id)
                 if message.ending is None:  # a stop string
                     self._send(AbortRequests([message.id]))
-            reply.hand_over()

@@ -6,7 +6,6 @@ next step, so HTTP, JSON and text are made in other processes, each with a conne
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -25,9 +24,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from dsa_engine.engine.mailbox import WokenMailbox
+from dsa_engine.engine.calls import Abort, put_together
 from dsa_engine.engine.reply import Receiver, RequestRecord
-from dsa_engine.engine.requests.messages import Abort, Add
+from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.llm import LLM
 from dsa_engine.server.app import Server
@@ -52,9 +51,8 @@ _ENGINE_ENDED = 1  # exit status; the process has said so
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Relay(WokenMailbox):
-    """Serves the requests of another process until :meth:`close`, which aborts those that run. Holds the results of a
-    step until they are complete, and sends them as one message.
+class Relay:
+    """Serves the requests of another process until :meth:`close`, which aborts those that run.
 
     Args:
         llm: serves calls of any thread: on several ranks, the others follow.
@@ -64,8 +62,7 @@ class Relay(WokenMailbox):
     """
 
     def __init__(self, llm: LLM):
-        super().__init__()
-        self._llm, self.reader = llm, self
+        self._llm = llm
         self._ids: dict[int, int] = {}  # the engine's ids of requests that run, by the other process's
         self._folder = TemporaryDirectory(prefix="dsa_engine-")
         self.folder = self._folder.name
@@ -99,7 +96,7 @@ class Relay(WokenMailbox):
 
     def close(self) -> None:
         """Ends the requests that run, sends what is to be sent, and closes the sockets."""
-        self.send(Failed(None, "it has been closed", True))
+        self.send([Failed(None, "it has been closed", True)])
         with self._sending:
             self._tokens.close(linger=200)
         self._context.term()  # ends the thread that receives
@@ -107,16 +104,15 @@ class Relay(WokenMailbox):
         self._abort(list(self._ids))
         self._folder.cleanup()
 
-    def send(self, *messages: NewTokens | Failed | EngineState) -> None:
+    def send(self, messages: Sequence[NewTokens | Failed | EngineState]) -> None:
         """Sends messages together, from any thread; after :meth:`close` nothing happens."""
-        self._items.extend(messages)
-        self.wake([])
-
-    def wake(self, filled: Sequence[WokenMailbox]) -> None:
         with self._sending:
-            items = [self._items.popleft() for _ in range(len(self._items))]
-            if items and not self._tokens.closed:
-                self._tokens.send(encode(items))
+            if not self._tokens.closed:
+                self._tokens.send(encode(messages))
+
+    def put(self, message: NewTokens | Failed) -> None:
+        """Sends a message, together with all of a step."""
+        put_together(self, self.send, message)
 
     def ended(self, number: int) -> None:
         """Called when a request has ended, with the other process's id."""
@@ -134,30 +130,30 @@ class Relay(WokenMailbox):
         new = []
         for message in messages:
             if isinstance(message, NewRequest):
-                number = self._ids[message.id] = next(self._llm.engine.ids)
+                number = self._ids[message.id] = next(self._llm.loop.calls.ids)
                 add = message.add(number)
                 new.append((add, RelayedRequest(add, message.id, self)))
             elif isinstance(message, AbortRequests):
                 self._abort(message.ids)
             else:
-                self.send(EngineState.of(self._llm.engine))
+                self.send([EngineState.of(self._llm.engine)])
         if new:
-            self._llm.loop.send(*new)
+            self._llm.loop.calls.put(*new)
 
     def _abort(self, numbers: Iterable[int]) -> None:
         """Ends requests; the loop's thread may end some of them meanwhile."""
         ids = [self._ids.pop(number, None) for number in numbers]
         if running := tuple(number for number in ids if number is not None):
-            self._llm.loop.send((Abort(running), None))
+            self._llm.loop.calls.put((Abort(running), None))
 
     def _report_end(self) -> None:
         """Waits for the end of the engine, and tells the other process."""
         try:
             self._llm.loop.wait()
         except BaseException as error:
-            self.send(Failed.of(None, error))
+            self.send([Failed.of(None, error)])
         else:
-            self.send(Failed(None, "the LLM has been closed", True))
+            self.send([Failed(None, "the LLM has been closed", True)])
 
 
 class RelayedRequest(Receiver):
@@ -176,10 +172,7 @@ class RelayedRequest(Receiver):
         if ending is not None:
             self._relay.ended(self._number)
         record = None if ending is None else RequestRecord.of(self.request)
-        self._new = NewTokens(self._number, tokens, ending, record)
-
-    def hand_over(self) -> None:
-        self._relay.put(self._new)
+        self._relay.put(NewTokens(self._number, tokens, ending, record))
 
     def put(self, error: BaseException, /) -> None:
         self._relay.put(Failed.of(self._number, error))
@@ -273,9 +266,8 @@ class HttpProcesses:
 def serve(llm: LLM, options: ServerOptions, bound: socket.socket) -> HttpProcesses:
     """Starts ``options.api_server_count`` processes that serve an engine of this process at a socket.
 
-    On several ranks, all others follow; until they do, this waits.
+    On several ranks, all others follow.
     """
-    asyncio.run(llm.agenerate([]))  # the others must follow before the first request comes
     return HttpProcesses([Relay(llm) for _ in range(options.api_server_count)], options, bound)
 
 

@@ -46,6 +46,14 @@ def parse_prompts(prompts: Any) -> list[ParsedPrompt]:
     return parsed
 
 
+def only_prompt(prompt: Prompt) -> ParsedPrompt:
+    """The prompt of a call that takes only one."""
+    parsed = parse_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
+    if len(parsed) != 1:
+        raise TypeError(f"give one prompt, not {len(parsed)}")
+    return parsed[0]
+
+
 @contextmanager
 def of_many(number: int, count: int) -> Iterator[None]:
     """Adds to an error the number of the prompt, if there are several."""

@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.calls import Abort, CallResult, Shutdown
+from dsa_engine.engine.jobs import Run
 from dsa_engine.engine.loop import EngineLoop
-from dsa_engine.engine.requests.messages import Abort, Add, Run, Shutdown
+from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.text.tokenizer import Tokenizer
 
 THREADS = 8
@@ -138,7 +140,7 @@ def test_threads_and_tasks_at_once(
 def test_messages_can_be_pickled() -> None:
     """Messages are pickled, as when rank 0 sends them."""
     add = Add([1, 2], SamplingParams(stop=["a"], logit_bias={3: 1.0}, seed=4), [[5]], 1.5, 7)
-    for message in (add, Abort((1, 2)), Run(3, "prompt_logits", [4]), Shutdown()):
+    for message in (add, Abort((1, 2)), Run(3, "prompt_logits", [4]), CallResult(0, None), Shutdown()):
         assert pickle.loads(pickle.dumps(message)) == message
 
 

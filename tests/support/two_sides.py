@@ -13,13 +13,14 @@ import torch
 
 from dsa_engine.engine.cache.link import RankPages
 from dsa_engine.engine.cache.turns import CacheTurns
+from dsa_engine.engine.calls import Abort
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.capacity import Capacity
-from dsa_engine.engine.requests.messages import Abort, Add
+from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Chunk, Ending, Request, SampledToken
 from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.sampling_params import SamplingParams
@@ -116,7 +117,7 @@ class Side:
         host = SimpleNamespace(alone=True, all_gather=lambda counts: counts)
         engine.mesh = SimpleNamespace(
             host=host, rank=0, global_ranks=[int(not prefills)], is_front=prefills, has_counterpart=True,
-            cp_ranks=lambda group: range(1), device=torch.device("cpu"), world_size=1,
+            cp_ranks=lambda group: range(1), device=torch.device("cpu"), world_size=1, run_ranks=[0, 1],
         )  # fmt: skip
         capacity = Capacity(1, 1, pages, SIZE)
         limits = {"rank": 0, "max_num_seqs": 6, "max_num_batched_tokens": 4, "max_prefill_share": 1.0}
@@ -138,10 +139,10 @@ class Side:
     @property
     def ready(self) -> bool:
         """Whether the loop would not wait."""
-        return not self.loop._idle or not self.loop._callers._inbox.empty()
+        return not self.loop._idle or not self.loop.calls._messages.empty()
 
     def turn(self) -> None:
-        for message in self.loop._callers.take(0.0):
+        for message in self.loop.calls.take(0.0):
             self.loop._take(message)
         self.loop._turn()
 
@@ -162,8 +163,6 @@ class Caller(Receiver):
             if self.stops and sampled.token == STOP:
                 self.ending = Ending("stop", stop_reason="stop string")
                 return
-
-    def hand_over(self) -> None: ...
 
     def check(self) -> None:
         wanted = [token(self.add.id, index) for index in range(len(self.tokens))]
@@ -196,11 +195,11 @@ class Simulation:
     def call(self, prompt: list[int], max_tokens: int) -> Caller:
         add = Add(prompt, SamplingParams(max_tokens=max_tokens), id=len(self.callers))
         self.callers.append(Caller(add, self.rng))
-        self.prefill.loop.send((add, self.callers[-1]))
+        self.prefill.loop.calls.put((add, self.callers[-1]))
         return self.callers[-1]
 
     def abort(self, caller: Caller) -> None:
-        self.prefill.loop.send((Abort((caller.add.id,)), None))
+        self.prefill.loop.calls.put((Abort((caller.add.id,)), None))
         caller.leaves = False
 
     def deliver(self, source: Side, target: Side) -> None:
@@ -239,7 +238,7 @@ class Simulation:
     def check_end(self) -> None:
         for caller in self.callers:
             caller.check()
-            assert caller.ending is not None or self.prefill.loop._callers.reply(caller.add.id) is None
+            assert caller.ending is not None or self.prefill.loop.calls.receiver(caller.add.id) is None
         for side in (self.prefill, self.decode):
             loop, scheduler = side.loop, side.engine.scheduler
             assert scheduler.free_pages == [side.engine.cache.pages] and not scheduler.has_work

@@ -47,7 +47,7 @@ def run_prefill(args: argparse.Namespace) -> None:
     if text is not None:
         prompts = [llm.tokenizer.encode(text)]
     for prompt in prompts:
-        engine.check(prompt)  # check all before measuring any
+        engine.limits.check(prompt)  # check all before measuring any
     report = Report(llm, args, "ttft")
     try:
         for number, prompt in enumerate(prompts, 1):

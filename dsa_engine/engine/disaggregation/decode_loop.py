@@ -185,11 +185,11 @@ class DecodeLoop(SideLoop):
     # Requests that decode.
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
-        news = []
-        for request, tokens, drafts in sampled:
-            stats = (drafts.offered, drafts.accepted) if drafts is not None and drafts.offered else None
-            news.append(NewTokens(request.id, tokens, request.ending, stats))
-        if news:
+        if sampled and self._line is not None:
+            news = []
+            for request, tokens, drafts in sampled:
+                stats = (drafts.offered, drafts.accepted) if drafts is not None and drafts.offered else None
+                news.append(NewTokens(request.id, tokens, request.ending, stats))
             self.tell(Tokens(news, self._scheduler.cache_usage))
         super()._hand_over(sampled)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsa_engine.engine.cache.link import RankPages, dealt
+from dsa_engine.engine.calls import Abort, Shutdown, waking_together
 from dsa_engine.engine.disaggregation.messages import (
     Arrived,
     Back,
@@ -34,9 +35,9 @@ from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.mailbox import waking_together
+from dsa_engine.engine.jobs import Run
 from dsa_engine.engine.requests.capacity import pages_for
-from dsa_engine.engine.requests.messages import Abort, Add, Run, Shutdown
+from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.sampling.result import RequestTokens
 
@@ -171,15 +172,13 @@ class PrefillLoop(SideLoop):
         super()._delivered(messages)
 
     def _forward(self, new: NewTokens) -> None:
-        reply = self._callers.reply(new.id)
-        if reply is not None and reply.request is not None and new.drafts is not None:
-            reply.request.draft_stats.append(new.drafts)
-        self._callers.answer(new.id, new.tokens, new.ending)
+        receiver = self.calls.receiver(new.id)
+        if receiver is not None and receiver.request is not None and new.drafts is not None:
+            receiver.request.draft_stats.append(new.drafts)
+        self.calls.answer(new.id, new.tokens, new.ending)
 
     def _continue(self, new: NewTokens) -> None:
-        """Takes tokens from the decode side; a caller of the leader has them already."""
-        if self._line is None:
-            self._forward(new)
+        """Takes tokens from the decode side; their caller has them already."""
         request = self._requests.get(new.id)
         if request is None:
             return  # it was aborted meanwhile

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import suppress
 from typing import Any
 
+from dsa_engine.engine.calls import Message
 from dsa_engine.engine.disaggregation.messages import LineBroken
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.loop import EngineLoop
-from dsa_engine.engine.requests.messages import Message, Shutdown
 
 _CLOSE_S = 10.0  # longest wait for the last messages of the other side
-_ANSWER_S = 0.5  # time for callers to handle a failure before it ends the process
 _POLL_S = 0.0005  # seconds between looks at transfers, while there is nothing to compute
 
 
@@ -36,13 +34,8 @@ class SideLoop(EngineLoop):
         if self._line is not None:
             self._line.send(message)
 
-    def stop(self) -> None:
-        self._closed = True
-        if self.engine.mesh.is_front:
-            self._callers.put((Shutdown(), None))
-
     def _delivered(self, messages: list[Any]) -> None:
-        self._callers.put(*((message, None) for message in messages))
+        self.calls.put(*((message, None) for message in messages))
 
     def _broken(self, error: BaseException) -> None:
         self._delivered([LineBroken(f"{type(error).__name__}: {error}")])
@@ -65,9 +58,6 @@ class SideLoop(EngineLoop):
             if self._line is not None:
                 self._line.close(_CLOSE_S)
         super()._end()
-        if self.error is not None and not self.serves and self.engine.mesh.is_front:
-            time.sleep(_ANSWER_S)
-            sys.excepthook(type(self.error), self.error, self.error.__traceback__)
 
     def _close_transfers(self) -> None:
         """Waits until all pages that are under way have come, and counts them."""

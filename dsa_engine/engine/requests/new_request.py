@@ -1,41 +1,74 @@
-"""The only way to make requests: checks a prompt and its parameters, applies the model's limits, and copies them."""
+"""The message of a new request, and the only way to make one: a prompt and its parameters are checked and copied."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
 
 
+@dataclass
+class Add:
+    """A new request, checked and normalised by :func:`new_requests`: the caches can hold it, if alone.
+
+    Attributes:
+        prompt_ids: an array of int32: 4 bytes a token in memory, which the request shares, and in a message.
+        params: for one output, with ``max_tokens`` a number; a copy of the caller's object.
+        bad_words: token ids of each word that must not be generated.
+        arrival: time of the call in seconds, by ``time.perf_counter`` on the rank that was called.
+        id: grows with the order of arrival; set when the message is sent.
+        cache_salt: requests with different salts share no cached pages.
+    """
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    bad_words: list[list[int]] = field(default_factory=list)
+    arrival: float = 0.0
+    id: int = -1
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask of an engine.
+
+    Attributes:
+        max_model_len: maximum number of tokens, prompt and output.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    capacity: Capacity
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Checks that a prompt can be prefilled, without room for an output; raises what :func:`new_requests` does."""
+        check_prompt(prompt, 0, self.max_model_len, self.vocab_size)
+        self.capacity.check(len(prompt), max_tokens=1)
+
+
 def new_requests(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    tokenizer: Tokenizer | None,
-    max_model_len: int,
-    vocab_size: int,
-    check_capacity: Callable[[int, int], None],
+    prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None, limits: Limits
 ) -> list[Add]:
-    """Makes a message for each of the ``params.n`` outputs of a prompt that arrives now.
+    """Makes a message for each of the ``params.n`` outputs of a prompt that arrives now; any thread may call it.
 
     Args:
         tokenizer: gives the token ids of ``bad_words``; may be None if there are none.
-        check_capacity: called with the numbers of prompt and output tokens; raises if the caches cannot hold them.
 
     Raises:
         ValueError: the prompt is empty, has token ids that the model lacks, or leaves no room below ``max_model_len``.
         CapacityError: the request does not fit in the caches even alone.
     """
-    check_prompt(prompt, 1, max_model_len, vocab_size)
-    _check_token_ids(params, vocab_size)
-    room = max_model_len - len(prompt)
+    check_prompt(prompt, 1, limits.max_model_len, limits.vocab_size)
+    _check_token_ids(params, limits.vocab_size)
+    room = limits.max_model_len - len(prompt)
     # As in vLLM, a request that asks for more tokens ends at the model's length.
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    check_capacity(len(prompt), max_tokens)
+    limits.capacity.check(len(prompt), max_tokens)
     words = params.bad_words or () if tokenizer else ()
     bad_words = [ids for word in words for ids in tokenizer.word_ids(word)] if tokenizer else []
     prompt_ids, arrival = array("i", prompt), time.perf_counter()

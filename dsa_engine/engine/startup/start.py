@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsa_engine.config.model import DTYPES, ModelConfig
-from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.cache.sizes import TierSizes, page_folder
 from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.disaggregation.side import Side, own_options
@@ -29,6 +28,7 @@ from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.memory import affordable_pages, enough_memory
+from dsa_engine.engine.startup.start_facts import start_facts
 from dsa_engine.engine.startup.warm_up import DummySteps, capture_likely, step_bytes
 from dsa_engine.engine.startup.weights import limited_model_len, load_model, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets

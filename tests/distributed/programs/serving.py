@@ -88,9 +88,6 @@ def load(llm: LLM, kinds: list[Any], requests: int, tasks: int) -> dict[str, Any
 
 
 def main() -> None:
-    if HOW == "refused" and RANK == 2:
-        llm = LLM("demo-random", **OPTIONS)
-        llm.generate([[5, 6, 7]])
     llm = LLM("demo-random", **OPTIONS, parallel=ParallelConfig(timeout=20 if "kill" in HOW else 600))
     if RANK > 0:
         if HOW == "killed" and RANK == 2:

@@ -31,11 +31,13 @@ import torch
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Reply
+from dsa_engine.engine.requests.new_request import new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.measure.across_ranks import barrier
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.group import Collective
@@ -61,8 +63,10 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     if case.get("preempts"):
         preempt_now_and_then(llm)
     free = engine.scheduler.free_pages
+    last = [engine.prefill(ids) for ids in case.get("prompts", [])]
+    barrier(engine)  # a call of rank 0 would find the other ranks' engines busy
     result: dict[str, Any] = {
-        "last": [engine.prefill(ids) for ids in case.get("prompts", [])],
+        "last": last,
         "all": [llm.prompt_logits(ids) for ids in case.get("prompts", [])],
         "tokens": [],
         "ends": [],
@@ -107,7 +111,7 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams],
     step = 0
     while len(replies) < len(prompts) or llm.engine.has_work:
         if step % every == 0 and len(replies) < len(prompts):
-            (add,) = llm.engine.new_requests(prompts[len(replies)], params[len(replies)])
+            (add,) = new_requests(prompts[len(replies)], params[len(replies)], None, llm.engine.limits)
             add.id = next(llm.engine.ids)
             request = llm.engine.queue(add)
             replies[request] = Reply(add, None, SimpleQueue())
@@ -115,6 +119,7 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams],
         for request, tokens, _ in llm.engine.step():
             replies[request].take(tokens, request.ending)
         step += 1
+    barrier(llm.engine)
     return [reply.completion(0) for reply in replies.values()]
 
 

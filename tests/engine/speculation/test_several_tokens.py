@@ -13,7 +13,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Request, SampledToken
 from dsa_engine.engine.sampling.result import StepResult
 
@@ -179,7 +179,6 @@ def test_pieces_of_a_stream(interval: int, steps: list[int], pieces: list[int]) 
         sampled = [SampledToken(1) for _ in range(count)]
         endings = [request.append(token, ()) for token in sampled]
         reply.take(sampled, endings[-1])
-        reply.hand_over()
     given = [mailbox.get_nowait() for _ in range(mailbox.qsize())]
     assert [len(piece.token_ids) for piece in given] == pieces
     assert [piece.finish_reason for piece in given] == [None] * (len(pieces) - 1) + ["length"]

@@ -127,12 +127,12 @@ def same(engines: Any, prompts: list[list[int]], params: list[SamplingParams]) -
     """Runs requests with scripted drafts and without drafts; returns the outputs of the former."""
     llm, script, plain, *_ = engines
     for one in (llm, plain):
-        one.engine.ids = itertools.count(100)  # seeds of requests without one follow from it
+        one.loop.calls.ids = itertools.count(100)  # seeds of requests without one follow from it
     unended = [replace(p, max_tokens=30, ignore_eos=True, stop=None, stop_token_ids=None) for p in params]
     endless = plain.generate(prompts, unended)
     script.outputs = {100 + i: output.token_ids for i, output in enumerate(endless)}
     for one in (llm, plain):
-        one.engine.ids = itertools.count(100)
+        one.loop.calls.ids = itertools.count(100)
     actual, expected = (one.generate(prompts, params) for one in (llm, plain))
     for one, other in zip(actual, expected, strict=True):
         for name in ("token_ids", "text", "finish_reason", "error"):
@@ -280,7 +280,7 @@ def test_the_caches_are_full(engines: Any) -> None:
     taken.take(hog, 0, taken.free[0] - 22)  # pages of 4 tokens
     try:
         expected = [output.token_ids for output in plain.generate(prompts[:3], PENALISED)]
-        llm.engine.ids = itertools.count(300)
+        llm.loop.calls.ids = itertools.count(300)
         script.outputs = {300 + i: tokens for i, tokens in enumerate(expected)}
         assert [output.token_ids for output in llm.generate(prompts[:3], PENALISED)] == expected
         assert scheduler.preemptions > before

@@ -154,7 +154,7 @@ def test_the_same_as_one_after_the_other(llm: LLM, monkeypatch: pytest.MonkeyPat
     prompts = [PROMPTS[0]] * len(params)
 
     def run() -> list[RequestOutput]:
-        llm.engine.ids = itertools.count(1000)  # seeds of requests without one follow from it
+        llm.loop.calls.ids = itertools.count(1000)  # seeds of requests without one follow from it
         return llm.generate(prompts, params)
 
     ahead = run()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsa_engine.engine.agreement import start_facts
+from dsa_engine.engine.startup.start_facts import start_facts
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig

@@ -67,6 +67,7 @@ class DiskStores:
         self._free = list(slots)
         self._returned: SimpleQueue[tuple[_Copied, bool]] = SimpleQueue()  # from the writer, and whether it is written
         self._requests: dict[Request, _Progress] = {}
+        self._copying: dict[Request, _Progress] = {}  # those of them that hold pages to be copied
         self._stored: set[bytes] = set()
 
     def launched(self, chunks: Sequence[Chunk]) -> None:
@@ -74,16 +75,18 @@ class DiskStores:
         while not self._returned.empty():
             one, written = self._returned.get()
             self._drop(one, written)
+        computed = {}
         for chunk in chunks:
-            request, size = chunk.request, len(chunk.ranks)
-            known = request in self._requests or request.prefilled or request.digests is None
-            if self._rank in chunk.ranks and not known:
-                self._requests[request] = _Progress(range((self._rank - chunk.ranks[0]) % size, 1 << 62, size))
-        computed = {chunk.request: chunk.end for chunk in chunks}
+            request, ranks = chunk.request, chunk.ranks
+            if not request.prefilled and request.digests is not None and self._rank in ranks:
+                numbers = range(self._rank - ranks[0], len(request.prompt) // self._page_size, len(ranks))
+                self._copying[request] = self._requests.setdefault(request, _Progress(numbers))
+                computed[request] = chunk.end
         new = {
             request: list(self._next(request, progress, computed.get(request, 0)))
-            for request, progress in self._requests.items()
+            for request, progress in self._copying.items()
         }
+        self._copying = {one: progress for one, progress in self._copying.items() if one.pages and progress.numbers}
         copies = [(page, slot) for pages in new.values() for page, slot, _ in pages]
         if not copies:
             return
@@ -107,6 +110,7 @@ class DiskStores:
     def ended(self, request: Request) -> None:
         """Drops a request's pages that have been copied and not written."""
         progress = self._requests.pop(request, None)
+        self._copying.pop(request, None)
         for one in progress.copied if progress else ():
             one.wait()
             self._drop(one, written=False)
@@ -117,11 +121,11 @@ class DiskStores:
 
     def _next(self, request: Request, progress: _Progress, end: int) -> Iterator[tuple[int, int, bytes]]:
         """Page, slot and digest of a request's next pages to copy: complete, not on the disk, and with room."""
-        if not request.pages or progress.numbers[0] >= len(request.prompt) // self._page_size:
+        if not request.pages:
             return
         digests = self._prefix_cache.digests(request)
-        complete = min(len(request.prompt), max(end, request.num_computed_tokens)) // self._page_size
-        while (number := progress.numbers[0]) < min(complete, len(digests)):
+        complete = min(len(digests), max(end, request.num_computed_tokens) // self._page_size)
+        while progress.numbers and (number := progress.numbers[0]) < complete:
             digest = digests[number]
             # For a page that was found this rank's memory is enough; one that had to be computed was perhaps deleted.
             known = number < request.num_found_pages and digest in self._stored

@@ -96,34 +96,31 @@ def _build(
 def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
     """int32 ``[ranks · rows of the longest]``: slots of the cache rows of a context-parallel group, −1 for padding.
 
-    All ranks of the group have the same chunks. The slots of a chunk's tokens are listed once, and divided as the
-    tokens are.
+    All ranks of the group have the same chunks. The slots of a chunk are listed once, in order of position, and copied
+    from there to the rows of each segment.
 
     Args:
         table_rows: rows of this rank's chunks in ``tables``.
     """
     table, size = step.segments, tables.page_size
     assert table is not None, "a step made of chunks"
-    lists, listed = [], 0
-    origin = np.zeros(len(step.chunks), dtype=np.int32)  # where each chunk's position 0 is, or would be, in the lists
+    rows = np.array([step.rows[rank] for rank in group.ranks])
+    longest = max(1, int(rows.max()))
+    slots = np.full(len(rows) * longest, -1, dtype=np.int32)
+    own = slice(*np.searchsorted(table.rank, (group.ranks[0], group.ranks[-1] + 1)))
+    chunk_of, start, length = table.chunk[own], table.start[own], table.length[own]
+    padding_before = np.arange(len(rows)) * longest - (np.cumsum(rows) - rows)
+    row = np.cumsum(length) - length + padding_before[table.rank[own] - group.ranks[0]]
     numbers = [number for number, chunk in enumerate(step.chunks) if step.rank in chunk.ranks]
     for number, table_row in zip(numbers, table_rows, strict=True):
         first, last = step.chunks[number].start // size, pages_for(step.chunks[number].end, size)
         pages = tables.host[table_row, first:last].numpy()
-        lists.append((pages[:, None] * size + np.arange(size, dtype=np.int32)).ravel())
-        origin[number] = listed - first * size
-        listed += len(lists[-1])
-    own = slice(*np.searchsorted(table.rank, (group.ranks[0], group.ranks[-1] + 1)))
-    length = table.length[own]
-    first_row = np.cumsum(length) - length
-    at = np.repeat((origin[table.chunk[own]] + table.start[own] - first_row).astype(np.int32), length)
-    at += np.arange(len(at), dtype=np.int32)
-    slots = torch.from_numpy(np.concatenate(lists)).index_select(0, torch.from_numpy(at))
-    rows = [step.rows[rank] for rank in group.ranks]
-    padded = torch.full((len(rows), max(1, *rows)), -1, dtype=torch.int32)
-    for out, of_rank in zip(padded, slots.split(rows), strict=True):
-        out[: len(of_rank)] = of_rank
-    return padded.flatten()
+        in_order = (pages[:, None] * size + np.arange(size, dtype=np.int32)).ravel()
+        mine = chunk_of == number
+        columns = (column[mine].tolist() for column in (start - first * size, length, row))
+        for at, count, to in zip(*columns, strict=True):
+            slots[to : to + count] = in_order[at : at + count]
+    return torch.from_numpy(slots)
 
 
 def _mqa_segments(

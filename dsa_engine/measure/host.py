@@ -63,9 +63,14 @@ _TINY = {
 
 
 class _NullModel(Model):
-    """Computes nothing. Attributes: begun: thread time at which the last forward pass of a step began."""
+    """Computes nothing.
 
-    begun = 0.0
+    Attributes:
+        begun: thread time at which the last forward pass of a step began.
+        token: the token that every row chooses.
+    """
+
+    begun, token = 0.0, TOKEN
 
     def forward(self, batch: ForwardBatch, cache: KVCache, layers: Any = None) -> torch.Tensor:
         self.begun = time.thread_time()
@@ -76,7 +81,7 @@ class _NullModel(Model):
 
     def logits(self, hidden: torch.Tensor, padded_rows: int | None = None, head: Any = None) -> torch.Tensor:
         logits = torch.zeros(hidden.shape[0], self.config.vocab_size)
-        logits[:, TOKEN] = 1.0
+        logits[:, self.token] = 1.0
         return logits
 
 
@@ -107,18 +112,32 @@ class HostWorld:
         world: number of ranks.
         requests: requests that each rank owns.
         steps: maximum number of decode steps to come.
+        rank: the emulated rank.
+        pages: of its cache; default: enough for all requests.
         options: of the engine.
     """
 
     def __init__(
-        self, world: int, requests: int, steps: int, *, drafts: int = 0, cp_size: int | None = None, **options: Any
+        self,
+        world: int,
+        requests: int,
+        steps: int,
+        *,
+        rank: int = 0,
+        drafts: int = 0,
+        cp_size: int | None = None,
+        pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        **options: Any,
     ):
         self.world, self.requests, self.rng = world, requests, np.random.default_rng(0)
         self.cp_size = cp_size or min(world, MAX_CP)
-        parallel = EmulatedConfig(emulate_world=world, cp_size=self.cp_size, decode_dispatch="all_gather")
+        parallel = EmulatedConfig(
+            emulate_world=world, emulate_rank=rank, cp_size=self.cp_size, decode_dispatch="all_gather"
+        )
         self.max_tokens = (1 + drafts) * (steps + requests + 4)  # a step may come between two waves of :meth:`fill`
         longest = 16 + 2 * PAGE_SIZE + self.max_tokens
-        pages = options.pop("pages", 0) or (requests + 2 * self.cp_size + 4) * cdiv(longest, PAGE_SIZE) + 8
+        pages = pages or (requests + 2 * self.cp_size + 4) * cdiv(longest, page_size) + 8
         keys = _TINY | options.pop("hf_overrides", {})
         if drafts:
             options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
@@ -131,8 +150,8 @@ class HostWorld:
             "hf_overrides": keys,
             "max_num_seqs": world * requests + 64,
             "max_prefill_share": 1.0,
-            "page_size": PAGE_SIZE,
-            "cache_memory": pages * PAGE_SIZE * token_bytes,
+            "page_size": page_size,
+            "cache_memory": pages * page_size * token_bytes,
             "enable_prefix_caching": False,
             "progress": False,
         }
@@ -140,9 +159,7 @@ class HostWorld:
         self.engine = self.llm.engine
         self.model: Any = self.engine.model
         self.model.__class__ = _NullModel
-        self.graphs = _NullGraphs(
-            self.model, self.engine.cache, ContextBuckets(self.engine.max_model_len, page_size=PAGE_SIZE)
-        )
+        self.graphs = _NullGraphs(self.model, self.engine.cache, ContextBuckets(self.engine.max_model_len, page_size))
         self.engine.runner.graphs = self.graphs
         self.engine.async_scheduling = True
         self.launch_seconds = 0.0  # the last launch: time of the device, not of the host

@@ -60,15 +60,20 @@ class Wish:
     leaves: int | None  # steps after which it ends, as by a closed stream
 
 
-def crowd(rng: random.Random, tiers: int) -> tuple[World, list[Wish]]:
-    """Requests that need more than the cache together, so that runs preempt as a rule."""
-    cp, page_size, pages = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
+def crowd(rng: random.Random, tiers: int, large: bool = False) -> tuple[World, list[Wish]]:
+    """Requests that need more than the cache together, so that runs preempt as a rule.
+
+    Args:
+        large: on 16 to 64 ranks, instead of 1 to 9.
+    """
+    page_size, pages = rng.randint(1, 4), rng.randint(3, 12)
+    cp = rng.choice([1, 4, 16, 64]) if large else rng.randint(1, 3)
     world = World(
-        world=cp * rng.randint(1, 3),
+        world=max(cp, rng.choice([16, 32, 64])) if large else cp * rng.randint(1, 3),
         cp=cp,
         pages=pages,
         page_size=page_size,
-        seqs=rng.randint(1, 8),
+        seqs=rng.randint(20, 100) if large else rng.randint(1, 8),
         tokens=rng.randint(1, 12),
         fraction=rng.choice([1.0, 0.9, 0.5, 0.3, 0.05]),
         caching=tiers > 0,
@@ -88,7 +93,7 @@ def crowd(rng: random.Random, tiers: int) -> tuple[World, list[Wish]]:
             ends_after=rng.choice([room, room, rng.randint(1, room)]),
             leaves=rng.choice([None, None, None, rng.randint(0, 40)]),
         )
-        for _ in range(rng.randint(1, 4 + 4 * world.world))
+        for _ in range(rng.randint(20, 100) if large else rng.randint(1, 4 + 4 * world.world))
     ]
     return world, wishes
 

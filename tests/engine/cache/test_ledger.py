@@ -67,7 +67,7 @@ def test_a_pool_never_gives_a_page_twice(pages: int, calls: list[tuple[bool, int
 
 
 @given(
-    st.integers(1, 3),
+    st.sampled_from([1, 2, 3, 64]),
     st.integers(1, 12),
     st.lists(st.tuples(st.sampled_from("tra"), st.integers(0, 3), st.integers(0, 2), st.integers(0, 5)), max_size=30),
 )

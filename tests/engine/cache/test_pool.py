@@ -267,8 +267,19 @@ def key(chunk: Chunk) -> tuple[int, int, int, range]:
 @settings(max_examples=100)
 @given(preempts=st.booleans(), seed=st.integers(0, 2**32))
 def test_every_request_ends_and_no_page_is_lost(tiers: int, preempts: bool, seed: int) -> None:
+    run_to_its_end(tiers, preempts, seed)
+
+
+@pytest.mark.parametrize("tiers", [0, 1, 2, 3])
+@settings(max_examples=2)
+@given(preempts=st.booleans(), seed=st.integers(0, 2**32))
+def test_so_it_is_on_many_ranks(tiers: int, preempts: bool, seed: int) -> None:
+    run_to_its_end(tiers, preempts, seed, large=True)
+
+
+def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False) -> None:
     rng = random.Random(seed)
-    world, wishes = crowd(rng, tiers)
+    world, wishes = crowd(rng, tiers, large)
     caching = tiers > 0
     run = Simulation(world, wishes)
     while run.to_come or run.ranks[0].has_work:

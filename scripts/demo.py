@@ -24,6 +24,7 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.arguments import add_json_argument, argument_parser, read_text, run
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes
@@ -72,7 +73,7 @@ def start(args: argparse.Namespace) -> None:
     print(f"document: {len(asked.prompt):,} tokens, {asked.about}; reference prefill in one process …", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         reference = str(Path(folder, "single.npy"))
-        np.save(reference, llm.engine.prefill(asked.prompt).numpy())
+        np.save(reference, prefill(llm.engine, asked.prompt).numpy())
         llm.close()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={args.nproc_per_node}", __file__, *sys.argv[1:], "--reference", reference]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from dsa_engine import LLM, CapacityError, CheckpointError, ParallelConfig, SamplingParams
 from dsa_engine.demo import demo_folder
+from dsa_engine.engine.jobs import prefill
 
 NAN = float("nan")
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -55,7 +57,7 @@ def test_prompts(llm: LLM, prompts: Any, error: type[Exception], message: str) -
 
 @pytest.mark.parametrize("prompt, message", [([], "prompt is empty"), ([5] * 101, "has 101 tokens"), ([999], "999 is")])
 def test_prompts_of_the_other_methods(llm: LLM, prompt: list[int], message: str) -> None:
-    for call in (llm.prompt_logits, lambda p: list(llm.stream(p)), llm.engine.prefill):
+    for call in (llm.prompt_logits, lambda p: list(llm.stream(p)), partial(prefill, llm.engine)):
         with pytest.raises(ValueError, match=message):
             call(prompt)
     assert not llm.engine.scheduler.has_work

@@ -73,12 +73,9 @@ def module_name(path: Path) -> str:
     return ".".join(("dsa_engine", *parts) if parts[0] in STANDALONE else parts)
 
 
-def imports(source: str, module: str, types: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of each import, also inside functions and, with ``types``, ``if TYPE_CHECKING``."""
-    tree = ast.parse(source)
-    if not types:
-        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE" in ast.unparse(node.test))]
-    for node in ast.walk(tree):
+def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of each import, also inside functions and ``if TYPE_CHECKING``."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -135,12 +132,12 @@ def _listed(rooms: set[str]) -> str:
 
 
 def circle(files: Sequence[Path]) -> list[str]:
-    """Modules of the package that import each other in a circle, in order; empty if there is no circle."""
+    """Modules that import each other in a circle, in order; empty if there is no circle."""
     sources = {module_name(path): path.read_text(encoding="utf-8") for path in files}
     uses = {}
     for module, text in sources.items():
         if not module.endswith(".__init__"):
-            names = {_module(name, sources) for _, name in imports(text, module, types=False)}
+            names = {_module(name, sources) for _, name in imports(text, module)}
             uses[module] = sorted(name for name in names if name and name != module)
     finished: set[str] = set()
 
@@ -163,7 +160,7 @@ def _module(name: str, modules: Container[str]) -> str | None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Inside a room too, where the layers say nothing. Imports inside functions count, those for types do not."""
+    """Inside a room too, where the layers say nothing. Imports inside functions and those for types count."""
     assert circle(list(python_files())) == []
 
 

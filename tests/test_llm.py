@@ -13,6 +13,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import demo_folder
+from dsa_engine.engine.jobs import prefill
 
 TEXT = "def selection(tokens):\n    return sorted(tokens)[:256]\n" * 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -45,7 +46,7 @@ def test_greedy_follows_the_prompt_logits(llm: LLM) -> None:
     logits = llm.prompt_logits(ids)
     assert logits.shape == (len(ids), 320) and logits.dtype == torch.float32 and logits.device.type == "cpu"
     assert logits[len(output.prompt_token_ids) - 1 : -1].argmax(dim=-1).tolist() == output.token_ids
-    assert torch.allclose(llm.engine.prefill(ids), logits[-1], atol=1e-4)
+    assert torch.allclose(prefill(llm.engine, ids), logits[-1], atol=1e-4)
     assert torch.equal(llm.prompt_logits(TEXT), llm.prompt_logits(output.prompt_token_ids))
 
 

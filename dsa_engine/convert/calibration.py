@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.llm import LLM
 from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
@@ -108,5 +109,5 @@ def calibrate(llm: LLM, text: str, tokens: int, window: int = 2048) -> Largest:
     window = min(window, llm.engine.max_model_len)
     with watched(llm.engine.model) as largest:
         for first in range(0, len(ids), window):
-            llm.engine.prefill(ids[first : first + window])
+            prefill(llm.engine, ids[first : first + window])
     return largest

@@ -21,11 +21,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
 from torch.profiler import record_function
 
 from dsa_engine.engine.cache.turns import CacheTurns
-from dsa_engine.engine.jobs import Run, finished
 from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.new_request import Add, Limits, new_requests
@@ -246,25 +244,6 @@ class Engine:
                     request.exception = error
                     self.finish(request, "error", f"{type(error).__name__}: {error}")
             raise
-
-    def prefill(self, prompt: list[int]) -> torch.Tensor:
-        """Prefills one prompt alone, and frees its pages.
-
-        Returns:
-            float32 CPU logits ``[vocab]`` after the last token, the same on every rank.
-
-        Raises:
-            ValueError, CapacityError: see :meth:`.Limits.check`.
-            ValueError: logits that are not finite.
-            RuntimeError: other requests are running.
-        """
-        self.limits.check(prompt)
-        return finished(self, Run(-1, "prefill", prompt))
-
-    def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
-        """float32 CPU logits ``[len, vocab]`` at every position of a prompt; otherwise like :meth:`prefill`."""
-        self.limits.check(prompt)
-        return finished(self, Run(-1, "prompt_logits", prompt))
 
     def check_idle(self) -> None:
         """Raises ``RuntimeError`` if requests are running."""

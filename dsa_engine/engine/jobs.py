@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
+from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import check_finite
 from dsa_engine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from dsa_engine.engine.engine import Engine
-
 
 Job = Literal["prefill", "prompt_logits", "reset_prefix_cache", "wait"]
 
@@ -24,7 +21,7 @@ class Run:
     """The message of a job: it waits for the requests before it, and the requests after it wait.
 
     Attributes:
-        job: a prefill, see :func:`run_job`; "wait" computes nothing.
+        job: see :func:`run_job`; "wait" computes nothing.
         call: the number of a call that every rank makes, see :class:`.spmd.SpmdCalls`; None: rank 0 makes it alone.
     """
 
@@ -35,8 +32,9 @@ class Run:
 
 
 def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
-    """Computes a chunk of a prompt at each ``next``, and returns the logits of :meth:`.Engine.prefill` or
-    :meth:`.Engine.prompt_logits`. The prompt's pages are free when the job ends or is closed.
+    """Computes a chunk of a prompt at each ``next``, and returns float32 CPU logits: of a "prefill" ``[vocab]`` after
+    the last token, of "prompt_logits" ``[len, vocab]`` at every position. The prompt's pages are free when the job ends
+    or is closed.
 
     Raises:
         RuntimeError: other requests are running.
@@ -61,8 +59,8 @@ def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
                         engine.runner.all_logits(chunk, logits, block)
                     elif (last := engine.runner.last_logits([chunk])) is not None:
                         logits = last
-                if engine.rebalancing is not None:
-                    engine.rebalancing.turn()
+                for hook in engine.after_launch:
+                    hook([chunk])
                 engine.scheduler.computed([chunk])
                 bar.update(chunk.length)
                 yield
@@ -71,9 +69,19 @@ def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
     return logits.cpu()
 
 
-def finished(engine: Engine, run: Run) -> torch.Tensor:
-    """The logits of a job that is run to its end; raises ``ValueError`` if they are not finite."""
-    job = run_job(engine, run)
+def prefill(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """Prefills one prompt alone, without the engine's loop, and frees its pages.
+
+    Returns:
+        float32 CPU logits ``[vocab]`` after the last token, the same on every rank.
+
+    Raises:
+        ValueError, CapacityError: see :meth:`.Limits.check`.
+        ValueError: logits that are not finite.
+        RuntimeError: other requests are running.
+    """
+    engine.limits.check(prompt)
+    job = run_job(engine, Run(-1, "prefill", prompt))
     while True:
         try:
             next(job)

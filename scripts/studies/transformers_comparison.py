@@ -17,6 +17,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.convert import dequantize_checkpoint
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.llm import LLM
 from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.requests import random_prompt
@@ -86,7 +87,7 @@ def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int, bar: Any) -
 
     def engine() -> float:
         begin = time.perf_counter()
-        logits["engine"] = llm.engine.prefill(prompt)
+        logits["engine"] = prefill(llm.engine, prompt)
         return time.perf_counter() - begin
 
     def transformers() -> float:

@@ -18,6 +18,7 @@ from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.convert.calibration import calibrate, watched
 from dsa_engine.convert.smooth import power_of_two_factors
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +168,7 @@ def test_rows_are_taken_some_at_a_time(source: Path, tmp_path: Path, monkeypatch
 def statistics_of(source: Path, ids: list[int]) -> dict[str, torch.Tensor]:
     llm = LLM(source, **OPTIONS)
     with watched(llm.engine.model) as largest:
-        llm.engine.prefill(ids)
+        prefill(llm.engine, ids)
     assert not any("Watched" in type(v).__name__ for m in llm.engine.model.modules() for v in vars(m).values())
     return largest
 

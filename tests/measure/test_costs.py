@@ -17,6 +17,7 @@ from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, total
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, Served, Shape, prefill_plans, prefill_plans_of
@@ -128,7 +129,7 @@ def test_a_prefill(demo_cache: Path) -> None:
         StageTimer(llm.engine.mesh.device),
         Touched(llm) as touched,
     ):  # PyTorch sees the operations of references
-        llm.engine.prefill(prompt)
+        prefill(llm.engine, prompt)
     costs = ModelCosts.of(llm.engine)
     plans = prefill_plans_of(llm.engine, len(prompt))
     again = prefill_plans(costs.config, len(prompt), 1, 300)

@@ -17,6 +17,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.config.released import released_config
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.requests import random_prompt
@@ -137,7 +138,7 @@ def test_generate_runs_and_leaves_nothing(emulated: LLM) -> None:
     assert [len(out.token_ids) for out in outs] == [5] * 10
     assert all(0 <= token < 320 for out in outs for token in out.token_ids)
     assert emulated.engine.scheduler.free_pages == free
-    assert bool(torch.isfinite(emulated.engine.prefill(list(range(4, 250)) * 3)).all())
+    assert bool(torch.isfinite(prefill(emulated.engine, list(range(4, 250)) * 3)).all())
 
 
 @pytest.mark.parametrize("method", ["all_to_all", "all_gather"])
@@ -177,7 +178,7 @@ def test_fp8_cache_rows_travel_in_their_bytes(tmp_path: Path) -> None:
         parallel = EmulatedConfig(emulate_world=4)
         llm = LLM(tmp_path, device="cpu", max_model_len=256, parallel=parallel, progress=False, **options)
         llm.engine.mesh.cp.log = log = list[Collective]()
-        assert bool(torch.isfinite(llm.engine.prefill([i % 100 for i in range(200)])).all())
+        assert bool(torch.isfinite(prefill(llm.engine, [i % 100 for i in range(200)])).all())
         gathered[caches] = {c.sent for c in log if c.kind == "all_gather"}
     # Each rank sends the rows of its 50 tokens to each of the three others.
     assert gathered == {"auto": {(0, *[50 * 1408] * 3)}, "fp8": {(0, *[50 * 800] * 3)}}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.stage_timer import DeviceClock, StageTimer, current_stage
 from dsa_engine.model.profile_stages import STAGES, stage
 
@@ -116,7 +117,7 @@ def test_a_forward_pass_goes_through_every_stage(demo_cache: Path) -> None:
     prompt = list(range(4, 250)) * 4  # past the demo's index_topk
     begin = time.perf_counter()
     with StageTimer(CPU) as timer:
-        llm.engine.prefill(prompt)
+        prefill(llm.engine, prompt)
     whole = time.perf_counter() - begin
     seconds = timer.seconds()
     idle = {name for name in STAGES if seconds[name] == 0}

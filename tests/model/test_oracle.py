@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.jobs import prefill
 
 YARN = {
     "rope_type": "yarn",
@@ -227,7 +228,7 @@ def test_decode_at_3000_tokens(
 
 def test_prefill_only_returns_the_last_row(case: Callable[..., Any], assert_same_logits: Callable[..., None]) -> None:
     oracle, folder, ids = case("v32")
-    last = load(folder, max_num_batched_tokens=300).engine.prefill(ids)
+    last = prefill(load(folder, max_num_batched_tokens=300).engine, ids)
     # No share of rows can excuse a single one; this row has no near tie, as the whole prefill shows.
     assert_same_logits(last[None], oracle.logits(ids)[-1:], index_topk=64, first=len(ids) - 1, what="last row")
 

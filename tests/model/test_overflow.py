@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.jobs import prefill
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -67,6 +68,6 @@ def test_index_scores(
     with pytest.raises(ValueError, match=r"logits at position 6\d of the prompt are not finite \(inf or nan\)"):
         llm.prompt_logits(prompts[1])
     with pytest.raises(ValueError, match="logits after the prompt are not finite"):
-        llm.engine.prefill(prompts[1])
+        prefill(llm.engine, prompts[1])
     assert bool(llm.prompt_logits(prompts[0]).isfinite().all())
     assert [out.token_ids for out in llm.generate(prompts[:1], GREEDY)] == [fine[0].token_ids]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.requests import random_prompt
 
 Run = Callable[..., Any]
@@ -35,7 +36,7 @@ def test_bench_prefill_reports_every_length(run_alone: Run, tmp_path: Path) -> N
         # Stages are exclusive, so together they are the time of the run that was watched.
         assert sum(stages.values()) == pytest.approx(r["watched_ms"], rel=0.05)
     llm = LLM("demo-random", device="cpu")
-    expected = llm.engine.prefill(random_prompt(llm.engine, 700))
+    expected = prefill(llm.engine, random_prompt(llm.engine, 700))
     assert np.load(outputs["npy"]) == pytest.approx(expected.numpy(), abs=1e-4)
     assert outputs["png"].read_bytes().startswith(b"\x89PNG")
     names = {event.get("name") for event in json.loads(outputs["trace"].read_text())["traceEvents"]}

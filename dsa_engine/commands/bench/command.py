@@ -14,6 +14,7 @@ from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.commands.bench.report import Report
 from dsa_engine.commands.early import Early
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.arguments import measured_llm
 from dsa_engine.measure.plots import check_plot
@@ -60,7 +61,7 @@ def run_prefill(args: argparse.Namespace) -> None:
                 report.plot(args.plot)
         if args.profile:
             with chrome_trace(args.profile if leads else None):  # the other ranks run too
-                engine.prefill(prompts[-1])
+                prefill(engine, prompts[-1])
     finally:
         report.show()
 

@@ -10,6 +10,7 @@ import torch
 
 from dsa_engine.commands.bench.result import Result
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
 from dsa_engine.measure.costs.model_costs import prefill_plans_of
 from dsa_engine.measure.device import peak_bytes, reset_peak
@@ -46,7 +47,7 @@ def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repea
     agree_on_prompts(engine, [prompt])
     reset_peak(mesh.device)
     for _ in range(warmup):
-        engine.prefill(prompt)
+        prefill(engine, prompt)
     mine = []
     for _ in range(repeat):
         barrier(engine)
@@ -82,5 +83,5 @@ def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repea
 def _timed(engine: Engine, prompt: list[int]) -> tuple[float, torch.Tensor]:
     """Seconds of a prefill and its logits on the CPU, when all device work is done."""
     begin = time.perf_counter()
-    logits = engine.prefill(prompt)
+    logits = prefill(engine, prompt)
     return time.perf_counter() - begin, logits

@@ -18,6 +18,7 @@ import pytest
 
 import emulate_nodes
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.requests import random_prompt
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,7 +114,7 @@ def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert json.loads(report.read_text())["world_size"] == 2 * ranks and "but not a node" not in done.stdout
     llm = LLM("demo", device="cpu")
-    expected = llm.engine.prefill(random_prompt(llm.engine, 512)).numpy()
+    expected = prefill(llm.engine, random_prompt(llm.engine, 512)).numpy()
     assert np.load(logits) == pytest.approx(expected, abs=1e-2)
 
 

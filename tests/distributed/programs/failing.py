@@ -11,10 +11,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from dsa_engine import LLM, CapacityError, ParallelConfig, SamplingParams
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
+from dsa_engine.engine.jobs import prefill
 
 HOW, FOLDER = sys.argv[1:]
 RANK = int(os.environ["RANK"])
@@ -67,7 +69,7 @@ def all_alike() -> None:
     prompts = [[2, 3, 4], [5, 6]]
     before = [out.token_ids for out in llm.generate(prompts, GREEDY)]
     for wrong, error in (([], ValueError), ([2, 100000], ValueError), ([2] * 300, ValueError)):
-        for call in (lambda p: llm.generate([[7, 8], p], GREEDY), llm.prompt_logits, llm.engine.prefill):
+        for call in (lambda p: llm.generate([[7, 8], p], GREEDY), llm.prompt_logits, partial(prefill, llm.engine)):
             try:
                 call(wrong)
             except error:

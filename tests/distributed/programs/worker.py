@@ -30,6 +30,7 @@ import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.new_request import new_requests
 from dsa_engine.engine.requests.request import Request
@@ -63,7 +64,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     if case.get("preempts"):
         preempt_now_and_then(llm)
     free = engine.scheduler.free_pages
-    last = [engine.prefill(ids) for ids in case.get("prompts", [])]
+    last = [prefill(engine, ids) for ids in case.get("prompts", [])]
     barrier(engine)  # a call of rank 0 would find the other ranks' engines busy
     result: dict[str, Any] = {
         "last": last,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.requests import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
@@ -31,7 +32,7 @@ def test_bench_prefill_on_four_ranks(torchrun: Callable[..., Any], demo_cache: P
     assert sum(measured["attention_pairs"]) == 1024 * 1025 // 2
     assert measured["imbalance"] == pytest.approx(1.0, abs=0.005)
     llm = LLM("demo", device="cpu")
-    assert np.load(logits) == pytest.approx(llm.engine.prefill(random_prompt(llm.engine, 1024)).numpy(), abs=1e-2)
+    assert np.load(logits) == pytest.approx(prefill(llm.engine, random_prompt(llm.engine, 1024)).numpy(), abs=1e-2)
 
 
 def test_measure_tpot_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Path) -> None:

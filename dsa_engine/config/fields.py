@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
@@ -34,15 +34,15 @@ def option(default: Any, doc: str, metavar: str | None = None) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def options_of(cls: type) -> list[tuple[Field[Any], Any]]:
+def options_of(cls: type) -> tuple[tuple[Field[Any], Any], ...]:
     """The fields of a dataclass that are options, in order, with their types."""
-    hints = _hints(cls)
-    return [(f, hints[f.name]) for f in fields(cls) if "doc" in f.metadata]
+    return _options_of(cls)
 
 
 @functools.cache
-def _hints(cls: Hashable) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+def _options_of(cls: Any) -> tuple[tuple[Field[Any], Any], ...]:
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple((f, hints[f.name]) for f in fields(cls) if "doc" in f.metadata)
 
 
 class Options:
@@ -56,7 +56,7 @@ class Options:
             value = getattr(self, f.name)
             if value is None and f.default_factory is not MISSING:
                 object.__setattr__(self, f.name, f.default_factory())
-            else:
+            elif value is not f.default:
                 check(f.name, value, hint)
 
     @classmethod

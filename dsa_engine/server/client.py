@@ -68,6 +68,7 @@ class EngineClient(AsyncCalls):
             with waking_together():
                 for message in from_engine(await self._tokens.recv()):
                     self._take(message)
+            await asyncio.sleep(0)  # a message that is there already would come before all other tasks
         return self._error
 
     def close(self) -> None:

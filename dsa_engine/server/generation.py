@@ -193,26 +193,24 @@ class Generation(Response):
         prompts, pieces = await self._llm.prepare_streams(form.prompts, form.params)
         form.begin(prompts)
         usage = StreamUsage(prompts, n)
-        counts = [0] * self._unfinished
         begin = b"data: %b," % to_json(form.chunk_head)[:-1]  # encoded once, as it is most of a chunk
         async with aclosing(pieces):
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             self._started = True
             async for piece in pieces:
                 usage.add(piece)
-                counts[piece.index] += len(piece.token_ids)
                 if piece.finish_reason is not None:
                     prompt_tokens = 0 if piece.index % n else len(prompts[piece.index // n])
-                    self._finished(piece, prompt_tokens, counts[piece.index])
-                if reason := failure_of([piece]):
-                    raise ApiError(500, f"an output failed: {reason}")
+                    self._finished(piece, prompt_tokens, usage.output_tokens[piece.index])
+                    if reason := failure_of([piece]):
+                        raise ApiError(500, f"an output failed: {reason}")
                 chunks = form.chunks(piece)
                 if show.continuous_usage_stats:
                     chunks = [chunk | {"usage": usage.form} for chunk in chunks]
                 if piece.finish_reason is not None and show.include_usage and not self._unfinished:
                     chunks.append({"choices": [], "usage": usage.form})
                 if chunks:
-                    body = b"".join(b"%b%b\n\n" % (begin, to_json(chunk)[1:]) for chunk in chunks)
+                    body = b"".join([b"%b%b\n\n" % (begin, to_json(chunk)[1:]) for chunk in chunks])
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         return b""
 

@@ -42,8 +42,8 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def share(bound: socket.socket, count: int) -> list[socket.socket]:
-    """A socket of :func:`bind` and ``count`` - 1 others at its address; connections are spread over those that listen.
+def same_address(bound: socket.socket, count: int) -> list[socket.socket]:
+    """A socket of :func:`bind` and ``count`` - 1 others at its address; all listen, and connections are spread over them.
 
     Only the first was bound without ``SO_REUSEPORT``: so an address in use was an error.
     """
@@ -53,6 +53,8 @@ def share(bound: socket.socket, count: int) -> list[socket.socket]:
         sockets.append(socket.socket(bound.family, bound.type, bound.proto))
         sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sockets[-1].bind(bound.getsockname())
+    for one in sockets:  # before the first connection, which otherwise may all go to the process that is ready first
+        one.listen(2048)
     return sockets
 
 

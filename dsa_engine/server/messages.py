@@ -22,6 +22,9 @@ from dsa_engine.parallel.failure import is_transport_error
 from dsa_engine.sampling_params import SamplingParams
 
 
+_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.init)
+
+
 class EngineFacts(msgspec.Struct, frozen=True):
     """What the HTTP server knows of the engine.
 
@@ -57,7 +60,7 @@ class NewRequest(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, add: Add) -> NewRequest:
-        params = {f.name: getattr(add.params, f.name) for f in fields(add.params) if f.init}
+        params = {name: getattr(add.params, name) for name in _PARAMS}
         return cls(add.id, array("i", add.prompt_ids).tobytes(), params, add.bad_words, add.arrival, add.cache_salt)
 
     def add(self, number: int) -> Add:

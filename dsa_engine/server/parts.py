@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -97,21 +98,25 @@ class StreamUsage:
     Args:
         prompts: token ids of each prompt.
         n: number of outputs of a prompt.
+
+    Attributes:
+        output_tokens: number of tokens of each output.
     """
 
     def __init__(self, prompts: Iterable[Sequence[int]], n: int):
         self._prompt_tokens = sum(map(len, prompts))
         self._n = n
-        self._output_tokens = self._cached = 0
+        self._cached = 0
+        self.output_tokens: Counter[int] = Counter()
 
     def add(self, piece: StreamPiece) -> None:
-        self._output_tokens += len(piece.token_ids)
+        self.output_tokens[piece.index] += len(piece.token_ids)
         if piece.metrics is not None and piece.index % self._n == 0:
             self._cached += piece.metrics.num_cached_tokens
 
     @property
     def form(self) -> dict[str, Any]:
-        return usage(self._prompt_tokens, self._output_tokens, self._cached)
+        return usage(self._prompt_tokens, self.output_tokens.total(), self._cached)
 
 
 def failure_of(outputs: Iterable[CompletionOutput | StreamPiece]) -> str | None:

@@ -6,6 +6,7 @@ next step, so HTTP, JSON and text are made in other processes, each with a conne
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -32,7 +33,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.server.app import Server
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.generation import create_counts, open_counts
-from dsa_engine.server.http import STOP, HttpServer, share
+from dsa_engine.server.http import STOP, HttpServer, same_address
 from dsa_engine.server.messages import (
     AbortRequests,
     EngineFacts,
@@ -200,7 +201,7 @@ class HttpProcesses:
         if len(relays) > 1:
             environment["PROMETHEUS_MULTIPROC_DIR"] = self._shared.name  # prometheus_client then adds up its counts
             create_counts(self._shared.name, len(relays))
-        for number, (relay, listening) in enumerate(zip(relays, share(bound, len(relays)))):
+        for number, (relay, listening) in enumerate(zip(relays, same_address(bound, len(relays)))):
             start = _Start(relay.facts, relay.folder, asdict(options), listening.fileno(), self._shared.name, number)
             with listening:
                 # Its own session: Ctrl-C reaches it through this process only, and once.
@@ -294,6 +295,8 @@ def main() -> None:
     server = Server(EngineClient(start.facts, start.folder), options, start.number, counts)
     http = HttpServer(server, socket.socket(fileno=start.listening))
     threading.Thread(target=http.obey, args=(0,), daemon=True).start()
+    gc.collect()
+    gc.freeze()  # what is here stays: the collector, which runs every few thousand events, need not look at it again
     http.run()
     sys.exit(_ENGINE_ENDED if http.failed else 0)
 

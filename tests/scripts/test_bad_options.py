@@ -28,6 +28,7 @@ Run = Callable[..., Any]
         ("measure_ttft.py", ["--emulate-rank", "1"], "--emulate-rank needs --emulate-world"),
         ("measure_ttft.py", ["--emulate-world", "25"], "n_routed_experts 24"),
         ("bench_page_tiers.py", ["--pages", "0"], "--pages"),
+        ("measure_front.py", ["--clients", "0"], "--clients"),
         ("measure_host.py", ["--requests", "0"], "--requests"),
         ("compare_overlaps.py", ["--repeat", "0"], "--repeat"),
         ("studies/compare_transformers.py", ["--threads", "0"], "at least 1"),

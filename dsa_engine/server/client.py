@@ -65,8 +65,9 @@ class EngineClient(AsyncCalls):
     async def receive(self) -> EngineError:
         """Takes what the engine sends, until it ends; returns why."""
         while self._error is None:
+            messages = from_engine(await self._tokens.recv())
             with waking_together():
-                for message in from_engine(await self._tokens.recv()):
+                for message in messages:
                     self._take(message)
             await asyncio.sleep(0)  # a message that is there already would come before all other tasks
         return self._error

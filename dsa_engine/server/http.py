@@ -43,7 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def same_address(bound: socket.socket, count: int) -> list[socket.socket]:
-    """A socket of :func:`bind` and ``count`` - 1 others at its address; all listen, and connections are spread over them.
+    """A socket of :func:`bind` and ``count`` - 1 others at its address; all listen and share the connections that come.
 
     Only the first was bound without ``SO_REUSEPORT``: so an address in use was an error.
     """

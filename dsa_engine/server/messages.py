@@ -21,7 +21,6 @@ from dsa_engine.outputs import Logprob
 from dsa_engine.parallel.failure import is_transport_error
 from dsa_engine.sampling_params import SamplingParams
 
-
 _PARAMS = tuple(f.name for f in fields(SamplingParams) if f.init)
 
 

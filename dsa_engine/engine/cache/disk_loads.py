@@ -2,8 +2,8 @@
 
 What a folder holds is known to a rank only when it has looked, and other processes change the folder meanwhile. So the
 ranks of a group agree twice on each request, in the order in which they began: how many pages the folder has, and how
-many of these have been read. Between that, nothing waits for the disk. A page is read by one rank of the group, in turn
-by the page's number; the others fetch its rows from that rank when the request begins (``ledger.py``).
+many of these have been read. Between that, nothing waits for the disk. Each page is read by one rank of the
+group, which its number says; the others fetch its rows from that rank when the request begins (``ledger.py``).
 """
 
 from __future__ import annotations

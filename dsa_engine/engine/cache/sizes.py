@@ -26,8 +26,7 @@ from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.version import __version__
 
 _EXCHANGED = 64 << 20  # bytes of a layer that a rank sends, or receives, in a step
-_TRANSIT = 2 << 30  # most bytes of host memory for pages on their way to the disk, or from it without other host memory
-
+_TRANSIT = 2 << 30  # maximum bytes of host memory for pages on their way to the disk, or from it if there is no other
 _SAMPLE = 64  # bytes of every tensor in a checkpoint's digest
 
 

@@ -14,8 +14,10 @@ import torch
 from dsa_engine.async_calls import AsyncCalls, outputs_of
 from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.calls import Call
-from dsa_engine.engine.disaggregation.loop_for import loop_for
+from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
+from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.jobs import Job
+from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.sampling.result import check_finite
 from dsa_engine.engine.startup.start import start
@@ -60,7 +62,8 @@ class LLM(AsyncCalls):
         check_tokenizer(folder)  # before the weights, which may take minutes
         defaults = default_sampling(folder, options.generation_config)
         self.engine, side = start(folder, options)
-        self.loop = loop_for(self.engine, side)
+        of_part = PrefillLoop if side and side.prefills else DecodeLoop
+        self.loop: EngineLoop = of_part(self.engine, side) if side else EngineLoop(self.engine)
         weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
         self._spmd, trusts = self.loop.spmd, options.trust_remote_code
         super().__init__(self.loop.calls, self.engine.limits, folder, trusts, defaults, options.stream_interval)

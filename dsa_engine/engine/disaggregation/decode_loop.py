@@ -7,6 +7,7 @@ take the same decisions; which pages have come is known to the rank that receive
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,24 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from dsa_engine.engine.cache.link import RankPages, dealt
-from dsa_engine.engine.disaggregation.messages import (
-    Arrived,
-    Back,
-    Begun,
-    Handover,
-    NewTokens,
-    Offer,
-    Reset,
-    Room,
-    Sent,
-    Tokens,
-)
+from dsa_engine.engine.disaggregation import messages
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
+
+_POLL_S = 0.0005  # seconds between looks at transfers, while there is nothing to compute
 
 
 @dataclass(eq=False)
@@ -65,7 +57,7 @@ class DecodeLoop(SideLoop):
         self._scheduler = scheduler
         self._offered: list[Request] = []  # without room, in order of arrival
         self._arrivals: dict[int, _Arrival] = {}  # by id: with room
-        self._handovers: dict[int, Handover] = {}  # by id: of requests that do not decode yet
+        self._handovers: dict[int, messages.Handover] = {}  # by id: of requests that do not decode yet
         super().__init__(engine, side)
 
     @property
@@ -77,13 +69,13 @@ class DecodeLoop(SideLoop):
         return [arrival for arrival in self._arrivals.values() if arrival.pending]
 
     def _take(self, message: object) -> None:
-        if isinstance(message, Offer):
+        if isinstance(message, messages.Offer):
             self._offered_now(message)
-        elif isinstance(message, Begun):
+        elif isinstance(message, messages.Begun):
             self._post(message.sent)
-        elif isinstance(message, Handover):
+        elif isinstance(message, messages.Handover):
             self._handovers[message.id] = message
-        elif isinstance(message, Reset):
+        elif isinstance(message, messages.Reset):
             self._scheduler.prefix_cache.reset()
         else:
             super()._take(message)
@@ -94,13 +86,13 @@ class DecodeLoop(SideLoop):
         if self._pending:
             self._look()
             if self._pending and not self._requests:
-                self._rest()
+                time.sleep(_POLL_S)
         self._start_arrived()
         self._give_room()
 
     # Requests on their way.
 
-    def _offered_now(self, offer: Offer) -> None:
+    def _offered_now(self, offer: messages.Offer) -> None:
         add = offer.add
         request = Request(add.id, add.prompt_ids, add.params, add.bad_words, offer.output, cache_salt=add.cache_salt)
         request.num_prefill_tokens = len(request)
@@ -112,9 +104,9 @@ class DecodeLoop(SideLoop):
         while self._offered and self._scheduler.reserve(self._offered[0]):
             request = self._offered.pop(0)
             self._arrivals[request.id] = _Arrival(request, request.num_found_pages)
-            self.tell(Room(request.id, self.engine.mesh.global_ranks[request.owner], request.num_found_pages))
+            self.tell(messages.Room(request.id, self.engine.mesh.global_ranks[request.owner], request.num_found_pages))
 
-    def _post(self, sent: Sequence[Sent]) -> None:
+    def _post(self, sent: Sequence[messages.Sent]) -> None:
         """Receives the pages that one step of the prefill side sends."""
         receives, rank = [], self.engine.mesh.rank
         for one in sent:
@@ -149,7 +141,7 @@ class DecodeLoop(SideLoop):
             if arrival.aborted:
                 self._drop(arrival)
         if landed:
-            self.tell(Arrived(tuple(landed)))
+            self.tell(messages.Arrived(tuple(landed)))
 
     def _start_arrived(self) -> None:
         """Lets requests decode whose pages and first token have come."""
@@ -179,7 +171,7 @@ class DecodeLoop(SideLoop):
                 continue
             self._drop(arrival)
             if arrival.sends and not arrival.complete:
-                self.tell(Arrived((number,)))
+                self.tell(messages.Arrived((number,)))
         super()._abort(ids)
 
     # Requests that decode.
@@ -189,8 +181,8 @@ class DecodeLoop(SideLoop):
             news = []
             for request, tokens, drafts in sampled:
                 stats = (drafts.offered, drafts.accepted) if drafts is not None and drafts.offered else None
-                news.append(NewTokens(request.id, tokens, request.ending, stats))
-            self.tell(Tokens(news, self._scheduler.cache_usage))
+                news.append(messages.NewTokens(request.id, tokens, request.ending, stats))
+            self.tell(messages.Tokens(news, self._scheduler.cache_usage))
         super()._hand_over(sampled)
 
     def _return(self) -> None:
@@ -198,5 +190,5 @@ class DecodeLoop(SideLoop):
         preempts a request does not compute it, and reads the step before."""
         for request in self._scheduler.returned:
             del self._requests[request.id]
-            self.tell(Back(request.id))
+            self.tell(messages.Back(request.id))
         self._scheduler.returned.clear()

@@ -65,14 +65,12 @@ class LeaderLine:
                 self._broken(error)
 
     def _send_all(self) -> None:
-        to = 1 - self._outgoing.index
-        while True:
+        to, messages = 1 - self._outgoing.index, list[Any]()
+        while None not in messages:
             messages = self._next()
             payload = pickle.dumps(messages)
             self._outgoing.send(torch.tensor([len(payload)]), to)
             self._outgoing.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to)
-            if None in messages:
-                return
 
     def _next(self) -> list[Any]:
         """All messages that are there, or none after a while."""

@@ -19,18 +19,7 @@ from typing import Any
 
 from dsa_engine.engine.cache.link import RankPages, dealt
 from dsa_engine.engine.calls import Abort, Shutdown, waking_together
-from dsa_engine.engine.disaggregation.messages import (
-    Arrived,
-    Back,
-    Begun,
-    Handover,
-    NewTokens,
-    Offer,
-    Reset,
-    Room,
-    Sent,
-    Tokens,
-)
+from dsa_engine.engine.disaggregation import messages
 from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
@@ -76,16 +65,16 @@ class PrefillLoop(SideLoop):
         return not (runs or self.engine.has_work or self._unread)
 
     def _take(self, message: object) -> None:
-        if isinstance(message, Tokens):
+        if isinstance(message, messages.Tokens):
             self._scheduler.away_usage = message.cache_usage
             for one in message.of:
                 self._continue(one)
-        elif isinstance(message, Room):
+        elif isinstance(message, messages.Room):
             self._give_room(message)
-        elif isinstance(message, Arrived):
+        elif isinstance(message, messages.Arrived):
             for number in message.ids:
                 self._arrived(number)
-        elif isinstance(message, Back):
+        elif isinstance(message, messages.Back):
             if message.id in self._requests:
                 self._scheduler.take_back(self._requests[message.id])
         else:
@@ -99,9 +88,9 @@ class PrefillLoop(SideLoop):
             self._journeys[request.id] = _Journey(request)
             params = replace(request.params, prompt_logprobs=None)  # they are computed here
             add = Add(request.prompt, params, request.bad_words, id=request.id, cache_salt=request.cache_salt)
-            self.tell(Offer(add, list(request.output)))
+            self.tell(messages.Offer(add, list(request.output)))
 
-    def _give_room(self, room: Room) -> None:
+    def _give_room(self, room: messages.Room) -> None:
         journey = self._journeys.get(room.id)
         if journey is None:
             return
@@ -135,7 +124,7 @@ class PrefillLoop(SideLoop):
                 continue
             ranks = mesh.cp_ranks(request.cp_group)
             in_run = tuple(mesh.global_ranks[rank] for rank in ranks)
-            sent.append(Sent(request.id, end - first, in_run, end == self._pages(request)))
+            sent.append(messages.Sent(request.id, end - first, in_run, end == self._pages(request)))
             if mesh.rank in ranks:
                 assert journey.rank is not None
                 pages = dealt(request.pages[first:end], ranks.index(mesh.rank), len(ranks))
@@ -143,7 +132,7 @@ class PrefillLoop(SideLoop):
             journey.gone, journey.begun = end, True
             self._scheduler.sending.add(request)
         if sent:
-            self.tell(Begun(tuple(sent)))
+            self.tell(messages.Begun(tuple(sent)))
         return sends
 
     def _step(self) -> None:
@@ -160,24 +149,24 @@ class PrefillLoop(SideLoop):
                     self.tell(Abort((request.id,)))
             elif request.id in self._journeys:
                 output, drafts = list(request.output), list(request.drafts)
-                self.tell(Handover(request.id, output, drafts, request.preemptions))
+                self.tell(messages.Handover(request.id, output, drafts, request.preemptions))
 
-    def _delivered(self, messages: list[Any]) -> None:
+    def _delivered(self, arrived: list[Any]) -> None:
         """Gives callers their tokens at once: they would else wait for the end of a long step of this side."""
         with waking_together():
-            for message in messages:
-                if isinstance(message, Tokens):
+            for message in arrived:
+                if isinstance(message, messages.Tokens):
                     for one in message.of:
                         self._forward(one)
-        super()._delivered(messages)
+        super()._delivered(arrived)
 
-    def _forward(self, new: NewTokens) -> None:
+    def _forward(self, new: messages.NewTokens) -> None:
         receiver = self.calls.receiver(new.id)
         if receiver is not None and receiver.request is not None and new.drafts is not None:
             receiver.request.draft_stats.append(new.drafts)
         self.calls.answer(new.id, new.tokens, new.ending)
 
-    def _continue(self, new: NewTokens) -> None:
+    def _continue(self, new: messages.NewTokens) -> None:
         """Takes tokens from the decode side; their caller has them already."""
         request = self._requests.get(new.id)
         if request is None:
@@ -215,5 +204,5 @@ class PrefillLoop(SideLoop):
         if self._departing:
             return
         if run.job == "reset_prefix_cache":
-            self.tell(Reset())
+            self.tell(messages.Reset())
         super()._run(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +12,6 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.loop import EngineLoop
 
 _CLOSE_S = 10.0  # longest wait for the last messages of the other side
-_POLL_S = 0.0005  # seconds between looks at transfers, while there is nothing to compute
 
 
 class SideLoop(EngineLoop):
@@ -34,8 +32,8 @@ class SideLoop(EngineLoop):
         if self._line is not None:
             self._line.send(message)
 
-    def _delivered(self, messages: list[Any]) -> None:
-        self.calls.put(*((message, None) for message in messages))
+    def _delivered(self, arrived: list[Any]) -> None:
+        self.calls.put(*((message, None) for message in arrived))
 
     def _broken(self, error: BaseException) -> None:
         self._delivered([LineBroken(f"{type(error).__name__}: {error}")])
@@ -47,10 +45,6 @@ class SideLoop(EngineLoop):
             other = "decode" if self.side.prefills else "prefill"
             raise RuntimeError(f"the ranks that {other} cannot be reached any more: {message.error}")
         super()._take(message)
-
-    def _rest(self) -> None:
-        """Waits a moment while there is nothing to compute and something is under way."""
-        time.sleep(_POLL_S)
 
     def _end(self) -> None:
         if self.error is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -116,15 +117,10 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     yield "decode"
 
 
-def _compare(model: Model, stored: CacheFormat, path: Path | None) -> None:
+def _compare(model: Model, stored: CacheFormat, path: Path) -> None:
     """Replaces each kernel that differs from its reference, and stores what is replaced."""
-    running = ""
-
-    def before(name: str) -> None:
-        nonlocal running
-        running = name
-
-    comparison = operation.Comparison(before)
+    begun = [""]  # names of kernels
+    comparison = operation.Comparison(begun.append)
     logger.info("comparing the kernels with their references, once for this device and model")
     try:
         with operation.compared(comparison):
@@ -132,42 +128,36 @@ def _compare(model: Model, stored: CacheFormat, path: Path | None) -> None:
                 if model.runtime.device.type == "cuda":
                     torch.cuda.synchronize(model.runtime.device)
     except RuntimeError as error:
-        if _of_device(error):
-            reason = f"it left the device in an error ({first_line(error)})"
-            _write(path, False, operation.replaced() | {running: reason})
+        line = first_line(error)
+        if line.startswith(("CUDA error", "Triton Error [CUDA]")):  # not, for instance, if memory was short
+            _write(path, False, operation.replaced() | {begun[-1]: f"it left the device in an error ({line})"})
         raise
     _write(path, True, operation.replaced())
     worst = max(comparison.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
     logger.info("%s kernels compared, the largest error is %.2g (%s)", len(comparison.errors), worst[1], worst[0])
 
 
-def _read(path: Path | None) -> tuple[bool, dict[str, str]]:
+def _read(path: Path) -> tuple[bool, dict[str, str]]:
     """Whether all kernels have been compared, and why some are replaced; nothing where there is no whole file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
         return bool(content.get("finished")), dict(content.get("wrong", {}))
     except (OSError, ValueError):
         return False, {}
 
 
-def _write(path: Path | None, finished: bool, wrong: dict[str, str]) -> None:
+def _write(path: Path, finished: bool, wrong: dict[str, str]) -> None:
     """Writes the file by renaming; what another rank has found wrong stays."""
     try:
-        if path is None:
-            raise OSError("there is no folder for it")
+        path.parent.mkdir(parents=True, exist_ok=True)
         content = {"finished": finished, "wrong": _read(path)[1] | wrong}
         write_text(path, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         logger.warning("the kernels are compared at every start, as the results cannot be stored: %s", error)
 
 
-def _of_device(error: RuntimeError) -> bool:
-    """Whether a kernel left the device unusable; not, for instance, if memory was short."""
-    return first_line(error).startswith(("CUDA error", "Triton Error [CUDA]"))
-
-
-def _file_of(config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions) -> Path | None:
-    """The file of results for this device, these versions and sizes; None if there is no cache folder."""
+def _file_of(config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions) -> Path:
+    """The file of results for this device, these versions and sizes."""
     about: list[Any] = [__version__, torch.__version__, triton.__version__, INTERPRETED, repr(stored)]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -181,7 +171,6 @@ def _file_of(config: ModelConfig, stored: CacheFormat, device: torch.device, opt
         digest.update(source.read_bytes())
     try:
         folder = cpu.user_cache() / "kernel_checks"
-        folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return None
+        folder = Path(os.devnull)  # nothing can be stored
     return folder / f"{digest.hexdigest()}.json"

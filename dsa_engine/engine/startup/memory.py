@@ -21,11 +21,6 @@ from dsa_engine.system.sizes import format_bytes, parse_bytes
 _CPU_DEFAULT_CACHE = 4 << 30
 
 
-def default_workspace(device: torch.device) -> int:
-    """Default bytes for score tiles and other temporary tensors."""
-    return (1 << 30) if device.type == "cuda" else (256 << 20)
-
-
 def default_cache_memory(device: torch.device, utilization: float, for_steps: int) -> int:
     """Bytes for the caches, from the memory that is free after the weights are loaded and the largest steps have run.
 

@@ -13,7 +13,7 @@ import torch
 from dsa_engine.checkpoint import CheckpointReader, DummyReader
 from dsa_engine.checkpoint.index import locate_tensors
 from dsa_engine.config.model import ModelConfig, read_config_json
-from dsa_engine.engine.startup.memory import default_workspace, enough_memory
+from dsa_engine.engine.startup.memory import enough_memory
 from dsa_engine.model.model import Model
 from dsa_engine.model.mtp import MTPModule
 from dsa_engine.model.runtime import Runtime
@@ -107,8 +107,9 @@ def load_model(
     Returns:
         the model, and the number of bytes read.
     """
-    given = options.workspace
-    workspace = default_workspace(mesh.device) if given is None else parse_bytes(given, "workspace")
+    workspace = (1 << 30) if mesh.device.type == "cuda" else (256 << 20)
+    if options.workspace is not None:
+        workspace = parse_bytes(options.workspace, "workspace")
     weights = weight_format(config.quantization, options.quantization, dtype, mesh.device)
     runtime = Runtime(mesh, dtype, weights, workspace, options.max_num_batched_tokens)
     replicas = options.parallel.redundant_experts

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsa_engine.engine.disaggregation import side_loop
+from dsa_engine.engine.disaggregation import decode_loop
 from dsa_engine.engine.disaggregation.messages import Back
 from two_sides import Simulation
 
@@ -20,7 +20,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = SimpleNamespace(start=lambda: None, join=lambda *_: None, is_alive=lambda: False)
     monkeypatch.setattr(threading, "Thread", lambda **_: idle)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
-    monkeypatch.setattr(side_loop, "_POLL_S", 0.0)
+    monkeypatch.setattr(decode_loop, "_POLL_S", 0.0)
 
 
 @pytest.mark.parametrize("pages", [(60, 60), (16, 60), (60, 16), (14, 13)])

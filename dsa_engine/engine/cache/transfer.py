@@ -33,6 +33,7 @@ class PageTransfer:
         self.host, self._layers = host, len(pools)
         self.copies = HostCopies(pools, host, cache.latent[0].is_cuda) if host else None
         self._exchange = PageExchange(pools, group, max_exchanged) if max_exchanged else None
+        self._under_way = False  # whether there may be moves that a layer has to wait for
         cache.before_use.append(self.arrive)
 
     @torch.inference_mode()
@@ -41,23 +42,26 @@ class PageTransfer:
         if moves.copies:
             assert self.copies is not None, "copies need host memory"
             self.copies.start(moves.copies)
+            self._under_way = True
         if moves.exchanges:
             assert self._exchange is not None, "ranks that exchange pages need buffers"
             self._exchange.start(moves.sends, moves.receives, self.copies.join if self.copies else lambda layer: None)
+            self._under_way = True
 
     def arrive(self, layer: int) -> None:
         """Makes the current stream wait for the moves of a layer; starts the exchange of the next layer before."""
-        if self._exchange is not None:
+        if self._under_way and self._exchange is not None:
             self._exchange.arrive(layer)
-        if self.copies is not None:
+        if self._under_way and self.copies is not None:
             self.copies.join_for_good(layer)
 
     @torch.inference_mode()
     def finish(self) -> None:
         """Makes the current stream wait for the moves of all layers: after an eager step, also one that failed, and
         before a CUDA graph."""
-        for layer in range(self._layers):
+        for layer in range(self._layers if self._under_way else 0):
             self.arrive(layer)
+        self._under_way = False
 
     def copy_out(self, copies: list[tuple[int, int]]) -> Callable[[], None]:
         """Starts to copy pages to host memory, (page, slot) each, after the step that was launched last.

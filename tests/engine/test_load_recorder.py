@@ -180,3 +180,20 @@ def test_refusals_at_the_start(
     with pytest.raises(ValueError, match=f"record_expert_loads: .*{message}"):
         LLM("demo-random", parallel=ParallelConfig(record_expert_loads=path), **OPTIONS | {"hf_overrides": overrides})
     assert not list(tmp_path.iterdir())
+
+
+def test_what_follows_a_launch(tiny_llm: Callable[..., LLM]) -> None:
+    """Hooks get the chunks of a step; an error in one ends the step's requests."""
+    lengths: list[int] = []
+    with tiny_llm(600) as llm:
+        engine, params = llm.engine, SamplingParams(max_tokens=3, ignore_eos=True)
+        engine.after_launch = (*engine.after_launch, lambda chunks: lengths.extend(one.length for one in chunks))
+        request = engine.add([5] * 10, params)
+        while engine.has_work:
+            engine.step()
+        assert lengths[0] == 10 and len(request.output) == 3
+        engine.after_launch = (lambda chunks: 1 / 0,)  # type: ignore[assignment,return-value]
+        request = engine.add([6] * 10, params)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        assert request.finish_reason == "error" and not engine.has_work

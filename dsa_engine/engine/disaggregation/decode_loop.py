@@ -69,9 +69,9 @@ class DecodeLoop(SideLoop):
         return [arrival for arrival in self._arrivals.values() if arrival.pending]
 
     def _take(self, message: object) -> None:
-        if isinstance(message, messages.Offer):
+        if isinstance(message, messages.Reserve):
             self._offered_now(message)
-        elif isinstance(message, messages.Begun):
+        elif isinstance(message, messages.TransferBegun):
             self._post(message.sent)
         elif isinstance(message, messages.Handover):
             self._handovers[message.id] = message
@@ -92,7 +92,7 @@ class DecodeLoop(SideLoop):
 
     # Requests on their way.
 
-    def _offered_now(self, offer: messages.Offer) -> None:
+    def _offered_now(self, offer: messages.Reserve) -> None:
         add = offer.add
         request = Request(add.id, add.prompt_ids, add.params, add.bad_words, offer.output, cache_salt=add.cache_salt)
         request.num_prefill_tokens = len(request)
@@ -104,9 +104,10 @@ class DecodeLoop(SideLoop):
         while self._offered and self._scheduler.reserve(self._offered[0]):
             request = self._offered.pop(0)
             self._arrivals[request.id] = _Arrival(request, request.num_found_pages)
-            self.tell(messages.Room(request.id, self.engine.mesh.global_ranks[request.owner], request.num_found_pages))
+            rank = self.engine.mesh.global_ranks[request.owner]
+            self.tell(messages.Reserved(request.id, rank, request.num_found_pages))
 
-    def _post(self, sent: Sequence[messages.Sent]) -> None:
+    def _post(self, sent: Sequence[messages.Transfer]) -> None:
         """Receives the pages that one step of the prefill side sends."""
         receives, rank = [], self.engine.mesh.rank
         for one in sent:
@@ -141,7 +142,7 @@ class DecodeLoop(SideLoop):
             if arrival.aborted:
                 self._drop(arrival)
         if landed:
-            self.tell(messages.Arrived(tuple(landed)))
+            self.tell(messages.TransferDone(tuple(landed)))
 
     def _start_arrived(self) -> None:
         """Lets requests decode whose pages and first token have come."""
@@ -171,7 +172,7 @@ class DecodeLoop(SideLoop):
                 continue
             self._drop(arrival)
             if arrival.sends and not arrival.complete:
-                self.tell(messages.Arrived((number,)))
+                self.tell(messages.TransferDone((number,)))
         super()._abort(ids)
 
     # Requests that decode.
@@ -190,5 +191,5 @@ class DecodeLoop(SideLoop):
         preempts a request does not compute it, and reads the step before."""
         for request in self._scheduler.returned:
             del self._requests[request.id]
-            self.tell(messages.Back(request.id))
+            self.tell(messages.Preempted(request.id))
         self._scheduler.returned.clear()

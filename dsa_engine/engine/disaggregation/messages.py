@@ -14,15 +14,14 @@ from dsa_engine.engine.requests.request import Ending, SampledToken
 # From prefill to decode.
 
 
-@dataclass(frozen=True)
-class Offer:
+class Reserve(NamedTuple):
     """A request will need room; ``output`` is what it has from before a preemption."""
 
     add: Add
     output: list[int]
 
 
-class Sent(NamedTuple):
+class Transfer(NamedTuple):
     """The next ``pages`` pages of a request leave; each rank of ``ranks`` (numbers in the run) sends its part."""
 
     id: int
@@ -31,15 +30,13 @@ class Sent(NamedTuple):
     last: bool  # whether these are the request's last pages
 
 
-@dataclass(frozen=True)
-class Begun:
+class TransferBegun(NamedTuple):
     """What one ``PageSender.begin`` of each rank of the prefill side sends."""
 
-    sent: tuple[Sent, ...]
+    sent: tuple[Transfer, ...]
 
 
-@dataclass(frozen=True)
-class Handover:
+class Handover(NamedTuple):
     """The prefill is complete; the request decodes from here once its pages have come."""
 
     id: int
@@ -56,8 +53,7 @@ class Reset:
 # From decode to prefill.
 
 
-@dataclass(frozen=True)
-class Room:
+class Reserved(NamedTuple):
     """There are pages for a request.
 
     Attributes:
@@ -70,8 +66,7 @@ class Room:
     first: int
 
 
-@dataclass(frozen=True)
-class Arrived:
+class TransferDone(NamedTuple):
     """All pages of these requests that were sent have come, or are not needed any more: their senders may free them."""
 
     ids: tuple[int, ...]
@@ -86,23 +81,20 @@ class NewTokens(NamedTuple):
     drafts: tuple[int, int] | None  # (verified, accepted) drafts of the step, if there were any
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """What a step has sampled, and the fraction of this side's pages that requests hold."""
 
     of: list[NewTokens]
     cache_usage: float
 
 
-@dataclass(frozen=True)
-class Back:
+class Preempted(NamedTuple):
     """A request has lost its pages and is to be prefilled again, with all tokens that it has."""
 
     id: int
 
 
-@dataclass(frozen=True)
-class LineBroken:
+class LineBroken(NamedTuple):
     """The other side cannot be reached, for this reason."""
 
     error: str

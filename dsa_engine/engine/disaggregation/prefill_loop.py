@@ -69,12 +69,12 @@ class PrefillLoop(SideLoop):
             self._scheduler.away_usage = message.cache_usage
             for one in message.of:
                 self._continue(one)
-        elif isinstance(message, messages.Room):
+        elif isinstance(message, messages.Reserved):
             self._give_room(message)
-        elif isinstance(message, messages.Arrived):
+        elif isinstance(message, messages.TransferDone):
             for number in message.ids:
                 self._arrived(number)
-        elif isinstance(message, messages.Back):
+        elif isinstance(message, messages.Preempted):
             if message.id in self._requests:
                 self._scheduler.take_back(self._requests[message.id])
         else:
@@ -88,9 +88,9 @@ class PrefillLoop(SideLoop):
             self._journeys[request.id] = _Journey(request)
             params = replace(request.params, prompt_logprobs=None)  # they are computed here
             add = Add(request.prompt, params, request.bad_words, id=request.id, cache_salt=request.cache_salt)
-            self.tell(messages.Offer(add, list(request.output)))
+            self.tell(messages.Reserve(add, list(request.output)))
 
-    def _give_room(self, room: messages.Room) -> None:
+    def _give_room(self, room: messages.Reserved) -> None:
         journey = self._journeys.get(room.id)
         if journey is None:
             return
@@ -124,7 +124,7 @@ class PrefillLoop(SideLoop):
                 continue
             ranks = mesh.cp_ranks(request.cp_group)
             in_run = tuple(mesh.global_ranks[rank] for rank in ranks)
-            sent.append(messages.Sent(request.id, end - first, in_run, end == self._pages(request)))
+            sent.append(messages.Transfer(request.id, end - first, in_run, end == self._pages(request)))
             if mesh.rank in ranks:
                 assert journey.rank is not None
                 pages = dealt(request.pages[first:end], ranks.index(mesh.rank), len(ranks))
@@ -132,7 +132,7 @@ class PrefillLoop(SideLoop):
             journey.gone, journey.begun = end, True
             self._scheduler.sending.add(request)
         if sent:
-            self.tell(messages.Begun(tuple(sent)))
+            self.tell(messages.TransferBegun(tuple(sent)))
         return sends
 
     def _step(self) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsa_engine.engine.disaggregation import decode_loop
-from dsa_engine.engine.disaggregation.messages import Back
+from dsa_engine.engine.disaggregation.messages import Preempted
 from two_sides import Simulation
 
 
@@ -39,7 +39,7 @@ def test_random_orders(pages: tuple[int, int]) -> None:
                 run.step()
         run.run()
         run.check_end()
-        back += sum(isinstance(message, Back) for message in run.said)
+        back += sum(isinstance(message, Preempted) for message in run.said)
     assert (back > 0) == (pages[1] < 20)
 
 

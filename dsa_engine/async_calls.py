@@ -65,38 +65,27 @@ class AsyncCalls:
             ValueError, CapacityError: see :meth:`generate`.
         """
         self._calls.check()
-        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
+        return await self.outputs_of(await asyncio.to_thread(self.prepare, prompts, sampling_params))
+
+    async def outputs_of(self, prepared: Seq[PreparedPrompt]) -> list[RequestOutput]:
+        """The outputs of prompts of :meth:`prepare`, which begin now; raises the error of a step of one of them."""
         with self._begin(prepared, asynchronous=True) as call:
             for _ in call.replies:
                 await call.get_async()
             return outputs_of(prepared, call)
 
-    async def prepare_streams(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> tuple[list[Seq[int]], AsyncGenerator[StreamPiece, None]]:
-        """Checks prompts like :meth:`agenerate`, whose errors it raises, for outputs that are streamed together.
+    async def pieces_of(self, prepared: Seq[PreparedPrompt]) -> AsyncGenerator[list[StreamPiece], None]:
+        """The pieces of the outputs of prompts of :meth:`prepare`: each time all that have come.
 
-        Returns:
-            the token ids of each prompt, and the pieces of all outputs as they come. ``piece.index`` says which output:
-            number ``i * n + j`` is the j-th of prompt i. The requests begin with the first piece that is awaited, and
-            end when the iterator is closed.
-
-        Raises:
-            ValueError: with ``prompt_logprobs``, which no piece has.
+        ``piece.index`` says which output: number ``i * n + j`` is the j-th of prompt i. The requests begin with the
+        first piece that is awaited, and end when the iterator is closed.
         """
-        self._calls.check()
-        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
-        if any(add.params.prompt_logprobs is not None for one in prepared for add in one.adds):
-            raise ValueError("prompt_logprobs are not streamed; use agenerate() for them, or leave them out")
-        return [one.adds[0].prompt_ids for one in prepared], self._pieces_of_all(prepared)
-
-    async def _pieces_of_all(self, prepared: Seq[PreparedPrompt]) -> AsyncGenerator[StreamPiece, None]:
         with self._begin(prepared, streams=True, asynchronous=True) as call:
             running = len(call.replies)
             while running:
-                piece = await call.get_async()
-                running -= piece.finish_reason is not None
-                yield piece
+                pieces = await call.all_async()
+                running -= sum(piece.finish_reason is not None for piece in pieces)
+                yield pieces
 
     def _begin(self, prepared: Seq[PreparedPrompt], streams: bool = False, asynchronous: bool = False) -> Call:
         """Sends the requests of a call; with ``streams`` it gets pieces, otherwise None at the end of each request."""
@@ -130,9 +119,10 @@ class AsyncCalls:
             raise ValueError("the prompt is empty; give some text or token ids")
         return self.tokenizer.encode(prompt.text)
 
-    def _prepare_all(
+    def prepare(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
     ) -> list[PreparedPrompt]:
+        """Checks prompts and makes messages of them, in any thread; raises what :meth:`generate` raises."""
         many = parse_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or self.get_default_sampling_params()] * len(many)

@@ -99,7 +99,7 @@ class LLM(AsyncCalls):
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        prepared = self._prepare_all(prompts, sampling_params)
+        prepared = self.prepare(prompts, sampling_params)
         with self._begin(prepared) as call:
             with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
                 tick = None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies)
@@ -195,9 +195,10 @@ class LLM(AsyncCalls):
 
     async def _async_pieces(self, prompt: Prompt, params: SamplingParams | None) -> AsyncGenerator[StreamPiece, None]:
         prepared = await asyncio.to_thread(self._prepare_stream, prompt, params)
-        async with aclosing(self._pieces_of_all([prepared])) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with aclosing(self.pieces_of([prepared])) as together:
+            async for pieces in together:
+                for piece in pieces:
+                    yield piece
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
         """Logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank.

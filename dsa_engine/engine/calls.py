@@ -86,7 +86,7 @@ class EventLoopMailbox:
     def __init__(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Any] = asyncio.Queue()
-        self.get = self._items.get
+        self.get, self.get_nowait, self.empty = self._items.get, self._items.get_nowait, self._items.empty
 
     def put(self, item: Any, /) -> None:
         put_together(self._event_loop, self._wake, (self._items, item))
@@ -253,6 +253,13 @@ class Call:
     async def get_async(self) -> Any:
         """Like :meth:`get`, but does not block the event loop."""
         return _raised(await self._mailbox.get())
+
+    async def all_async(self) -> list[Any]:
+        """Like :meth:`get_async`, and all further results that are there."""
+        results = [await self.get_async()]
+        while not self._mailbox.empty():
+            results.append(_raised(self._mailbox.get_nowait()))
+        return results
 
     def close(self) -> None:
         """Aborts requests and jobs that have not ended."""

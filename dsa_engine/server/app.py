@@ -15,6 +15,7 @@ from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dsa_engine.async_calls import PreparedPrompt
 from dsa_engine.config.checks import shown
 from dsa_engine.server.chat import ChatForm
 from dsa_engine.server.client import EngineClient
@@ -128,9 +129,17 @@ class Server:
 
     async def generate(self, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
         """Answers a request that generates."""
+        self.llm.check()
+
+        def prepared(asked: RequestBody) -> tuple[Form, list[PreparedPrompt]]:
+            form = parse(asked)
+            if form.asked.stream and form.params.prompt_logprobs is not None:
+                raise ValueError("prompt_logprobs are not streamed; leave them or stream out")
+            return form, self.llm.prepare(form.prompts, form.params)
+
         with self.admission.admit(1):
-            form = await self.parsed(asked, parse)
-        return Generation(self.llm, form, self.admission, self.metrics, self.options.request_timeout)
+            form, prompts = await self.parsed(asked, prepared)
+        return Generation(self.llm, form, prompts, self.admission, self.metrics, self.options.request_timeout)
 
     async def parsed(self, asked: RequestBody, parse: Callable[[Any], Any]) -> Any:
         """What ``parse`` makes of a request's body, in a thread: encoding a long text takes a second."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from dsa_engine.server.messages import (
     encode,
     from_engine,
 )
+
+_MAX_STEPS_AT_ONCE = 8
 
 
 class EngineClient(AsyncCalls):
@@ -64,8 +67,12 @@ class EngineClient(AsyncCalls):
 
     async def receive(self) -> EngineError:
         """Takes what the engine sends, until it ends; returns why."""
+        there: zmq.Socket[bytes] = zmq.Socket.shadow(self._tokens.underlying)
         while self._error is None:
             messages = from_engine(await self._tokens.recv())
+            with suppress(zmq.Again):  # if this process is behind, a stream writes what it has of several steps at once
+                for _ in range(_MAX_STEPS_AT_ONCE - 1):
+                    messages += from_engine(there.recv(zmq.NOBLOCK))
             with waking_together():
                 for message in messages:
                     self._take(message)

@@ -15,6 +15,7 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dsa_engine.async_calls import PreparedPrompt
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.server.client import EngineClient
@@ -114,13 +115,20 @@ class Generation(Response):
     Args:
         llm: the engine.
         form: the endpoint's.
+        prepared: its prompts.
         timeout_s: maximum time of the request in seconds; None: no limit.
     """
 
     def __init__(
-        self, llm: EngineClient, form: Form, admission: Admission, metrics: Metrics, timeout_s: float | None = None
+        self,
+        llm: EngineClient,
+        form: Form,
+        prepared: Sequence[PreparedPrompt],
+        admission: Admission,
+        metrics: Metrics,
+        timeout_s: float | None = None,
     ):
-        self._llm, self._form, self._admission, self._metrics = llm, form, admission, metrics
+        self._llm, self._form, self._prepared, self._admission, self._metrics = llm, form, prepared, admission, metrics
         self._timeout_s = timeout_s
         self._unfinished = len(form.prompts) * form.params.n  # outputs
         self._started = False  # whether the status of a stream has been sent
@@ -179,7 +187,7 @@ class Generation(Response):
             raise
 
     async def _whole(self) -> bytes:
-        outputs = await self._llm.agenerate(self._form.prompts, self._form.params)
+        outputs = await self._llm.outputs_of(self._prepared)
         for one in outputs:
             for number, output in enumerate(one.outputs):
                 self._finished(output, 0 if number else len(one.prompt_token_ids), len(output.token_ids))
@@ -190,28 +198,30 @@ class Generation(Response):
     async def _stream(self, send: Send) -> bytes:
         form, n = self._form, self._form.params.n
         show = form.asked.stream_options or StreamOptions()
-        prompts, pieces = await self._llm.prepare_streams(form.prompts, form.params)
+        prompts = [one.adds[0].prompt_ids for one in self._prepared]
         form.begin(prompts)
         usage = StreamUsage(prompts, n)
         begin = b"data: %b," % to_json(form.chunk_head)[:-1]  # encoded once, as it is most of a chunk
-        async with aclosing(pieces):
+        async with aclosing(self._llm.pieces_of(self._prepared)) as together:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             self._started = True
-            async for piece in pieces:
-                usage.add(piece)
-                if piece.finish_reason is not None:
-                    prompt_tokens = 0 if piece.index % n else len(prompts[piece.index // n])
-                    self._finished(piece, prompt_tokens, usage.output_tokens[piece.index])
-                    if reason := failure_of([piece]):
-                        raise ApiError(500, f"an output failed: {reason}")
-                chunks = form.chunks(piece)
-                if show.continuous_usage_stats:
-                    chunks = [chunk | {"usage": usage.form} for chunk in chunks]
-                if piece.finish_reason is not None and show.include_usage and not self._unfinished:
-                    chunks.append({"choices": [], "usage": usage.form})
-                if chunks:
-                    body = b"".join([b"%b%b\n\n" % (begin, to_json(chunk)[1:]) for chunk in chunks])
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            async for pieces in together:
+                events = []
+                for piece in pieces:
+                    usage.add(piece)
+                    if piece.finish_reason is not None:
+                        prompt_tokens = 0 if piece.index % n else len(prompts[piece.index // n])
+                        self._finished(piece, prompt_tokens, usage.output_tokens[piece.index])
+                    for chunk in form.chunks(piece) if piece.finish_reason != "error" else ():
+                        if show.continuous_usage_stats:
+                            chunk["usage"] = usage.form
+                        events.append(b"%b%b\n\n" % (begin, to_json(chunk)[1:]))
+                if show.include_usage and not self._unfinished:
+                    events.append(b"%b%b\n\n" % (begin, to_json({"choices": [], "usage": usage.form})[1:]))
+                if events:
+                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                if reason := failure_of(pieces):
+                    raise ApiError(500, f"an output failed: {reason}")
         return b""
 
     def _finished(self, output: Any, prompt_tokens: int, output_tokens: int) -> None:

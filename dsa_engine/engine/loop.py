@@ -249,11 +249,8 @@ class EngineLoop:
         refusal = self.error or RuntimeError(CLOSED)
         self.calls.end(refusal)
         self.spmd.end(refusal)
-        if self.error is not None and self._several and self._rank_0_alone_calls():
-            time.sleep(_ANSWER_S)
-            sys.excepthook(type(self.error), self.error, self.error.__traceback__)
-
-    def _rank_0_alone_calls(self) -> bool:
-        with suppress(Exception):  # the store may be gone
-            return self.spmd.all_follow
-        return False
+        if self.error is not None and self._several:
+            with suppress(Exception):  # the store may be gone
+                if self.spmd.all_follow:
+                    time.sleep(_ANSWER_S)
+                    sys.excepthook(type(self.error), self.error, self.error.__traceback__)

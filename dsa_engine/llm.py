@@ -294,7 +294,7 @@ def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
     prompts = sum(len(reply.add.prompt_ids) for reply in replies)
     computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)
     preemptions = sum(request.preemptions for request in running)
-    generated = sum(len(reply.output) for reply in replies)
+    generated = sum(len(request.output) for request in running)
     text = f"prefilled {computed:,} of {prompts:,} tokens, generated {generated:,}"
     bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
     bar.update(sum(reply.ending is not None for reply in replies) - bar.n)

@@ -18,7 +18,7 @@ def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """Makes every request "sample" these tokens, the last of them for ever."""
 
     def forced(
-        logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
+        logits: torch.Tensor, params: list[SamplingParams], keys: list[int], positions: list[int]
     ) -> torch.Tensor:
         indices = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
         return torch.tensor([tokens[min(index, len(tokens) - 1)] for index in indices])

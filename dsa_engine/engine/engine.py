@@ -15,7 +15,7 @@ another request at once: the device works in order, so the new request overwrite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -28,9 +28,11 @@ from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.new_request import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.scheduler import Scheduler
+from dsa_engine.engine.requests.samples import RequestTokens, Samples
+from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampling.result import RequestTokens, StepResult
+from dsa_engine.engine.sampling.draw import mixed_seed, seed_key
+from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import has_hook
@@ -51,7 +53,7 @@ class Engine:
         step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
         workspace: bytes for what a step computes piece by piece.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
-        num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
+        num_prefilled_tokens: tokens of prompts computed by steps so far.
         rebalancing: moves experts between steps; None: they stay.
         recorder: writes the loads of experts to a file; None: there is none.
         after_launch: each is called with a step's chunks when it has been launched.
@@ -76,7 +78,7 @@ class Engine:
         runtime = self.model.runtime
         self.config, self.graphs = self.model.config, self.runner.graphs
         self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
-        self.launched_ahead = self.num_prefilled_tokens = self.num_generated_tokens = 0
+        self.launched_ahead = self.num_prefilled_tokens = self._num_taken = 0
         self.ids = count()
         turns = [one.turn for one in (self.rebalancing, self.recorder) if one is not None]
         self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, self.cache_turns.launched)
@@ -102,7 +104,8 @@ class Engine:
         self.check_idle()
         if self.options.cache_folder is not None and num_drafts != self._max_drafts:
             raise RuntimeError(f"a cache_folder holds the rows of {self._max_drafts} drafts a step; leave it out")
-        self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
+        self.scheduler.set_num_drafts(num_drafts)
+        self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
         if modules != prefix_cache.lookahead:
             prefix_cache.reset()  # the rows of modules that have not run are missing
@@ -110,6 +113,11 @@ class Engine:
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
         # With drafts, the host does not know which tokens the next step computes: only a padded step can follow.
         self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Number of tokens read so far."""
+        return self._num_taken + self.scheduler.decoding.num_taken
 
     @property
     def in_flight(self) -> bool:
@@ -128,9 +136,15 @@ class Engine:
 
     def queue(self, add: Add) -> Request:
         """Queues a request made by :func:`.new_requests`; it runs in the next steps."""
-        request = Request(add.id, add.prompt_ids, add.params, add.bad_words, cache_salt=add.cache_salt)
+        request = self.make_request(add)
         self.scheduler.add(request)
         return request
+
+    def make_request(self, add: Add) -> Request:
+        """The request of a message; without a seed of its own it draws by one made from the engine's and its number."""
+        seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
+        params, words, salt = add.params, add.bad_words, add.cache_salt
+        return Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """Queues a request with one output."""
@@ -153,76 +167,58 @@ class Engine:
         ahead = self.async_scheduling and not has_hook()
         read = [] if ahead else self._read_in_flight()
         with record_function("schedule"):
-            chunks = self.scheduler.schedule()
-            plan = self.runner.plan(chunks)
+            step = self.scheduler.schedule()
+            plan = self.runner.plan(step)
         before = self._in_flight
         if before is not None and not self.runner.runs_ahead(plan, before):
             return self._read_in_flight()  # the next call schedules anew
-        if not chunks:
+        if not step:
             return read
-        requests, moving = [chunk.request for chunk in chunks], self.cache_turns.moving(chunks, plan.bucket is None)
-        with record_function("launch"), self._failing(requests), moving:
+        with record_function("launch"), self._failing(step), self.cache_turns.moving(step.chunks, plan.bucket is None):
             launched = self.runner.launch(plan, before)
-        with self._failing(requests):
+        with self._failing(step):
             for hook in self.after_launch:
-                hook(chunks)
-        self.num_prefilled_tokens += sum(chunk.length for chunk in chunks if not chunk.request.prefilled)
-        self.scheduler.computed(chunks)
-        self._record(launched)
+                hook(step.chunks)
+        self.num_prefilled_tokens += 0 if step.decode else sum(chunk.length for chunk in step.chunks)
+        self.scheduler.launched(step, launched.samples)
+        for request, rows in launched.last_rows.items():
+            request.last_rows = rows
+        for request, logprobs in launched.prompt_logprobs.items():
+            request.add_prompt_logprobs(logprobs)
         # A step is read at once if the host needs its drafts to plan the next one.
-        follows = self.runner.num_drafts == 0 or launched.outcome is not None
-        self._in_flight = launched if ahead and follows and launched.indices else None
-        self.launched_ahead += bool(before and launched.indices)
+        self._in_flight = launched if ahead and launched.follows and launched.samples.most else None
+        self.launched_ahead += bool(before and launched.samples.most)
         return read + self._read(before) + ([] if self._in_flight else self._read(launched))
 
     def _read_in_flight(self) -> list[RequestTokens]:
         step, self._in_flight = self._in_flight, None
         return self._read(step)
 
-    def _record(self, launched: StepResult) -> None:
-        """Records in the requests of a step what is known before its tokens are read."""
-        for request, indices in launched.indices.items():
-            request.placeholders += indices
-            request.num_unverified += 0 if launched.draft_results is None else len(indices) - 1
-        for request, rows in launched.last_rows.items():
-            request.last_rows = rows
-        for request, logprobs in launched.prompt_logprobs.items():
-            request.add_prompt_logprobs(logprobs)
-
     def _read(self, step: StepResult | None) -> list[RequestTokens]:
         """Reads a step and gives its requests their tokens."""
         if step is None:
             return []
-        with record_function("read tokens"), self._failing(step.indices):
-            sampled = step.read()
-        read = []
-        for one in sampled:
-            request, count = one.request, len(step.indices[one.request])
-            if not request.placeholders:
-                continue  # preempted meanwhile: these tokens are computed again
-            del request.placeholders[:count]
-            if one.draft_result is not None:
-                request.num_unverified -= count - 1
-            if request.finish_reason is None:
-                read.append(self._take(one))
-        return read
+        with record_function("read tokens"), self._failing(step.samples):
+            read = step.read()
+        taken = [self._take(sampled) for sampled in self.scheduler.decoding.take(read)]
+        return [one for one in taken if one.tokens or one.request.finish_reason is not None]
 
     def _take(self, sampled: RequestTokens) -> RequestTokens:
-        """Gives a request its new tokens, up to the one that ends it, and returns these."""
+        """Gives a request its new tokens, up to the one that ends it, and returns what its caller is to have now."""
         request, result = sampled.request, sampled.draft_result
         if result is not None and result.offered:
-            request.draft_stats.append((result.offered, result.accepted))
+            request.draft_stats.append(result)
         if sampled.tokens[0].error is None:
             self.cache_turns.succeeded(request)
-        for number, token in enumerate(sampled.tokens):
-            self.num_generated_tokens += token.error is None
+        new = sampled.tokens
+        for number, token in enumerate(new, 1):
+            self._num_taken += token.error is None
             ending = request.append(token, self.config.eos_token_ids)
             if ending is not None:
                 self.finish(request, *ending)
-                return sampled._replace(tokens=sampled.tokens[: number + 1])
-        if result is not None:
-            self.scheduler.accept_drafts(request, result.drafts)
-        return sampled
+                new = new[:number]
+                break
+        return sampled._replace(tokens=request.undelivered(new))
 
     def finish(
         self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None
@@ -234,12 +230,12 @@ class Engine:
             self.scheduler.finish(request)
 
     @contextmanager
-    def _failing(self, requests: Iterable[Request]) -> Iterator[None]:
-        """Runs a part of a step; an error in it ends these requests."""
+    def _failing(self, step: Step | Samples) -> Iterator[None]:
+        """Runs a part of a step; an error in it ends its requests."""
         try:
             yield
         except BaseException as error:
-            for request in requests:
+            for request in self.scheduler.requests_of(step):
                 if request.finish_reason is None:
                     request.exception = error
                     self.finish(request, "error", f"{type(error).__name__}: {error}")

@@ -53,15 +53,16 @@ def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
         try:
             engine.scheduler.add(request)
             while not request.prefilled:
-                (chunk,) = engine.scheduler.schedule()
+                step = engine.scheduler.schedule()
+                (chunk,) = step.chunks
                 with engine.cache_turns.moving([chunk]):
                     if run.job == "prompt_logits":
                         engine.runner.all_logits(chunk, logits, block)
-                    elif (last := engine.runner.last_logits([chunk])) is not None:
+                    elif (last := engine.runner.last_logits(chunk)) is not None:
                         logits = last
                 for hook in engine.after_launch:
                     hook([chunk])
-                engine.scheduler.computed([chunk])
+                engine.scheduler.launched(step)
                 bar.update(chunk.length)
                 yield
         finally:

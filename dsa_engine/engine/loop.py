@@ -31,7 +31,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import Run, run_job
 from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.result import RequestTokens
+from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.spmd import SpmdCalls
 from dsa_engine.parallel.message_channel import MessageChannel
 
@@ -179,7 +179,9 @@ class EngineLoop:
 
     def _begin(self, add: Add) -> None:
         request = self._requests[add.id] = self.engine.queue(add)
-        if (receiver := self.calls.receiver(add.id)) is not None:
+        receiver = self.calls.receiver(add.id)
+        request.delivery = "nothing" if receiver is None else receiver.delivery
+        if receiver is not None:
             receiver.request = request
 
     def _step(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
@@ -44,9 +44,12 @@ class Receiver(ABC):
 
     Attributes:
         mailbox: the caller's.
+        delivery: what it takes before the end, see ``Request.delivery``.
         request: the engine's request; None until the loop has begun it.
         ending: how the request ended; None while it runs.
     """
+
+    delivery: Literal["tokens", "end"] = "tokens"
 
     def __init__(self, add: Add, mailbox: Mailbox):
         self.add = add
@@ -95,6 +98,8 @@ class Reply(Receiver):
         self._first_token_time: float | None = None
         self._last_token_time: float | None = None
         params = add.params
+        if stream_interval is None and not params.stop_strings and params.logprobs is None:
+            self.delivery = "end"
         self._text: TextStream | None = None
         if tokenizer and params.detokenize:
             how = (params.include_stop_str_in_output, params.skip_special_tokens)

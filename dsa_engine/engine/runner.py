@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.engine.requests.decoding import NEEDS_HOST, DecodeStep
 from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.sampling.sampler import Sampler, StepResult
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -16,7 +18,7 @@ from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
-from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.plan import StepPlan, bucket_of
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -27,7 +29,6 @@ class ModelRunner:
     """Runs one rank's model. Every rank calls the same methods with the same chunks.
 
     Args:
-        seed: the engine's, for requests that have no seed.
         micro_batches: which steps are cut in two; None: none.
         relaxed: replaces sampled tokens by likely drafts; None accepts drafts strictly.
 
@@ -42,7 +43,6 @@ class ModelRunner:
         self,
         model: Model,
         cache: KVCache,
-        seed: int,
         graphs: DecodeGraphs | None = None,
         relaxed: RelaxedAcceptance | None = None,
         micro_batches: MicroBatches | None = None,
@@ -51,36 +51,44 @@ class ModelRunner:
         self._cache = cache
         self._config = model.config
         self._mesh = model.runtime.mesh
-        self._sampler = Sampler(self._config, self._mesh, seed, relaxed)
+        self._sampler = Sampler(self._config, self._mesh, relaxed)
         self._relaxed = relaxed is not None
         self.graphs = graphs
         self._micro_batches = micro_batches
         self.num_drafts = 0
         self.hooks: list[Callable[[StepPlan], None]] = []
-        self.drafter = Drafter(model, cache, self.hooks, seed) if model.mtp else None
+        self.drafter = Drafter(model, cache, self.hooks) if model.mtp else None
 
     @property
     def dtype(self) -> torch.dtype:
         """dtype of activations."""
         return self._model.runtime.dtype
 
-    def plan(self, chunks: list[Chunk]) -> StepPlan:
-        """Divides the chunks of the next step over the ranks; pads the step if a graph runs it."""
-        step = StepPlan.of(chunks, self._mesh.rank, self._mesh.world_size, self._config, 1 + self.num_drafts)
-        if self.graphs is not None and self._is_static(step) and self._fits_graph(step):
-            step = self.graphs.pad(step, self.num_drafts)
+    def plan(self, step: Step) -> StepPlan:
+        """Divides the next step over the ranks; pads it if a graph runs it."""
+        rank, world, config = self._mesh.rank, self._mesh.world_size, self._config
+        if step.decode is None:
+            plan = StepPlan.of(step.chunks, rank, world, config, 1 + self.num_drafts)
+            if self.graphs is not None and not self.num_drafts and self._is_static(plan):
+                plan = plan.padded(config, self.graphs.contexts)
+        else:
+            padded, bucket = (
+                self.graphs is not None and self._mesh.static_decode and self._fits_graph(step.decode),
+                None,
+            )
+            if padded and self.graphs is not None:
+                bucket = bucket_of(step.decode, self.graphs.contexts, self.num_drafts)
+            plan = StepPlan.of_decode(step.decode, rank, world, config, bucket)
         if self._micro_batches is not None:
-            step = self._micro_batches.cut(step, chunks, self._config)
+            plan = self._micro_batches.cut(plan, config)
         for hook in self.hooks:
-            hook(step)
-        return step
+            hook(plan)
+        return plan
 
-    def _fits_graph(self, step: StepPlan) -> bool:
+    def _fits_graph(self, step: DecodeStep) -> bool:
         """Whether a graph can run a step of static shapes. With drafts the graph contains the sampling too, so a step
         whose sampling needs the host runs eagerly."""
-        if self.num_drafts == 0:
-            return True
-        return not self._relaxed and self.drafter is not None and self.drafter.graph.fits(step, self.num_drafts)
+        return self.num_drafts == 0 or not (self._relaxed or step.asks & NEEDS_HOST)
 
     def runs_ahead(self, plan: StepPlan, before: StepResult) -> bool:
         """Whether this step can be launched without waiting for the device.
@@ -94,7 +102,7 @@ class ModelRunner:
             return self.num_drafts == 0
         if self.num_drafts == 0:
             return self.graphs.ready(plan.bucket)
-        if plan.bucket is None or self.drafter is None or before.outcome is None:
+        if plan.bucket is None or plan.decode is None or self.drafter is None or not before.follows:
             return False
         return self.graphs.ready(self.drafter.graph.key(plan, self.drafter.rule))
 
@@ -124,18 +132,18 @@ class ModelRunner:
         return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts)
 
     @torch.inference_mode()
-    def last_logits(self, chunks: list[Chunk]) -> torch.Tensor | None:
-        """Computes the chunks of one request; returns float32 logits ``[vocab]`` after its last token, on every rank.
+    def last_logits(self, chunk: Chunk) -> torch.Tensor | None:
+        """Computes a chunk of one request; returns float32 logits ``[vocab]`` after its last token, on every rank.
 
-        Returns None if the chunks do not reach the last token.
+        Returns None if the chunk does not reach the last token.
         """
-        plan = self.plan(chunks)
+        plan = self.plan(Step([chunk]))
         _, hidden = self.forward(plan)
         logits = self.sampled_logits(plan, hidden)
-        if not plan.samples:
+        if plan.samples.most == 0:
             return None
         mine = logits[:1] if logits.shape[0] else logits.new_zeros(1, self._config.vocab_size)
-        return self._mesh.world.all_gather(mine)[plan.samples[0].rank]
+        return self._mesh.world.all_gather(mine)[int(plan.samples.ranks[0])]
 
     @torch.inference_mode()
     def all_logits(self, chunk: Chunk, into: torch.Tensor, block: int) -> None:
@@ -144,12 +152,12 @@ class ModelRunner:
 
         About ``block`` rows of all ranks together are gathered and multiplied by the LM head at a time.
         """
-        plan = self.plan([replace(chunk, num_logits=chunk.length)])
+        plan = self.plan(Step([replace(chunk, num_logits=chunk.length)]))
         _, hidden = self.forward(plan)
         rows = upload(plan.own.rows_with_logits, hidden.device)
         plans = map(plan.of_rank, range(len(plan.rows)))
         positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plans]
-        longest = max(plan.num_logits)
+        longest = plan.samples.most
         step = max(1, min(longest, block // len(positions)))  # no more padding than the ranks' plans differ by
         for first in range(0, longest, step):
             mine = hidden[rows[first : first + step]]
@@ -168,7 +176,7 @@ class ModelRunner:
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[logits_rows of this rank, vocab]``."""
-        padded_rows = max(plan.num_logits[rank] for rank in self._mesh.tp.ranks)
+        padded_rows = plan.samples.rows_of(self._mesh.tp.ranks)
         if padded_rows == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         rows = upload(plan.own.rows_with_logits, hidden.device)

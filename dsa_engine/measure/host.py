@@ -184,7 +184,10 @@ class HostWorld:
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
         for wave in self.lengths():
             wanted = self.engine.num_prefilled_tokens + sum(wave)
-            self.running += [self.engine.add(self.prompt(length), params) for length in wave]
+            new = [self.engine.add(self.prompt(length), params) for length in wave]
+            for request in new:
+                request.delivery = "nothing"  # no caller waits on this rank
+            self.running += new
             while self.engine.num_prefilled_tokens < wanted:
                 self.engine.step()
 
@@ -205,6 +208,7 @@ class HostWorld:
         begun = time.thread_time()
         self.engine.finish(self.running.pop(0), "abort")
         self.running.append(self.engine.queue(add))
+        self.running[-1].delivery = "nothing"
         return time.thread_time() - begun
 
     def calls(self, steps: int, before: Callable[[], object] = float) -> float:

@@ -27,9 +27,9 @@ def add_filled(engine: Engine, length: int, params: SamplingParams) -> Request:
     """
     (add,) = new_requests([0] * length, params, None, engine.limits)
     add.id = next(engine.ids)
-    request = Request(add.id, add.prompt_ids, add.params)
-    engine.scheduler.admit_prefilled(request)
+    request = engine.make_request(add)
     request.output.append(0)  # the token that a prefill would have sampled
+    engine.scheduler.admit_prefilled(request)
     engine.cache.fill_random(request.pages, engine.options.seed + request.id)
     return request
 

@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from dsa_engine.kernels.runtime.integers import next_power_of_2
@@ -36,17 +37,17 @@ class BlockTables:
         self._on_device = upload(self.host, device)  # on a CPU the same tensor
         # For every list of pages that has a row, by its id: the row, the list itself (its id is not reused while it is
         # referenced), and the number of its pages in the row. The last used list is the last entry.
-        self._known: dict[int, tuple[int, list[int], int]] = {}
+        self._known: dict[int, tuple[int, Sequence[int], int]] = {}
         self._clock = itertools.count(1)
         self._stamps: dict[int, int] = {}  # for each row, the time of its last change
         # For every tensor that was given to gather, by its id: the rows that it holds, and their stamps.
         self._gathered: dict[int, tuple[weakref.ref[torch.Tensor], list[tuple[int, int]]]] = {}
 
-    def rows(self, requests: Sequence[list[int]]) -> list[int]:
+    def rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
         """The row of each request's pages, up to date on the device for work that is launched from now on.
 
         Args:
-            requests: the page numbers of each, in order of position; always the same list object, which only grows.
+            requests: the page numbers of each, in order of position; always the same object, which only grows.
         """
         try:
             return self._updated_rows(requests)
@@ -55,7 +56,7 @@ class BlockTables:
             self._gathered.clear()
             raise
 
-    def _updated_rows(self, requests: Sequence[list[int]]) -> list[int]:
+    def _updated_rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
         # Twice as many rows as one step needs: requests that take turns keep their rows.
         self._make_room(2 * len(requests), max(map(len, requests), default=0))
         for pages in requests:  # so that none of them loses its row to another one
@@ -65,7 +66,7 @@ class BlockTables:
         for pages in requests:
             row, known_pages = self._row(pages)
             if known_pages < len(pages):
-                new = torch.tensor(pages[known_pages:], dtype=torch.int32)
+                new = torch.from_numpy(np.array(pages[known_pages:], np.int32))
                 self.host[row, known_pages : len(pages)] = new
                 self._stamps[row] = next(self._clock)
                 cells.append(torch.arange(known_pages, len(pages)) + row * self.host.shape[1])
@@ -98,7 +99,7 @@ class BlockTables:
             self._gathered[id(out)] = weakref.ref(out), held
         return tables
 
-    def _row(self, pages: list[int]) -> tuple[int, int]:
+    def _row(self, pages: Sequence[int]) -> tuple[int, int]:
         """The row of a list, and the number of its pages in it. If no row is free, a new list takes the one that has
         been unused the longest."""
         if id(pages) in self._known:

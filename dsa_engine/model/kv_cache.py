@@ -6,7 +6,7 @@ A page has the same number in both pools and in all layers, so one block table s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -107,7 +107,7 @@ class KVCache:
         word = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if step % kind.itemsize == 0)
         return [[pool.flatten(1).view(word) for pool in layer] for layer in pools]
 
-    def fill_random(self, pages: list[int], seed: int) -> None:
+    def fill_random(self, pages: Sequence[int], seed: int) -> None:
         """Writes standard normal rows to ``pages``, for measuring: they cost as much as computed rows."""
         device = self.latent[0].device
         numbers = torch.tensor(pages, dtype=torch.int64, device=device)

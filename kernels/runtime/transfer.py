@@ -23,20 +23,26 @@ def upload(values: torch.Tensor, device: torch.device | str, out: torch.Tensor |
     return values.to(device, non_blocking=True) if out is None else out.copy_(values, non_blocking=True)
 
 
-def download(values: torch.Tensor) -> Callable[[], list[Any]]:
+def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Starts to bring ``values`` to the host.
 
     Returns:
-        a function that waits for them, but for nothing later, and returns them as nested lists.
+        a function that waits for them, but for nothing later, and returns them as a CPU tensor.
     """
     if values.device.type != "cuda":
-        return values.tolist
+        return lambda: values
     copy = values.to("cpu", non_blocking=True)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(values.device))
 
-    def read() -> list[Any]:
+    def read() -> torch.Tensor:
         done.synchronize()
-        return copy.tolist()
+        return copy
 
     return read
+
+
+def download(values: torch.Tensor) -> Callable[[], list[Any]]:
+    """Like :func:`to_host`; the values come as nested lists."""
+    read = to_host(values)
+    return lambda: read().tolist()

@@ -54,12 +54,12 @@ def prefill(device: FakeDevice, engine: Engine, length: int) -> int:
     """Runs the last step of a prefill; returns the maximum number of bytes that it added."""
     request = engine.add([5] * length, GREEDY)
     while not request.prefilled:
-        chunks = engine.scheduler.schedule()
-        plan = engine.runner.plan(chunks)
+        step = engine.scheduler.schedule()
+        plan = engine.runner.plan(step)
         before = device.live
         with device.watched():
             engine.runner.launch(plan)
-        engine.scheduler.computed(chunks)
+        engine.scheduler.launched(step)
     engine.finish(request, "abort")
     return device.peak - before
 
@@ -215,7 +215,7 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
         for ahead in (1, 2, 3):
             with device.watched():
                 engine.step()
-            assert device.waits == ["event in graph_step.py:<lambda>"] and device.count("graph") == 1
+            assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
             assert engine.launched_ahead == ahead
         seen = captured, len(device.launches)
     print(world, how, seen)
@@ -263,5 +263,5 @@ def test_micro_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
         for ahead in (1, 2):
             with device.watched():
                 engine.step()
-            assert device.waits == ["event in graph_step.py:<lambda>"] and device.count("graph") == 1
+            assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
             assert engine.launched_ahead == ahead and len(device.launches) <= WITH_DRAFTS[8, "greedy"][1]

@@ -66,9 +66,9 @@ def test_requests_of_all_threads_share_steps(llm: LLM, monkeypatch: pytest.Monke
     sizes: list[int] = []
     plan = llm.engine.runner.plan
 
-    def counted(chunks: list[Any]) -> Any:
-        sizes.append(len(chunks))
-        return plan(chunks)
+    def counted(step: Any) -> Any:
+        sizes.append(len(step.chunks))
+        return plan(step)
 
     monkeypatch.setattr(llm.engine.runner, "plan", counted)
     run_threads(lambda n: llm.generate([[5 + n, 6]], SamplingParams(max_tokens=40, ignore_eos=True)))

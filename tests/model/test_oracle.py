@@ -161,9 +161,9 @@ def forced_decode(
     seen: list[dict[int, torch.Tensor]] = [{} for _ in requests]
 
     def forced(
-        logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
+        logits: torch.Tensor, params: list[SamplingParams], keys: list[int], positions: list[int]
     ) -> torch.Tensor:
-        assert [p.seed for p in params] == seeds
+        seeds = [p.seed for p in params]
         for row, seed, position in zip(logits, seeds, positions, strict=True):
             seen[seed][position - 1] = row.clone()
         known = [requests[seed][0] for seed in seeds]

@@ -21,7 +21,9 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.new_request import Add
-from dsa_engine.engine.requests.request import Chunk, Ending, Request, SampledToken
+from dsa_engine.engine.requests.request import Ending, Request, SampledToken
+from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.sampling_params import SamplingParams
 
@@ -58,21 +60,19 @@ class Steps:
     def __init__(self, rows: Rows):
         self._rows, self.num_drafts = rows, 0
 
-    def plan(self, chunks: list[Chunk]) -> Any:
-        return SimpleNamespace(chunks=chunks, bucket=None)
+    def plan(self, step: Step) -> Any:
+        return SimpleNamespace(chunks=step.chunks, bucket=None)
 
     def runs_ahead(self, plan: Any, before: StepResult) -> bool:
         return bool(plan.chunks)
 
     def launch(self, plan: Any, before: StepResult | None) -> StepResult:
-        indices, codes = {}, list[int]()
+        requests = [chunk.request for chunk in plan.chunks if chunk.num_logits]
         for chunk in plan.chunks:
             self._rows.check(chunk.request, chunk.start)
             self._rows.write(chunk.request, chunk.start, chunk.end)
-            if chunk.num_logits:
-                indices[chunk.request] = range(len(codes), len(codes) + 1)
-                codes.append(token(chunk.request.id, chunk.request.num_output_tokens))
-        return StepResult(indices, torch.tensor(codes), lambda: codes, None)
+        codes = torch.tensor([token(one.id, one.num_output_tokens) for one in requests], dtype=torch.int64)
+        return StepResult(Samples.of(requests, [0] * len(codes), [1] * len(codes), 1), codes, lambda: codes)
 
 
 class Link:
@@ -122,13 +122,14 @@ class Side:
         capacity = Capacity(1, 1, pages, SIZE)
         limits = {"rank": 0, "max_num_seqs": 6, "max_num_batched_tokens": 4, "max_prefill_share": 1.0}
         engine.scheduler = (PrefillScheduler if prefills else DecodeScheduler)(capacity, **limits)
+        engine.options = SimpleNamespace(seed=0)
         engine.cache = SimpleNamespace(page_size=SIZE, pages=pages)
         engine.cache_turns = CacheTurns(engine.scheduler, engine.mesh, sender=transport.get("sender"))
         engine.runner, engine.config = Steps(rows), SimpleNamespace(eos_token_ids={EOS})
         engine.async_scheduling, engine._in_flight = not prefills, None
         engine.recorder = engine.rebalancing = None
         engine.after_launch = ()
-        engine.num_prefilled_tokens = engine.num_generated_tokens = engine.launched_ahead = 0
+        engine.num_prefilled_tokens = engine._num_taken = engine.launched_ahead = 0
         side: Any = SimpleNamespace(
             prefills=prefills, sender=transport.get("sender"), receiver=transport.get("receiver")
         )

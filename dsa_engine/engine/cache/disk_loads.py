@@ -79,7 +79,7 @@ class DiskLoads:
         if request.searched_disk:
             return any(search.request is request for search in self._searches)
         request.searched_disk = True
-        first = self.ledger.known(usable, ranks)
+        (first,) = self.ledger.known(usable, [ranks])
         if first == len(usable):
             return False
         search = _Search(request, ranks, list(usable[first:]), first, len(usable) - first)

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 
 _MEDIUM = "GPU"
@@ -86,12 +85,13 @@ class KVEvents:
 
     Args:
         given: the option ``kv_events_config``.
+        page_size: tokens of a page, which is a block of the events.
 
     Raises:
         ValueError: it is not possible, or ZMQ refuses the endpoint.
     """
 
-    def __init__(self, given: dict[str, Any]):
+    def __init__(self, given: dict[str, Any], page_size: int):
         try:
             config = msgspec.convert(given, KVEventsConfig)
         except msgspec.ValidationError as error:
@@ -101,10 +101,11 @@ class KVEvents:
             ) from None
         if config.publisher != "zmq":
             raise ValueError(f"kv_events_config: publisher must be zmq, not {config.publisher!r}")
+        self._block_size = page_size
         self._topic, self._number = config.topic.encode(), 0
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         self._stored: set[bytes] = set()  # blocks that subscribers know of
-        self._dropped: dict[bytes, None] = {}  # blocks that a rank has lost since the last step
+        self._dropped: dict[bytes, None] = {}  # blocks that the last rank has lost since the last step
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.set_hwm(config.hwm)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -115,17 +116,14 @@ class KVEvents:
             self._socket.close()
             raise ValueError(f"kv_events_config: endpoint {config.endpoint!r}: {error}") from None
 
-    def follow(self, ledger: PageLedger, page_size: int) -> None:
-        """Learns from now on which pages the ranks lose."""
-        self._pools, self._block_size = ledger.pools, page_size
-        for pool in self._pools:
-            pool.dropped = pool.host.dropped = self._drop
-
-    def _drop(self, digest: bytes) -> None:
+    def forgotten(self, digest: bytes) -> None:
+        """No rank has this page any more."""
         self._dropped[digest] = None
 
     def stored(self, request: Request, digests: Sequence[bytes], first: int) -> None:
         """Pages of a request from page ``first`` on are named; ``digests`` are those of all its pages, to the last."""
+        for digest in digests[first:]:
+            self._dropped.pop(digest, None)  # it is back
         while first < len(digests) and digests[first] in self._stored:
             first += 1
         if first == len(digests):
@@ -147,7 +145,7 @@ class KVEvents:
 
     def publish(self) -> None:
         """Sends the events since the last call, if there are any."""
-        gone = [one for one in self._dropped if one in self._stored and not any(one in pool for pool in self._pools)]
+        gone = [one for one in self._dropped if one in self._stored]
         self._dropped.clear()
         if gone:
             self._stored.difference_update(gone)

@@ -9,12 +9,13 @@ number of them is limited, as their buffers are.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from dsa_engine.engine.cache.moves import PageMoves
-from dsa_engine.engine.cache.pool import PagePool
+from dsa_engine.engine.cache.pool import PageIndex, PagePool
 from dsa_engine.engine.requests.request import Chunk, Fetch, Request
 
 
@@ -23,21 +24,32 @@ class PageLedger:
 
     Args:
         pages: pages of the cache, the same on every rank.
-        slots: pages in host memory behind it, the same on every rank.
+        slots: pages in host memory, the same on every rank.
         max_fetched: maximum number of pages that a rank sends, and of pages that it receives, in a step.
+        forgotten: called with the digest of a page that no rank has any more.
 
     Attributes:
         pools: the pages of every rank.
+        index: the ranks that have each page.
         fetched_pages: number of pages that ranks have sent to others so far.
     """
 
-    def __init__(self, rank: int, world_size: int, pages: int, slots: int = 0, max_fetched: int = 1):
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        pages: int,
+        slots: int = 0,
+        max_fetched: int = 1,
+        forgotten: Callable[[bytes], None] | None = None,
+    ):
         self.pages, self.slots = pages, slots
         self._rank = rank
         self.max_fetched = max_fetched
-        self.pools = [PagePool(pages, slots) for _ in range(world_size)]
+        self.index = PageIndex(forgotten)
+        self.pools = [PagePool(pages, slots, self.index, number) for number in range(world_size)]
         self.fetched_pages = 0
-        self._held: list[dict[Request, list[int]]] = [{} for _ in range(world_size)]
+        self._held: dict[Request, dict[int, array[int]]] = {}  # by request and rank
         self._fetches: dict[Request, deque[Fetch]] = {}  # by request whose rows are not all there
 
     @property
@@ -52,26 +64,44 @@ class PageLedger:
 
     def held(self, request: Request, rank: int) -> int:
         """Number of pages that a request holds on a rank."""
-        return len(self._held[rank].get(request, ()))
+        return len(self._held.get(request, {}).get(rank, ()))
 
     def holders(self, rank: int) -> list[Request]:
         """Requests that hold pages on a rank."""
-        return list(self._held[rank])
+        return [request for request, held in self._held.items() if rank in held]
 
     def take(self, request: Request, rank: int, count: int) -> None:
-        """Gives a request ``count`` more pages on a rank; the caller has checked that so many are free."""
-        pool = self.pools[rank]
-        if count > pool.free:
-            raise RuntimeError(f"{count} pages asked for on rank {rank}, {pool.free} are free")
-        self._give(request, rank, pool.take(count))
+        """Gives a request ``count`` more pages on a rank.
 
-    def known(self, digests: Sequence[bytes], ranks: Iterable[int]) -> int:
-        """Number of digests, from the first on, whose pages are on any of these ranks."""
-        pools = [self.pools[rank] for rank in ranks]
-        for number, digest in enumerate(digests):
-            if not any(digest in pool for pool in pools):
-                return number
-        return len(digests)
+        Raises:
+            RuntimeError: so many are not free.
+        """
+        self._give(request, rank, self.pools[rank].take(count))
+
+    def give(self, request: Request, pages: int) -> bool:
+        """Gives a request that decodes more pages on its owner, if so many are free."""
+        owner = request.owner
+        pool, held = self.pools[owner], self._held[request][owner]
+        if pages == 1 and pool.unused:  # as a rule
+            held.append(pool.unused.pop())
+            return True
+        if pool.free < pages:
+            return False
+        held.extend(pool.take(pages))
+        return True
+
+    def known(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
+        """For each group of ranks, the number of digests, from the first on, whose pages any of the ranks has."""
+        counts, ranks_of = [len(digests)] * len(groups), self.index.ranks
+        having = {number: sum(1 << rank for rank in ranks) for number, ranks in enumerate(groups)}
+        for count, digest in enumerate(digests):
+            ranks = ranks_of.get(digest, 0)
+            for number in [number for number, group in having.items() if not group & ranks]:
+                counts[number] = count
+                del having[number]
+            if not having:
+                break
+        return counts
 
     def fits(self, digests: Sequence[bytes], rank: int, pages: int, room: int) -> bool:
         """Whether a request of ``pages`` pages, which begins with those of ``digests``, takes at most ``room`` free
@@ -130,8 +160,9 @@ class PageLedger:
         self.fetched_pages += len(fetches)
         for fetch in fetches:
             waiting.popleft()
-            page = self._held[fetch.rank][request][fetch.number]
+            page = self._held[request][fetch.rank][fetch.number]
             self.pools[fetch.rank].name([page], [fetch.digest])
+            self.index.add(fetch.digest, 1 << fetch.rank)
         if not waiting:
             del self._fetches[request]
 
@@ -141,49 +172,56 @@ class PageLedger:
         for pool in self.pools:
             pool.copies = []  # the other ranks make their own
         own = [chunk for chunk in chunks if chunk.fetches and self._rank in chunk.ranks]
-        size, held = len(own[0].ranks) if own else 0, self._held[self._rank]
+        size = len(own[0].ranks) if own else 0
         moves = PageMoves(copies, [[] for _ in range(size)], [[] for _ in range(size)], bool(own))
         for chunk in own:
-            first = chunk.ranks[0]
+            first, pages = chunk.ranks[0], self._held[chunk.request][self._rank]
             for fetch in chunk.fetches:
                 if fetch.source == self._rank:
-                    moves.sends[fetch.rank - first].append(held[chunk.request][fetch.number])
+                    moves.sends[fetch.rank - first].append(pages[fetch.number])
                 if fetch.rank == self._rank:
-                    moves.receives[fetch.source - first].append(held[chunk.request][fetch.number])
+                    moves.receives[fetch.source - first].append(pages[fetch.number])
         return moves
 
     def name(self, request: Request, digests: Sequence[bytes], first: int) -> None:
         """Records the digests of a request's complete pages from page ``first`` on, on every rank that holds them."""
-        last = first + len(digests)
-        for pool, held in zip(self.pools, self._held, strict=True):
-            if pages := held.get(request):
-                pool.name(pages[first:last], digests)
+        last, ranks = first + len(digests), 0
+        for rank, pages in self._held.get(request, {}).items():
+            self.pools[rank].name(pages[first:last], digests)
+            ranks |= 1 << rank
+        ranks_of = self.index.ranks
+        for digest in digests if ranks else ():
+            ranks_of[digest] = ranks_of.get(digest, 0) | ranks
 
-    def release(self, request: Request, rank: int) -> None:
-        """Takes back all pages of a request on a rank, if it holds any."""
-        self.pools[rank].release(self._held[rank].pop(request, []))
-        if rank == self._rank:
-            request.pages = []
-
-    def release_all(self, request: Request, *, forget_from: int | None = None) -> None:
-        """Takes back all pages of a request on all ranks.
+    def release(self, request: Request, ranks: Iterable[int] | None = None, forget_from: int | None = None) -> None:
+        """Takes back all pages of a request.
 
         Args:
+            ranks: on these ranks only; default: on all ranks, and it waits for no fetches any more.
             forget_from: forgets the digests of its pages from this one on, as their rows may be wrong.
         """
-        self._fetches.pop(request, None)
-        for rank, pool in enumerate(self.pools):
+        held = self._held.get(request, {})
+        for rank in list(held) if ranks is None else ranks:
+            pages = held.pop(rank)
             if forget_from is not None:
-                pool.forget(self._held[rank].get(request, [])[forget_from:])
-            self.release(request, rank)
+                self.pools[rank].forget(pages[forget_from:])
+            self.pools[rank].release(pages)
+            if rank == self._rank:
+                request.pages = ()
+        if ranks is None:
+            self._held.pop(request, None)
+            self._fetches.pop(request, None)
 
     def evict_all(self) -> None:
         """Frees all cached pages and host memory, and forgets the digests of held pages."""
         for pool in self.pools:
             pool.evict_all()
 
-    def _give(self, request: Request, rank: int, pages: list[int]) -> None:
-        held = self._held[rank].setdefault(request, [])
-        held += pages
+    def _give(self, request: Request, rank: int, pages: array[int]) -> None:
+        of_request = self._held.setdefault(request, {})
+        if rank in of_request:
+            of_request[rank].extend(pages)
+            return
+        of_request[rank] = pages
         if rank == self._rank:
-            request.pages = held  # the same list as long as it holds pages, see BlockTables.rows
+            request.pages = pages  # the same array as long as it holds pages, see BlockTables.rows

@@ -1,17 +1,129 @@
 """Pages of the caches on one rank: free, held by requests, or cached for requests to come.
 
-A full page is known by the digest of its tokens and of all tokens before it (``digests.py``). Requests whose
-prompts begin alike hold the same pages. A page that no request holds keeps its digest and its rows until it is needed.
-With host memory behind the device, its rows are then copied there, and come back when a request begins with them.
+A full page is known by the digest of its tokens and of all tokens before it (``digests.py``). Requests whose prompts
+begin alike hold the same pages. A page that no request holds keeps its digest and its rows until it is needed. With
+host memory for pages, its rows are then copied there, and come back when a request begins with them.
+
+Every rank keeps the pools of all ranks, and a long prompt takes, names and returns thousands of pages in each: so these
+loops make no calls.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from dsa_engine.engine.cache.host_slots import HostSlots
 from dsa_engine.engine.cache.moves import PageCopy
+
+
+@dataclass
+class PageIndex:
+    """The ranks that have each page, on the device or in host memory.
+
+    Args:
+        forgotten: called with the digest of a page that no rank has any more; None: it is not needed.
+
+    Attributes:
+        ranks: by digest, the sum of ``1 << rank`` of the ranks that have the page.
+    """
+
+    forgotten: Callable[[bytes], None] | None = None
+    ranks: dict[bytes, int] = field(default_factory=dict)
+
+    def add(self, digest: bytes, ranks: int) -> None:
+        """Records that these ranks have a page, too."""
+        self.ranks[digest] = self.ranks.get(digest, 0) | ranks
+
+    def lost(self, digest: bytes, rank: int) -> None:
+        """Records that a rank has a page no more."""
+        left = self.ranks.get(digest, 0) & ~(1 << rank)
+        if left:
+            self.ranks[digest] = left
+        elif self.ranks.pop(digest, None) is not None and self.forgotten is not None:
+            self.forgotten(digest)
+
+
+class HostSlots:
+    """Copies of pages in one rank's host memory, known by the digests of the pages, and replaced in the order of their
+    last use.
+
+    Args:
+        index: learns which pages the rank has.
+        lost: called with the digest of a copy that is replaced.
+    """
+
+    def __init__(self, slots: int, index: PageIndex, rank: int, lost: Callable[[bytes], None]):
+        self._free = list(range(slots - 1, -1, -1))
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._index, self._rank, self._lost = index, rank, lost
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._slot_of
+
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+        """Digests and slots."""
+        return iter(self._slot_of.items())
+
+    @property
+    def held(self) -> int:
+        """Number of slots with a copy."""
+        return len(self._slot_of)
+
+    def use(self, digest: bytes) -> int:
+        """The slot of a page that is here, which becomes the most recently used one."""
+        self._slot_of.move_to_end(digest)
+        return self._slot_of[digest]
+
+    def put(self, digest: bytes, locked: Container[bytes] = ()) -> int | None:
+        """Makes room for a copy of a page.
+
+        Args:
+            locked: digests of copies that must stay.
+
+        Returns:
+            the slot to copy to; None if the page is here already, or no slot can be replaced.
+        """
+        if digest in self._slot_of:
+            self.use(digest)
+            return None
+        slots = self.reserve(1, locked)
+        if not slots:
+            return None
+        self._slot_of[digest] = slots[0]
+        return slots[0]
+
+    def reserve(self, count: int, locked: Container[bytes] = ()) -> list[int]:
+        """Takes up to ``count`` slots, which hold nothing until :meth:`name` or :meth:`give_back`."""
+        slots: list[int] = []
+        while len(slots) < count:
+            if self._free:
+                slots.append(self._free.pop())
+                continue
+            oldest = next((digest for digest in self._slot_of if digest not in locked), None)
+            if oldest is None:
+                break
+            slots.append(self._slot_of.pop(oldest))
+            self._lost(oldest)
+        return slots
+
+    def name(self, slot: int, digest: bytes) -> None:
+        """Records the copy that a reserved slot holds now."""
+        if digest in self._slot_of:
+            self._free.append(slot)
+        else:
+            self._slot_of[digest] = slot
+            self._index.add(digest, 1 << self._rank)
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Frees reserved slots."""
+        self._free += slots
+
+    def clear(self) -> None:
+        """Forgets all copies; reserved slots stay reserved."""
+        self._free += self._slot_of.values()
+        self._slot_of.clear()
 
 
 class PagePool:
@@ -20,22 +132,25 @@ class PagePool:
     Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted in
     the order of their last use.
 
+    Args:
+        slots: pages in host memory.
+        index: learns which pages the rank loses; what it gains is recorded by the caller, for all ranks of a group.
+
     Attributes:
+        unused: pages that hold nothing, the next one last.
         host: the pages in host memory.
         copies: copies between both that the next step begins with, in their order.
-        dropped: called with the digest of a page that is no longer on the device; None: it is not needed.
     """
 
-    dropped: Callable[[bytes], None] | None = None
-
-    def __init__(self, pages: int, slots: int = 0):
-        self.host = HostSlots(slots)
+    def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, rank: int = 0):
+        self._index, self._rank = index or PageIndex(), rank
+        self.host = HostSlots(slots, self._index, rank, self._lost)
         self.copies: list[PageCopy] = []
-        self._free = list(range(pages - 1, -1, -1))
-        self._holders: dict[int, int] = {}  # number of requests that hold a page
+        self.unused = array("i", range(pages - 1, -1, -1))
+        self._shared: dict[int, int] = {}  # number of further requests that hold a page
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # pages with a digest and without a holder, oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # pages with a digest that no request holds, oldest first
 
     def __contains__(self, digest: bytes) -> bool:
         """Whether the page with this digest is here, on the device or in host memory."""
@@ -44,95 +159,117 @@ class PagePool:
     @property
     def free(self) -> int:
         """Number of pages that :meth:`take` can hand out: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self.unused) + len(self._cached)
 
     @property
     def cached(self) -> int:
         """Number of pages that no request holds, with rows that may be used again."""
         return len(self._cached)
 
-    def take(self, count: int, locked: frozenset[bytes] = frozenset()) -> list[int]:
-        """Hands out ``count`` pages; the caller has checked that so many are free. What they held is copied to host
-        memory, if there is any.
+    def take(self, count: int, locked: frozenset[bytes] = frozenset()) -> array[int]:
+        """Hands out ``count`` pages. What they held is copied to host memory, if there is any.
 
         Args:
             locked: digests of copies in host memory that must stay.
+
+        Raises:
+            RuntimeError: so many are not free.
         """
+        unused = self.unused
+        if count <= len(unused):
+            pages = unused[len(unused) - count :][::-1]
+            del unused[len(unused) - count :]
+            return pages
         if count > self.free:
             raise RuntimeError(f"{count} pages asked for, {self.free} are free")
-        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        pages = unused[::-1]
+        del unused[:]
         while len(pages) < count:
             page, _ = self._cached.popitem(last=False)
             digest = self._digest_of.pop(page)
             del self._page_of[digest]
-            if self.dropped is not None:
-                self.dropped(digest)
             if (slot := self.host.put(digest, locked)) is not None:
                 self.copies.append(PageCopy(True, page, slot))
+            self._lost(digest)
             pages.append(page)
-        self._holders |= dict.fromkeys(pages, 1)
         return pages
 
     def count_held(self, digests: Iterable[bytes]) -> int:
         """Number of digests whose pages some request holds."""
-        return sum(self._page_of.get(digest) in self._holders for digest in digests)
+        pages = [self._page_of.get(digest) for digest in digests]
+        return sum(page is not None and page not in self._cached for page in pages)
 
-    def begin(self, digests: Sequence[bytes], count: int) -> tuple[list[int], list[int]]:
+    def begin(self, digests: Sequence[bytes], count: int) -> tuple[array[int], list[int]]:
         """Hands out a request's first pages; the caller has checked that enough are free.
 
         Args:
-            digests: of its first pages, as far as they are known.
+            digests: of its first pages, if they are known.
             count: number of its pages, these and further ones.
 
         Returns:
             the pages, and the indices of those among ``digests`` whose rows are not here.
         """
+        if not digests:
+            return self.take(count), []
         known = [self._page_of.get(digest) for digest in digests]
         for page in known:
-            if page is not None:  # held before any page is taken, so that none of them is evicted
-                self._cached.pop(page, None)
-                self._holders[page] = self._holders.get(page, 0) + 1
+            if page is None:
+                continue
+            if page in self._cached:  # held before any page is taken, so that none of them is evicted
+                del self._cached[page]
+            else:
+                self._shared[page] = self._shared.get(page, 0) + 1
         absent = [index for index, page in enumerate(known) if page is None]
         in_host = {index for index in absent if digests[index] in self.host}
         locked = frozenset(digests[index] for index in in_host)
         new = iter(self.take(len(absent) + count - len(digests), locked))
-        pages = [next(new) if page is None else page for page in known]
+        pages = array("i", [next(new) if page is None else page for page in known])
         for index in sorted(in_host):
             self.copies.append(PageCopy(False, pages[index], self.host.use(digests[index])))
             self.name(pages[index : index + 1], digests[index : index + 1])
-        return pages + list(new), [index for index in absent if index not in in_host]
+        pages.extend(new)
+        return pages, [index for index in absent if index not in in_host]
 
     def name(self, pages: Iterable[int], digests: Iterable[bytes]) -> None:
         """Records the digests of held pages whose rows are complete. A digest keeps its first page."""
+        page_of, digest_of = self._page_of, self._digest_of
         for page, digest in zip(pages, digests, strict=True):
-            if digest not in self._page_of and page not in self._digest_of:
-                self._page_of[digest] = page
-                self._digest_of[page] = digest
+            if digest not in page_of and page not in digest_of:
+                page_of[digest] = page
+                digest_of[page] = digest
 
     def forget(self, pages: Iterable[int]) -> None:
         """Removes the digests of held pages: their rows may be wrong."""
         for page in pages:
             if (digest := self._digest_of.pop(page, None)) is not None:
                 del self._page_of[digest]
-                if self.dropped is not None:
-                    self.dropped(digest)
+                self._lost(digest)
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes back a request's pages. The last are evicted first: pages are found from the first on."""
+        shared, digest_of, cached, unused = self._shared, self._digest_of, self._cached, self.unused
         for page in reversed(pages):
-            if self._holders[page] > 1:
-                self._holders[page] -= 1
-                continue
-            del self._holders[page]
-            if page in self._digest_of:
-                self._cached[page] = None
+            if page in shared:
+                if shared[page] > 1:
+                    shared[page] -= 1
+                else:
+                    del shared[page]
+            elif page in digest_of:
+                cached[page] = None
             else:
-                self._free.append(page)
+                unused.append(page)
 
     def evict_all(self) -> None:
         """Frees all cached pages and all host memory, and forgets the digests of held pages."""
-        self._free += reversed(self._cached)
+        gone = [*self._page_of, *(digest for digest, _ in self.host)]
+        self.unused.extend(reversed(self._cached))
         self._cached.clear()
         self._page_of.clear()
         self._digest_of.clear()
         self.host.clear()
+        for digest in gone:
+            self._lost(digest)
+
+    def _lost(self, digest: bytes) -> None:
+        if digest not in self:
+            self._index.lost(digest, self._rank)

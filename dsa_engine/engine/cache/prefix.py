@@ -1,8 +1,8 @@
 """The prefix cache: pages that other requests have computed, found by the digests of their tokens.
 
-Pages are named when their rows are complete, during the prefill and afterwards. While a prompt is prefilled, all ranks
-of its context-parallel group hold its pages, later its owner does; the pages of the other ranks stay cached. A request
-uses the pages that any rank of its group has (``ledger.py``).
+Pages are named during the prefill, when their rows are complete, and those of the output when the request ends or is
+preempted. While a prompt is prefilled, all ranks of its context-parallel group hold its pages, later its owner does;
+the pages of the other ranks stay cached. A request uses the pages that any rank of its group has (``ledger.py``).
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class PrefixCache:
         self._enabled = enabled
         self.lookahead, self.least_computed = 0, 1
         self.events = events
-        if events is not None:
-            events.follow(ledger, page_size)
         self.queries, self.hits = 0, 0
 
     def enter(self, request: Request) -> None:
@@ -68,14 +66,14 @@ class PrefixCache:
             tokens = min(tokens, len(request.prompt_logprobs) - 1)
         return self.digests(request)[: max(0, tokens) // self._page_size]
 
-    def waits(self, request: Request, usable: list[bytes], running: Iterable[Request]) -> bool:
+    def waits(self, request: Request, usable: list[bytes], prefilling: Iterable[Request]) -> bool:
         """Whether an older request's prefill will compute at least half of what this request still has to compute, or
         an older request fetches pages that this one would fetch too.
 
         Only older requests are waited for, so the oldest never waits.
         """
-        for other in running:
-            if other.prefilled or other.digests is None or other.id >= request.id:
+        for other in prefilling:
+            if other.digests is None or other.id >= request.id:
                 continue
             common = _count_equal(other.digests.values, usable)
             if any(fetch.number < common for fetch in self._ledger.fetching(other)):
@@ -109,7 +107,7 @@ class PrefixCache:
         """Takes back all pages of a request; those that it has computed are forgotten if it has ``failed``."""
         if not failed:
             self.name(request)
-        self._ledger.release_all(request, forget_from=request.num_found_pages if failed else None)
+        self._ledger.release(request, forget_from=request.num_found_pages if failed else None)
         request.num_named_pages = request.num_found_pages = 0
 
     def reset(self) -> None:

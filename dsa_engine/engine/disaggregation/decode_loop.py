@@ -21,7 +21,7 @@ from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.result import RequestTokens
+from dsa_engine.engine.requests.samples import RequestTokens
 
 _POLL_S = 0.0005  # seconds between looks at transfers, while there is nothing to compute
 
@@ -93,8 +93,8 @@ class DecodeLoop(SideLoop):
     # Requests on their way.
 
     def _offered_now(self, offer: messages.Reserve) -> None:
-        add = offer.add
-        request = Request(add.id, add.prompt_ids, add.params, add.bad_words, offer.output, cache_salt=add.cache_salt)
+        request = self.engine.make_request(offer.add)
+        request.output = offer.output
         request.num_prefill_tokens = len(request)
         self._scheduler.prefix_cache.enter(request)
         insort(self._offered, request, key=lambda one: one.id)
@@ -153,6 +153,8 @@ class DecodeLoop(SideLoop):
             del self._arrivals[number], self._handovers[number]
             request = arrival.request
             request.output, request.preemptions = handover.output, handover.preemptions
+            request.num_delivered = len(request.output)
+            request.delivery = "nothing" if self._line is None else "tokens"
             self._scheduler.start(request, handover.drafts)
             self._requests[number] = request
 

@@ -28,7 +28,7 @@ from dsa_engine.engine.jobs import Run
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.sampling.result import RequestTokens
+from dsa_engine.engine.requests.samples import RequestTokens
 
 
 @dataclass(eq=False)
@@ -141,6 +141,10 @@ class PrefillLoop(SideLoop):
         if self.side.sender is not None:
             self.side.sender.poll()
 
+    def _begin(self, add: Add) -> None:
+        super()._begin(add)
+        self._requests[add.id].delivery = "tokens"  # all ranks of this side act on the first token
+
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
         super()._hand_over(sampled)  # a caller has its first token before the other side can send the second
         for request, _, _ in sampled:
@@ -148,6 +152,7 @@ class PrefillLoop(SideLoop):
                 if self._withdraw(request):
                     self.tell(Abort((request.id,)))
             elif request.id in self._journeys:
+                self._scheduler.depart(request)
                 output, drafts = list(request.output), list(request.drafts)
                 self.tell(messages.Handover(request.id, output, drafts, request.preemptions))
 
@@ -173,7 +178,8 @@ class PrefillLoop(SideLoop):
             return  # it was aborted meanwhile
         tokens = [sampled.token for sampled in new.tokens if sampled.error is None]
         request.output += tokens
-        self.engine.num_generated_tokens += len(tokens)
+        request.num_delivered = len(request.output)
+        self._scheduler.decoding.num_taken += len(tokens)
         if new.ending is not None:
             request.finish_reason, request.error, request.stop_reason = new.ending
             self._scheduler.ended_away(request)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
 from typing import Any
 
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.owners import Load, choose_owner
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.scheduler import Scheduler
+from dsa_engine.engine.requests.scheduler import Scheduler, Step
 
 
 class PrefillScheduler(Scheduler):
@@ -31,16 +30,23 @@ class PrefillScheduler(Scheduler):
     @property
     def running(self) -> list[Request]:
         """Requests that have pages on either side, in order of arrival."""
-        return sorted([*self._running, *self.away], key=lambda one: one.id)
+        return sorted([*super().running, *self.away], key=lambda one: one.id)
 
     @property
     def cache_usage(self) -> float:
         """Fraction of the pages that requests hold, of the fuller side."""
         return max(super().cache_usage, self.away_usage if self.away else 0.0)
 
-    def _prefilled(self, chunk: Chunk) -> None:
-        self._running.remove(chunk.request)
-        self.away.add(chunk.request)
+    def schedule(self) -> Step:
+        return Step(self._prefill())
+
+    def _prefilled(self, request: Request, ranks: range) -> None:
+        self.decoding.enter(request, self.ledger.held(request, request.owner))  # until its first token is read
+
+    def depart(self, request: Request) -> None:
+        """Lets a request decode on the other side from now on."""
+        self.decoding.leave(request)
+        self.away.add(request)
 
     def take_back(self, request: Request) -> None:
         """Queues a request that has lost its pages on the decode side, to be prefilled with all tokens that it has."""
@@ -58,8 +64,10 @@ class PrefillScheduler(Scheduler):
         self.away.discard(request)
         if request not in self.sending:
             super().finish(request)
-        elif request in self._running:
-            self._running.remove(request)
+        elif request in self.decoding:
+            self.decoding.leave(request)
+        elif request in self._prefilling:
+            self._prefilling.remove(request)
 
     def sent(self, request: Request) -> None:
         """Frees the pages of a request that has been sent; others may still find them."""
@@ -87,23 +95,23 @@ class DecodeScheduler(Scheduler):
         No room is given that a running request may need in its next step.
         """
         ledger, size = self.ledger, self.capacity.page_size
-        holding = self._running + self.reserved
-        if len(holding) >= self._max_num_seqs:
+        if len(self.decoding) + len(self.reserved) >= self._max_num_seqs:
             return False
-        free, load = ledger.free, Load.of(holding, ledger, self.capacity)
+        free, load = ledger.free, Load.of(self.decoding, self.reserved, ledger, self.capacity)
         limit = self.capacity.max_pages(len(request.prompt), request.max_tokens)
         need = min(limit, pages_for(request.num_prefill_tokens + 1 + 2 * self.num_drafts, size))
         usable = self.prefix_cache.usable(request)
+        known = ledger.known(usable, [[rank] for rank in range(len(free))])
         fits = [
             rank
             for rank in range(len(free))
-            if ledger.fits(usable[: ledger.known(usable, [rank])], rank, need, free[rank] - load.reserved_pages[rank])
+            if ledger.fits(usable[: known[rank]], rank, need, free[rank] - int(load.reserved_pages[rank]))
         ]
         if not fits:
             return False
-        absent = {rank: need - ledger.known(usable, [rank]) for rank in fits}
+        absent = {rank: need - known[rank] for rank in fits}
         owner = choose_owner(request, fits, load, free, self.capacity, absent)
-        hits = usable[: ledger.known(usable, [owner])]
+        hits = usable[: known[owner]]
         ledger.begin(request, [owner], hits, need)
         request.cp_group = request.owner = owner
         self.prefix_cache.admitted(request, len(hits))
@@ -116,7 +124,7 @@ class DecodeScheduler(Scheduler):
         request.num_prefill_tokens = request.num_computed_tokens = len(request) - 1
         request.drafts = list(drafts)
         self.prefix_cache.name(request)
-        insort(self._running, request, key=lambda one: one.id)
+        self.decoding.enter(request, self.ledger.held(request, request.owner))
 
     def preempt(self, request: Request) -> None:
         super().preempt(request)
@@ -134,4 +142,4 @@ class DecodeScheduler(Scheduler):
         return []
 
     def _preemptible(self, rank: int) -> list[Request]:
-        return [one for one in self._running if one.owner == rank]  # not those whose rows are under way
+        return [one for one in self.decoding.requests if one.owner == rank]  # not those whose rows are under way

@@ -33,13 +33,11 @@ class Capacity:
         """Maximum number of pages that a request may hold; the last sampled token never enters the cache."""
         return pages_for(prompt_len + max_tokens - 1, self.page_size)
 
-    def with_drafts(self, request: Request, num_drafts: int) -> int:
-        """Number of pages for a request's next step: for its tokens, the drafts that the step verifies, and the drafts
-        that it makes. The last new draft needs no row."""
-        to_verify = num_drafts if request.prefilled else 0
-        wanted = len(request) + to_verify + max(0, num_drafts - 1)
+    def first_pages(self, request: Request, num_drafts: int) -> int:
+        """Number of pages that a request enters with: for its tokens, and the drafts that the last step of its prefill
+        makes. The last of them needs no row."""
         limit = len(request.prompt) + request.max_tokens - 1
-        return pages_for(max(len(request) - request.num_unverified, min(wanted, limit)), self.page_size)
+        return pages_for(max(len(request), min(len(request) + max(0, num_drafts - 1), limit)), self.page_size)
 
     def check(self, prompt_len: int, max_tokens: int) -> None:
         """Checks that a request of this size can run, if alone.

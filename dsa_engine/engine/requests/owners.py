@@ -5,31 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.samples import Ints
 
 
 class Load(NamedTuple):
-    """Load of each rank by the running requests that it owns."""
+    """Load of each rank by the running requests that it owns; int64 ``[world]`` each."""
 
-    tokens: list[int]  # tokens that the requests attend to
-    future_pages: list[int]  # pages that the requests may still ask for
-    reserved_pages: list[int]  # one for each request that may still grow: a new one must not preempt it at once
+    tokens: Ints  # tokens that the requests attend to
+    future_pages: Ints  # pages that the requests may still ask for
+    reserved_pages: Ints  # one for each request that may still grow: a new one must not preempt it at once
 
     @classmethod
-    def of(cls, running: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> Load:
-        ranks = capacity.world_size
-        load = cls([0] * ranks, [0] * ranks, [0] * ranks)
-        for request in running:
-            more = capacity.max_pages(len(request.prompt), request.max_tokens) - ledger.held(request, request.owner)
+    def of(cls, decoding: Decoding, prefilling: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> Load:
+        more = -(-(decoding.limit - 1) // capacity.page_size) - decoding.pages
+        columns = (decoding.length, more, np.minimum(more, 1))
+        load = cls(*(np.bincount(decoding.owner, of, capacity.world_size).astype(np.int64) for of in columns))
+        for request in prefilling:
+            left = capacity.max_pages(len(request.prompt), request.max_tokens) - ledger.held(request, request.owner)
             load.tokens[request.owner] += len(request)
-            load.future_pages[request.owner] += more
-            load.reserved_pages[request.owner] += min(more, 1)
+            load.future_pages[request.owner] += left
+            load.reserved_pages[request.owner] += min(left, 1)
         return load
 
 
-def choose_group(cached: Mapping[int, int], groups: Sequence[range], running: Iterable[Request], load: Load) -> int:
+def choose_group(cached: Mapping[int, int], groups: Sequence[range], prefilling: Iterable[Request], load: Load) -> int:
     """Chooses the context-parallel group that is likely to finish a request's prefill first: the one with the fewest
     tokens to prefill, the request's own included.
 
@@ -41,10 +46,13 @@ def choose_group(cached: Mapping[int, int], groups: Sequence[range], running: It
         groups: the ranks of every group.
     """
     to_prefill = {number: -tokens for number, tokens in cached.items()}
-    for other in running:
+    for other in prefilling:
         if other.cp_group in to_prefill:
-            to_prefill[other.cp_group] += max(0, other.num_prefill_tokens - other.num_computed_tokens)
-    return min(cached, key=lambda number: (to_prefill[number], sum(load.tokens[rank] for rank in groups[number])))
+            to_prefill[other.cp_group] += other.num_prefill_tokens - other.num_computed_tokens
+    return min(
+        cached,
+        key=lambda number: (to_prefill[number], int(load.tokens[groups[number][0] : groups[number][-1] + 1].sum())),
+    )
 
 
 def choose_owner(
@@ -65,5 +73,7 @@ def choose_owner(
         absent: by rank, the number of this request's pages that the rank had to fetch; default: none.
     """
     need = capacity.max_pages(len(request.prompt), request.max_tokens)
-    tokens = [of_rank + capacity.page_size * (absent or {}).get(r, 0) for r, of_rank in enumerate(load.tokens)]
-    return min(ranks, key=lambda rank: (free[rank] - load.future_pages[rank] < need, tokens[rank], -free[rank]))
+    tokens, future = load.tokens.tolist(), load.future_pages.tolist()
+    for rank, pages in (absent or {}).items():
+        tokens[rank] += capacity.page_size * pages
+    return min(ranks, key=lambda rank: (free[rank] - future[rank] < need, tokens[rank], -free[rank]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -65,7 +65,6 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     output: list[int] = field(default_factory=list)
     placeholders: list[int] = field(default_factory=list)  # tokens not read yet, oldest first; see the module
-    num_unverified: int = 0  # placeholders that turn out to be no tokens if drafts are not accepted
     drafts: list[int] = field(default_factory=list)  # guesses of the next tokens; not part of the length
     draft_stats: list[tuple[int, int]] = field(default_factory=list)  # (verified, accepted) drafts of each step
     last_rows: LastRows | None = None  # on the owner, if there are several MTP modules
@@ -81,11 +80,16 @@ class Request:
     num_cached_tokens: int | None = None  # tokens found in the prefix cache when it was first admitted
     cp_group: int = 0  # the context-parallel group that prefills it
     owner: int = 0  # the rank that decodes it
-    pages: list[int] = field(default_factory=list)
+    pages: Sequence[int] = ()
     finish_reason: str | None = None  # this and the next two: see Ending
     error: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # for the prompt's tokens so far, if requested
+    draw_key: int = 0  # of its random numbers, see ``draw.seed_key``
+    # What ``Engine.step`` returns of it on this rank: each of its tokens; its first token, and the others at its end;
+    # or only that it has ended.
+    delivery: Literal["tokens", "end", "nothing"] = "tokens"
+    num_delivered: int = 0  # tokens of its output that have been returned
     exception: BaseException | None = None  # raised by a step of this request, for its caller to raise
 
     def __post_init__(self) -> None:
@@ -157,6 +161,14 @@ class Request:
                 return Ending("stop", stop_reason=sampled.token)
         return Ending("length") if count >= self.max_tokens else None
 
+    def undelivered(self, new: list[SampledToken]) -> list[SampledToken]:
+        """The tokens that the caller is to have now that these have been added: see ``delivery``."""
+        if self.delivery == "nothing" or (self.delivery == "end" and self.finish_reason is None and self.num_delivered):
+            return []
+        before = self.output[self.num_delivered : len(self.output) - sum(token.error is None for token in new)]
+        self.num_delivered = len(self.output)
+        return [SampledToken(token) for token in before] + new
+
     def add_prompt_logprobs(self, by_position: Mapping[int, Logprobs]) -> None:
         """Adds log-probabilities of the prompt's next tokens."""
         assert self.prompt_logprobs is not None
@@ -165,9 +177,7 @@ class Request:
 
     def restart(self) -> None:
         """Forgets the cache rows: all tokens so far are prefilled again, the output included."""
-        self.drafts, self.last_rows = [], None
-        if self.num_unverified:  # the number of tokens in flight is not known: they are computed again
-            self.placeholders, self.num_unverified = [], 0
+        self.drafts, self.last_rows, self.placeholders = [], None, []  # tokens in flight are computed again
         self.num_computed_tokens, self.num_prefill_tokens = 0, len(self)
 
 

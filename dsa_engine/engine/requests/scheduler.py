@@ -23,19 +23,31 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.cache.prefix import PageSource, PrefixCache
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
+from dsa_engine.engine.requests.decoding import DecodeStep, Decoding
 from dsa_engine.engine.requests.owners import Load, choose_group, choose_owner
 from dsa_engine.engine.requests.prefill_step import PrefillShare, PrefillStep
 from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.samples import Samples
 from dsa_engine.errors import CapacityError
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
     from dsa_engine.engine.cache.kv_events import KVEvents
+
+
+class Step(NamedTuple):
+    """What is computed next: chunks to prefill, of all ranks, or the next tokens of all requests that decode."""
+
+    chunks: list[Chunk]  # of a decode step those of this rank
+    decode: DecodeStep | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks) or self.decode is not None
 
 
 class Scheduler:
@@ -48,10 +60,11 @@ class Scheduler:
             (0, 1]; 1 puts prefill first.
         enable_prefix_caching: whether requests use pages that others have computed.
         max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
+        eos_token_ids: tokens that may end any request.
         events: publishes what the prefix cache names and forgets.
 
     Attributes:
-        num_drafts: maximum number of drafts of a request in a step.
+        decoding: the requests that decode, of all ranks.
         capacity: says whether a request can run at all.
         page_sources: where waiting requests' pages may come from.
         preemptions: number of times that a running request has lost its pages to an older one.
@@ -68,6 +81,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         host_pages: int = 0,
         max_fetched_pages: int = 1,
+        eos_token_ids: Collection[int] = (),
         events: KVEvents | None = None,
     ):
         cp_size = capacity.cp_size
@@ -75,18 +89,30 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._group_tokens = max_num_batched_tokens * cp_size
         self._share = PrefillShare(max_prefill_share)
-        self.num_drafts = 0
+        self._rank, self._eos_token_ids = rank, eos_token_ids
         self.capacity = capacity
-        self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages)
+        forgotten = None if events is None else events.forgotten
+        self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages, forgotten)
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching, events)
         self.page_sources: list[PageSource] = []
         self._waiting: deque[Request] = deque()  # both in order of arrival
-        self._running: list[Request] = []
+        self._prefilling: list[Request] = []
         self.preemptions = 0
+        self.set_num_drafts(0)
+
+    def set_num_drafts(self, num_drafts: int) -> None:
+        """Sets the maximum number of drafts of a request in a step, while no request runs."""
+        self.num_drafts = num_drafts
+        self.decoding = Decoding(self._rank, self.capacity, self._eos_token_ids, num_drafts)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._prefilling or self.decoding.requests)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that have pages."""
+        return len(self._prefilling) + len(self.decoding)
 
     @property
     def waiting(self) -> list[Request]:
@@ -96,7 +122,7 @@ class Scheduler:
     @property
     def running(self) -> list[Request]:
         """Requests that have pages, in order of arrival."""
-        return list(self._running)
+        return sorted([*self._prefilling, *self.decoding.requests], key=_arrival)
 
     @property
     def free_pages(self) -> list[int]:
@@ -120,68 +146,70 @@ class Scheduler:
         Raises:
             CapacityError: there is no room for it now.
         """
-        free, load = self.ledger.free, Load.of(self._running, self.ledger, self.capacity)
+        free, load = self.ledger.free, self._load()
         need = pages_for(request.num_prefill_tokens, self.capacity.page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
-        if len(self._running) >= self._max_num_seqs or not fits:
+        if self.num_running >= self._max_num_seqs or not fits:
             raise CapacityError(
                 f"no room to fill the cache of another request of {len(request.prompt)} tokens: "
-                f"{len(self._running)} run of at most {self._max_num_seqs}, free pages are {free}; raise "
+                f"{self.num_running} run of at most {self._max_num_seqs}, free pages are {free}; raise "
                 "cache_memory or max_num_seqs"
             )
         owner = choose_owner(request, fits, load, free, self.capacity)
         self.ledger.take(request, owner, need)
         request.cp_group, request.owner = owner // len(self._groups[0]), owner
         request.num_computed_tokens = request.num_prefill_tokens
-        insort(self._running, request, key=_arrival)
+        self.decoding.enter(request, need)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> Step:
         """Plans the next step: chunks to prefill, or the new tokens of every request that decodes.
 
-        The step takes effect once it is launched (:meth:`computed`). A step that is never launched has one lasting
+        The step takes effect once it is launched (:meth:`launched`). A step that is never launched has one lasting
         effect: requests that entered for it keep their pages.
         """
-        decoding = any(_decodes(request) for request in self._running)
+        decoding = self.decoding.decodes
         if self._share.may_prefill(decoding):
             chunks = self._prefill()
             if chunks:
                 self._share.prefills(decoding)
-                return chunks
+                return Step(chunks)
         # All requests that decode may be preempted if an older one in prefill holds the last pages; then prefill.
-        return self._decode() or self._prefill()
+        decode = self._decode()
+        return Step(self._prefill()) if decode is None else Step(decode.chunks, decode)
 
-    def computed(self, chunks: list[Chunk]) -> None:
-        """Records that the step scheduled last has been launched."""
+    def launched(self, step: Step, samples: Samples | None = None) -> None:
+        """Records that the step scheduled last has been launched, and which tokens it samples."""
         self._share.launched()
-        for chunk in chunks:
+        for chunk in [] if step.decode else step.chunks:
             request = chunk.request
             request.num_computed_tokens = chunk.end
             self.ledger.fetched(request, chunk.fetches)
             self.prefix_cache.name(request)
             if request.prefilled:
-                self._prefilled(chunk)
+                self._prefilling.remove(request)
+                self._prefilled(request, chunk.ranks)
+        if samples is not None:
+            self.decoding.launched(samples)
 
-    def _prefilled(self, chunk: Chunk) -> None:
-        """After its prefill, a request loses its pages on the ranks that do not own it."""
-        for rank in chunk.ranks:
-            if rank != chunk.request.owner:
-                self.ledger.release(chunk.request, rank)
+    def _prefilled(self, request: Request, ranks: range) -> None:
+        """After its prefill, a request loses its pages on the ranks that do not own it, and decodes."""
+        self.ledger.release(request, [rank for rank in ranks if rank != request.owner])
+        self.decoding.enter(request, self.ledger.held(request, request.owner))
 
-    def accept_drafts(self, request: Request, drafts: list[int]) -> None:
-        """Gives a request that already has its new tokens the ``drafts`` for the tokens after them.
-
-        Rows of drafts that were not accepted are forgotten: the next step begins with the request's last token. The
-        last token that a request may have is not drafted, as no step would be saved.
-        """
-        if not request.prefilled:
-            return  # it was preempted meanwhile
-        request.num_computed_tokens = len(request) - 1
-        request.drafts = drafts[: max(0, request.max_tokens - request.num_output_tokens - 1)]
+    def requests_of(self, step: Step | Samples) -> list[Request]:
+        """The requests that a step computes, or samples for; without those that have left since."""
+        if isinstance(step, Samples):
+            return self.decoding.requests_of(step)
+        return (
+            [chunk.request for chunk in step.chunks] if step.decode is None else self.requests_of(step.decode.samples)
+        )
 
     def finish(self, request: Request) -> None:
         """Removes a request in any state and frees its pages on every rank; called by ``Engine.finish``."""
-        if request in self._running:
-            self._running.remove(request)
+        if request in self.decoding:
+            self.decoding.leave(request)
+        elif request in self._prefilling:
+            self._prefilling.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
         self.prefix_cache.release(request, failed=request.finish_reason == "error")
@@ -190,53 +218,35 @@ class Scheduler:
         """Chunks of the requests in prefill, then of those that can enter. A request that waits for an older one's
         pages, or for the disk, lets others enter."""
         step = PrefillStep(self._groups, self._group_tokens, self.ledger, self.prefix_cache.least_computed)
-        for request in self._running:
-            if not request.prefilled:
-                step.add(request)
+        for request in self._prefilling:
+            step.add(request)
         for request in self.waiting:
-            if len(self._running) >= self._max_num_seqs:
+            if self.num_running >= self._max_num_seqs:
                 break
             usable = self.prefix_cache.usable(request)
-            if self.prefix_cache.waits(request, usable, self._running):
+            if self.prefix_cache.waits(request, usable, self._prefilling):
                 continue
             if any(source.awaits(request, usable, self._best_group(usable)) for source in self.page_sources):
                 continue
             if not self._admit(request, usable, step):
                 break
             self._waiting.remove(request)
-            insort(self._running, request, key=_arrival)
+            insort(self._prefilling, request, key=_arrival)
             step.add(request)
         return step.chunks
 
     def _best_group(self, usable: list[bytes]) -> range:
         """The context-parallel group that has most of these pages."""
-        return max(self._groups, key=lambda ranks: self.ledger.known(usable, ranks))
+        known = self.ledger.known(usable, self._groups)
+        return self._groups[known.index(max(known))]
 
-    def _decode(self) -> list[Chunk]:
-        """Chunks of all requests that decode, once these have pages; some may be preempted for the others."""
-        for request in list(self._running):
-            if _decodes(request):  # an older one may have preempted it
-                self._allocate_pages(request)
-        return [self._decode_chunk(request) for request in self._running if _decodes(request)]
-
-    def _decode_chunk(self, request: Request) -> Chunk:
-        """The chunk of a request's tokens that are not computed, and of its drafts.
-
-        If only the device knows the last tokens, it alone knows the drafts too: the chunk has the maximum number.
-        """
-        on_device = self.num_drafts > 0 and bool(request.placeholders)
-        start, drafts = request.num_computed_tokens, self.num_drafts if on_device else len(request.drafts)
-        owner = range(request.owner, request.owner + 1)
-        return Chunk(request, start, len(request) + drafts - start, owner, 1 + drafts, on_device)
-
-    def _allocate_pages(self, request: Request) -> None:
-        """Gives a request pages for its next step; may preempt the youngest on its rank, perhaps the request itself."""
-        ledger, owner = self.ledger, request.owner
-        while request.prefilled and ledger.held(request, owner) < self.capacity.with_drafts(request, self.num_drafts):
-            if ledger.free[owner]:
-                ledger.take(request, owner, 1)
-            else:
+    def _decode(self) -> DecodeStep | None:
+        """The next tokens of all requests that decode, once these have pages; some may be preempted for the others.
+        None if no request decodes."""
+        while refused := self.decoding.give_pages(self.ledger.give):
+            for owner in {request.owner for request in refused}:
                 self.preempt(max(self._preemptible(owner), key=_arrival))
+        return self.decoding.step() if self.decoding.decodes else None
 
     def _preemptible(self, rank: int) -> Iterable[Request]:
         """Requests that hold pages on a rank and may lose them."""
@@ -244,10 +254,13 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Takes all pages from a running request; its prompt and output are prefilled again when there is room."""
+        if request in self.decoding:
+            self.decoding.leave(request)
+        else:
+            self._prefilling.remove(request)
         self.prefix_cache.name(request)
         request.restart()
         self.prefix_cache.release(request)
-        self._running.remove(request)
         insort(self._waiting, request, key=_arrival)
         request.preemptions += 1
         self.preemptions += 1
@@ -255,31 +268,29 @@ class Scheduler:
             message = "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
             logging.getLogger(__name__).warning(message, request.id)
 
+    def _load(self) -> Load:
+        return Load.of(self.decoding, self._prefilling, self.ledger, self.capacity)
+
     def _admit(self, request: Request, usable: list[bytes], step: PrefillStep) -> bool:
         """Gives a request that enters in ``step`` its group, its owner and its first pages, some of ``usable`` among
         them; returns False if no group has room."""
         ledger = self.ledger
-        free, load = ledger.free, Load.of(self._running, ledger, self.capacity)
-        pages = self.capacity.with_drafts(request, self.num_drafts)
-        hits = [usable[: ledger.known(usable, ranks)] for ranks in self._groups]
+        free, load = ledger.free, self._load()
+        reserved = load.reserved_pages.tolist()
+        pages = self.capacity.first_pages(request, self.num_drafts)
+        hits = [usable[:known] for known in ledger.known(usable, self._groups)]
         fits = {
             number: self.capacity.page_size * len(hits[number])
             for number, ranks in enumerate(self._groups)
-            if step.has_room(number)
-            and all(ledger.fits(hits[number], r, pages, free[r] - load.reserved_pages[r]) for r in ranks)
+            if step.has_room(number) and all(ledger.fits(hits[number], r, pages, free[r] - reserved[r]) for r in ranks)
         }
         if not fits:
             return False
-        request.cp_group = group = choose_group(fits, self._groups, self._running, load)
+        request.cp_group = group = choose_group(fits, self._groups, self._prefilling, load)
         absent = ledger.begin(request, self._groups[group], hits[group], pages)
         request.owner = choose_owner(request, self._groups[group], load, free, self.capacity, absent)
         self.prefix_cache.admitted(request, len(hits[group]))
         return True
-
-
-def _decodes(request: Request) -> bool:
-    """Whether a request decodes: not if its last token has certainly been sampled and only has to be read."""
-    return request.prefilled and request.num_output_tokens - request.num_unverified < request.max_tokens
 
 
 def _arrival(request: Request) -> int:

@@ -48,8 +48,12 @@ class Limits(NamedTuple):
         return self._replace(min_p=True, top_k=next(k for k in (0, 64, 1024, vocab) if self.top_k <= k <= vocab))
 
 
-def draws_of(params: Sequence[SamplingParams], seeds: Sequence[int], vocab: int) -> torch.Tensor:
-    """Packs the columns of :class:`Draws` into an int64 tensor ``[5, n]`` on the host, float64 values as bits."""
+def draws_of(params: Sequence[SamplingParams], keys: Sequence[int], vocab: int) -> torch.Tensor:
+    """Packs the columns of :class:`Draws` into an int64 tensor ``[5, n]`` on the host, float64 values as bits.
+
+    Args:
+        keys: see :func:`seed_key`.
+    """
     numbers = [
         [
             # At these two bounds the choice is greedy, or uniform.
@@ -60,22 +64,21 @@ def draws_of(params: Sequence[SamplingParams], seeds: Sequence[int], vocab: int)
         for p in params
     ]
     bits = torch.tensor(numbers, dtype=torch.float64).view(-1, 3).view(torch.int64)
-    keys = torch.tensor([seed_key(seed) for seed in seeds], dtype=torch.int64)
     top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else 0 for p in params], dtype=torch.int64)
-    return torch.cat((keys[None], bits.T, top_k[None]))
+    return torch.cat((torch.tensor([[*keys]], dtype=torch.int64), bits.T, top_k[None]))
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+    logits: torch.Tensor, params: Sequence[SamplingParams], keys: Sequence[int], positions: Sequence[int]
 ) -> torch.Tensor:
     """Samples the next token of each row at a temperature above 0, without waiting for the device.
 
     Args:
         logits: float32 ``[n, vocab]``; -inf forbids a token, and each row has an allowed token.
-        positions: position of each token; see :func:`draw`.
+        keys, positions: key of each request's random numbers, and position of its token; see :func:`draw`.
     """
     vocab = logits.shape[1]
-    on_host = torch.cat((draws_of(params, seeds, vocab), torch.tensor([[*positions]], dtype=torch.int64)))
+    on_host = torch.cat((draws_of(params, keys, vocab), torch.tensor([[*positions]], dtype=torch.int64)))
     *columns, at = upload(on_host, logits.device)
     return draw(logits, Draws.of_columns(columns), at, Limits.of(params, vocab))
 
@@ -140,8 +143,13 @@ def _mixed(bits: torch.Tensor) -> torch.Tensor:
 
 
 def seed_key(seed: int) -> int:
-    """A signed 64-bit hash of a seed: neighbouring seeds have nothing in common."""
+    """A signed 64-bit hash of a seed, the key of its random numbers: neighbouring seeds have nothing in common."""
     return int.from_bytes(blake2b(f"{seed}".encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def mixed_seed(seed: int, number: int) -> int:
+    """The seed of request ``number`` of an engine with this seed: neighbours have nothing in common."""
+    return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big")
 
 
 def _signed(value: int) -> int:

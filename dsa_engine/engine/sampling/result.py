@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from dsa_engine.engine.requests.request import LastRows, Request, SampledToken
+from dsa_engine.engine.requests.request import LastRows, Request
+from dsa_engine.engine.requests.samples import Ints, ReadSamples, Samples, key_of
 from dsa_engine.engine.sampling.draw import ranked
+from dsa_engine.kernels.runtime.transfer import to_host
 from dsa_engine.outputs import Logprobs
-
-FIRST_TOKEN = 3  # column of a table where the tokens begin, see Columns
-
-
-class DraftResult(NamedTuple):
-    """The result of a request's drafts in a step."""
-
-    offered: int  # number of drafts that were verified
-    accepted: int  # number of drafts that were accepted
-    drafts: list[int]  # new drafts, of the next tokens
 
 
 class Columns(NamedTuple):
@@ -56,29 +49,22 @@ class Columns(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a step for the requests of all ranks."""
+    """The result of a step with drafts, for the requests of all ranks."""
 
-    table: torch.Tensor  # [n, width] int64, see Columns
-    rows: Mapping[Request, int]  # each request's row of the table
+    table: torch.Tensor  # [world · each, width] int64, see Columns
+    rows: Ints  # [n], row of each request of the samples, in their order
+    keys: Ints  # [n], see ``Samples``
 
-    def read(self, download: Callable[[], list[Any]]) -> list[DraftResult]:
-        """The result of each request, once all earlier steps have been read; ``download`` returns the table."""
-        table, results = download(), []
-        for request, row in self.rows.items():
-            _, offered, accepted, *others = table[row]
-            count, remaining = len(others) // 2, request.max_tokens - len(request.output) - accepted - 1
-            # A request's last token is never drafted: no step would be saved.
-            results.append(DraftResult(offered, accepted, others[1 + count :][: max(0, remaining - 1)]))
-        return results
+    @classmethod
+    def of(cls, table: torch.Tensor, samples: Samples, world_size: int) -> Outcome:
+        """``table``: the rows of all ranks, as many for each."""
+        return cls(table, samples.ranks * (len(table) // world_size) + samples.numbers, samples.keys)
 
-
-# Codes in place of a token, for errors in the sampling of one request.
-NOT_FINITE, NOTHING_LEFT = -1, -2
-_ERRORS = {
-    NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
-    NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its "
-    "stop_token_ids, forbid every one",
-}
+    def rows_of(self, requests: Sequence[Request]) -> list[int]:
+        """The row of each of these requests."""
+        order = self.keys.argsort()
+        at = self.keys[order].searchsorted([key_of(request) for request in requests])
+        return self.rows[order[at]].tolist()
 
 
 def check_finite(logits: torch.Tensor) -> torch.Tensor:
@@ -94,44 +80,69 @@ def check_finite(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-class RequestTokens(NamedTuple):
-    """The new tokens of one request from a step, in order of position; with drafts, the accepted ones and one more."""
-
-    request: Request
-    tokens: list[SampledToken]
-    draft_result: DraftResult | None = None  # None without drafts
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """The tokens sampled by a step, the same on every rank, on their way to the host."""
+    """The tokens sampled by a step, the same on every rank, on their way to the host.
 
-    indices: dict[Request, range]  # indices of each request's tokens in ``tokens``
-    tokens: torch.Tensor  # int64 [n] on the device; negative values are codes of errors
-    _codes: Callable[[], list[Any]]
-    _logprobs: Callable[[], list[Any]] | None
-    prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
-    draft_results: Callable[[], list[DraftResult]] | None = None  # one for each request; None without drafts
-    outcome: Outcome | None = None  # lets the next step follow before this one is read
-    last_rows: Mapping[Request, LastRows] = field(default_factory=dict)  # new ``Request.last_rows`` on this rank
+    Attributes:
+        tokens: int64 ``[world · samples.most]`` on the device; negative values are codes of errors.
+        codes: waits for the device and returns these.
+        logprobs: the same for the rows of ``log_probabilities`` of each; None if no request wants any.
+        outcome: the result of drafts; None without them.
+        table: waits for the device and returns the table of the outcome.
+        follows: whether the next step may follow before this one is read.
+        prompt_logprobs: new ones of requests in prefill, by position.
+        last_rows: new ``Request.last_rows`` on this rank.
+    """
 
-    def read(self) -> list[RequestTokens]:
+    samples: Samples
+    tokens: torch.Tensor
+    codes: Callable[[], torch.Tensor]
+    logprobs: Callable[[], torch.Tensor] | None = None
+    outcome: Outcome | None = None
+    table: Callable[[], torch.Tensor] | None = None
+    follows: bool = True
+    prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)
+    last_rows: Mapping[Request, LastRows] = field(default_factory=dict)
+
+    def read(self) -> ReadSamples:
         """Waits for the device, and returns the tokens of each request."""
-        codes = self._codes()
-        logprobs = self._logprobs() if self._logprobs else [None] * len(codes)
-        sampled = [
-            RequestTokens(request, [_sampled(codes[i], logprobs[i], request.params.logprobs) for i in indices])
-            for request, indices in self.indices.items()
-        ]
-        if self.draft_results is None:
-            return sampled
-        return [
-            RequestTokens(one.request, one.tokens[: result.accepted + 1], result)
-            for one, result in zip(sampled, self.draft_results(), strict=True)
-        ]
+        samples, indices = self.samples, self.samples.indices
+        logprobs = None if self.logprobs is None else self.logprobs()
+
+        def of_request(request: Request, number: int) -> list[Logprobs]:
+            first, asked = int(indices[number]), request.params.logprobs
+            assert logprobs is not None and asked is not None
+            rows = slice(first, first + int(samples.counts[number]))
+            both = zip(codes[rows].tolist(), logprobs[rows].tolist(), strict=True)
+            return [ranked(code, row, asked) if code >= 0 else {} for code, row in both]
+
+        of_each = None if logprobs is None else of_request
+        if self.outcome is None or self.table is None:
+            codes = self.codes().numpy()
+            at = indices[:, None] + np.arange(samples.counts.max(initial=1))
+            return ReadSamples(samples, codes[at.clip(max=len(codes) - 1)], of_each)
+        codes = self.codes().numpy() if logprobs is not None else np.empty(0, np.int64)
+        columns = Columns.of(self.table()[torch.from_numpy(self.outcome.rows)])
+        offered, accepted, tokens, drafts = (column.numpy() for column in columns[1:])
+        return ReadSamples(samples, tokens, of_each, offered, accepted, drafts)
 
 
-def _sampled(code: int, logprobs: list[float] | None, asked: int | None) -> SampledToken:
-    if code < 0:
-        return SampledToken(code, error=_ERRORS[code])
-    return SampledToken(code, None if asked is None or logprobs is None else ranked(code, logprobs, asked))
+def drafted(
+    samples: Samples,
+    table: torch.Tensor,
+    world_size: int,
+    last_rows: Mapping[Request, LastRows],
+    sampled: StepResult | None = None,
+    follows: bool = True,
+) -> StepResult:
+    """The result of a step with drafts.
+
+    Args:
+        table: int64 ``[rows of all ranks, width]``, see :class:`Columns`.
+        sampled: its result without drafts, if the sampler has made one.
+        follows: whether the next step may follow before this one is read.
+    """
+    outcome = Outcome.of(table, samples, world_size)
+    whole = sampled or StepResult(samples, table.new_empty(0), lambda: table)
+    return replace(whole, outcome=outcome, table=to_host(table), last_rows=last_rows, follows=follows)

@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.samples import NOT_FINITE, NOTHING_LEFT
 from dsa_engine.engine.sampling.draw import log_probabilities, sample
-from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted, is_biased
-from dsa_engine.engine.sampling.result import NOT_FINITE, NOTHING_LEFT, StepResult
+from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted
+from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
-from dsa_engine.kernels.runtime.transfer import download, upload
+from dsa_engine.kernels.runtime.transfer import to_host, upload
 from dsa_engine.parallel import Mesh
 
 # Replaces chosen tokens by likely drafts: called with the rows' requests and positions, logits and chosen tokens.
@@ -31,10 +30,9 @@ class Sampler:
         relaxed: replaces chosen tokens by likely drafts; None accepts drafts strictly.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, seed: int, relaxed: PutDrafts | None = None):
+    def __init__(self, config: ModelConfig, mesh: Mesh, relaxed: PutDrafts | None = None):
         self._config = config
         self._mesh = mesh
-        self._seed = seed
         self._relaxed = relaxed
         self._processors = LogitsProcessors(config.eos_token_ids)
 
@@ -46,12 +44,11 @@ class Sampler:
             logits: float32 ``[logits_rows of this rank, vocab]``; overwritten.
             sampled: ``StepResult.tokens`` of the step before, if they have not been read.
         """
-        padded_rows = max(plan.num_logits)
-        indices = _indices(plan, padded_rows)
-        if not indices:
-            return StepResult({}, torch.empty(0, dtype=torch.int64, device=logits.device), list, None)
-        logprob_counts = [r.params.logprobs for r in indices if r.params.logprobs is not None]
-        unmodified = logits.clone() if logprob_counts else logits
+        samples = plan.samples
+        if samples.most == 0:
+            none = torch.empty(0, dtype=torch.int64, device=logits.device)
+            return StepResult(samples, none, lambda: none)
+        unmodified = logits.clone() if samples.max_logprobs >= 0 else logits
         wanted = _wanted(plan.own)
         total = logits.sum(dim=-1)  # finite if all logits of a row are; taken before some become -inf
         self._processors.apply(logits, wanted, sampled)
@@ -59,14 +56,14 @@ class Sampler:
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)
         tokens = tokens.where(total.isfinite(), NOT_FINITE)
-        padding = padded_rows - len(tokens)
+        padding = samples.most - len(tokens)
         of_all_ranks = self._mesh.world.all_gather(F.pad(tokens, (0, padding)))
         logprobs = None
-        if logprob_counts:
-            best = min(max(logprob_counts), self._config.vocab_size)
+        if samples.max_logprobs >= 0:
+            best = min(samples.max_logprobs, self._config.vocab_size)
             table = F.pad(log_probabilities(unmodified, tokens.clamp(min=0), best), (0, 0, 0, padding))
-            logprobs = download(self._mesh.world.all_gather(table))
-        return StepResult(indices, of_all_ranks, download(of_all_ranks), logprobs)
+            logprobs = to_host(self._mesh.world.all_gather(table))
+        return StepResult(samples, of_all_ranks, to_host(of_all_ranks), logprobs)
 
     def _choose(self, wanted: list[Wanted], logits: torch.Tensor) -> torch.Tensor:
         """A token for every row, int64 ``[n]``, or the code of an error, which concerns that row's request only."""
@@ -75,8 +72,8 @@ class Sampler:
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)
             requests, positions = zip(*(wanted[i] for i in drawn), strict=True)
-            seeds = [seed_of(request, self._seed) for request in requests]
-            tokens[rows] = sample(logits[rows], [r.params for r in requests], seeds, positions)
+            keys = [request.draw_key for request in requests]
+            tokens[rows] = sample(logits[rows], [r.params for r in requests], keys, positions)
         return tokens.where(highest != float("-inf"), NOTHING_LEFT)
 
 
@@ -89,16 +86,6 @@ def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.gather(1, tokens[:, None])[:, 0], tokens
 
 
-def _indices(plan: StepPlan, padded_rows: int) -> dict[Request, range]:
-    """Indices of each request's tokens among the tokens of all ranks, ``padded_rows`` for each rank."""
-    indices: dict[Request, range] = {}
-    for request, rank, first, count in plan.samples:
-        if request in indices:
-            raise ValueError("the rows of logits of a request must be consecutive on one rank to be sampled")
-        indices[request] = range(rank * padded_rows + first, rank * padded_rows + first + count)
-    return indices
-
-
 def _wanted(rank_plan: RankPlan) -> list[Wanted]:
     """The request and position of the token to choose for every row of logits: the position after the row's own."""
     position = {chunk.request: chunk.end - chunk.num_logits for chunk in rank_plan.chunks}
@@ -107,20 +94,3 @@ def _wanted(rank_plan: RankPlan) -> list[Wanted]:
         position[request] += 1
         wanted.append(Wanted(request, position[request]))
     return wanted
-
-
-def needs_host(request: Request) -> bool:
-    """Whether choosing a request's next tokens needs the host in each step, as in :class:`Sampler`."""
-    params = request.params
-    needs = params.logprobs is not None or len(request.output) < params.min_tokens
-    return needs or is_biased(request) or bool(request.bad_words)
-
-
-def seed_of(request: Request, seed: int) -> int:
-    """A request's seed, or one made from the engine's seed and the request's id."""
-    return _mixed(seed, request.id) if request.params.seed is None else request.params.seed
-
-
-def _mixed(seed: int, number: int) -> int:
-    """A hash: neighbouring seeds and numbers have nothing in common."""
-    return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big")

@@ -24,18 +24,17 @@ and sampler as without drafts, then :meth:`Drafter.draft`. Both ways share the p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
-from dsa_engine.engine.sampling.draw import seed_key
-from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
-from dsa_engine.engine.sampling.sampler import seed_of
+from dsa_engine.engine.sampling.result import Columns, StepResult, drafted
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, count_equal
 from dsa_engine.engine.speculation.graph_step import GraphStep
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
+from dsa_engine.engine.speculation.rows import chunks_with_logits
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.kernels.runtime.transfer import download, upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -53,15 +52,14 @@ class Drafter:
         rule: decides how many drafts are accepted.
     """
 
-    def __init__(self, model: Model, cache: KVCache, hooks: list[Callable[[StepPlan], None]], seed: int):
+    def __init__(self, model: Model, cache: KVCache, hooks: list[Callable[[StepPlan], None]]):
         self._mesh = model.runtime.mesh
-        self._seed = seed
         self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, hooks)
-        self.graph = GraphStep(self.passes, seed)
+        self.graph = GraphStep(self.passes)
         self.rule: AcceptanceRule = count_equal
 
     def draft(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: StepResult, count: int
+        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: StepResult, count: int
     ) -> StepResult:
         """Accepts drafts after an eager step and makes new ones; every rank takes part.
 
@@ -70,24 +68,28 @@ class Drafter:
             count: number of drafts to make for every request.
 
         Returns:
-            the samples with their draft results; after prefills also an outcome, so that a step can be launched ahead.
+            the result with its drafts; after prefills the next step may follow before it is read.
         """
-        table = []
-        for request, indices in samples.indices.items():
-            offered, missing = request.drafts[: len(indices) - 1], 1 + count - len(indices)
-            indices_and_drafts = [*indices, *[0] * missing, *offered, *[0] * (count - len(offered))]
-            key = seed_key(seed_of(request, self._seed))
-            table.append([len(request), len(offered), 0, *indices_and_drafts, key])
+        own, samples, rank = chunks_with_logits(step.own), step.samples, self._mesh.rank
+        indices, table = samples.indices[samples.of_rank(rank)].tolist(), []
+        for first, chunk in zip(indices, own, strict=True):
+            request, missing = chunk.request, 1 + count - chunk.length
+            offered = request.drafts[: chunk.length - 1]
+            codes = [*range(first, first + chunk.length), *[0] * missing]
+            verified = [*offered, *[0] * (count - len(offered))]
+            table.append([chunk.end - len(offered), len(offered), 0, *codes, *verified, request.draw_key])
         on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count) + 1)
         on_device = upload(on_host, self._mesh.device)
         known, keys = Columns.of(on_device[:, :-1]), on_device[:, -1]  # known.tokens are indices into the samples
-        tokens = samples.tokens[known.tokens]
+        tokens = sampled.tokens[known.tokens] if table else known.tokens
         accepted = self.rule(tokens, known.drafts, keys, known.position - 1).minimum(known.offered)
         # A negative token is the code of an error, which ends its request.
-        drafts, last_rows = self.passes.after_eager_step(step, batch, hidden, tokens.clamp(min=0), accepted)
-        if not table:
-            return samples
+        safe = sampled.tokens.clamp(min=0)
+        drafts, last_rows = self.passes.after_eager_step(step, batch, hidden, own, safe, tokens.clamp(min=0), accepted)
+        if samples.most == 0:
+            return sampled
         new = Columns(known.position + accepted, known.offered, accepted, tokens, drafts).table()
-        outcome, rows = Outcome(new, {request: row for row, request in enumerate(samples.indices)}), download(new)
-        result = replace(samples, draft_results=lambda: outcome.read(rows), last_rows=last_rows)
-        return result if any(request.drafts for request in samples.indices) else replace(result, outcome=outcome)
+        missing = int(samples.numbers.max()) + 1 - len(own)  # every rank has as many rows
+        of_all_ranks = self._mesh.world.all_gather(F.pad(new, (0, 0, 0, missing)))
+        follows = int(samples.counts.max()) == 1  # the host knows the tokens of no drafts
+        return drafted(samples, of_all_ranks, self._mesh.world_size, last_rows, sampled, follows)

@@ -13,26 +13,25 @@ If choosing a request's tokens needs the host, the whole step runs eagerly (``dr
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.decoding import DRAWS, MIN_P, PENALISES, TOP_P
 from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.samples import NOT_FINITE
 from dsa_engine.engine.sampling.draw import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampling.logits_processors import penalised, penalties_of
 from dsa_engine.engine.sampling.penalty_counts import PenaltyCounts, with_drafts
-from dsa_engine.engine.sampling.result import FIRST_TOKEN, NOT_FINITE, Columns, Outcome, StepResult
-from dsa_engine.engine.sampling.sampler import needs_host, seed_of
+from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult, drafted
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule
-from dsa_engine.engine.speculation.passes import Passes, verifies
-from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows, gathered_rows
+from dsa_engine.engine.speculation.passes import Passes
+from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.runtime.transfer import download, upload
+from dsa_engine.kernels.runtime.transfer import upload
 
 
 class GraphKey(NamedTuple):
@@ -81,24 +80,20 @@ class _Buffers:
 class GraphStep:
     """Runs decode steps in which every request verifies up to ``count`` drafts and gets as many new ones."""
 
-    def __init__(self, passes: Passes, seed: int):
+    def __init__(self, passes: Passes):
         self._passes = passes
         self._model, self._cache, self._mesh = passes.model, passes.cache, passes.mesh
-        self._seed = seed
         self._counts = PenaltyCounts(self._model.config.vocab_size, self._mesh.device)
         self._buffers: dict[Bucket, _Buffers] = {}
 
-    def fits(self, step: StepPlan, count: int) -> bool:
-        """Whether all requests verify up to ``count`` drafts and their sampling does not need the host."""
-        return all(verifies(c, count) and not needs_host(c.request) for c in step.chunks)
-
     def key(self, step: StepPlan, rule: AcceptanceRule) -> GraphKey:
         """The name of the graph that runs a padded step."""
-        assert step.bucket is not None
-        params = [chunk.request.params for chunk in step.chunks]
-        drawn, vocab = [p for p in params if p.temperature > 0], self._model.config.vocab_size
-        limits = Limits.of(drawn, vocab).rounded(vocab) if drawn else None
-        return GraphKey(step.bucket, limits, any(p.penalises for p in params), rule)
+        assert step.bucket is not None and step.decode is not None
+        asks, vocab = step.decode.asks, self._model.config.vocab_size
+        limits = None
+        if asks & DRAWS:
+            limits = Limits(bool(asks & MIN_P), min(step.decode.top_k, vocab), bool(asks & TOP_P)).rounded(vocab)
+        return GraphKey(step.bucket, limits, bool(asks & PENALISES), rule)
 
     def run(self, step: StepPlan, key: GraphKey, before: Outcome | None, graphs: DecodeGraphs) -> StepResult:
         """Launches a step without waiting for the device.
@@ -127,18 +122,21 @@ class GraphStep:
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])
         table = graphs.run(key, lambda: self._step(buffers, key))
         # A copy: another graph may use the same memory before this table is read.
-        return replace(_samples(step, requests, table.clone()), last_rows=buffers.passes.last_rows(chunks))
+        return drafted(step.samples, table.clone(), self._mesh.world_size, buffers.passes.last_rows(chunks))
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> Inputs:
         """The inputs on the host, padded to the bucket's requests."""
         requests, padding = [chunk.request for chunk in chunks], (0, bucket.requests - len(chunks))
         params = [request.params for request in requests]
-        seeds = [seed_of(request, self._seed) for request in requests]
-        source = [before.rows[chunk.request] if chunk.starts_on_device and before else -1 for chunk in chunks]
+        keys = [request.draw_key for request in requests]
+        source = [-1] * len(chunks)
+        if before is not None:
+            following = iter(before.rows_of([chunk.request for chunk in chunks if chunk.starts_on_device]))
+            source = [next(following) if chunk.starts_on_device else -1 for chunk in chunks]
         return Inputs(
             source=F.pad(torch.tensor(source, dtype=torch.int64), padding, value=-1),
             drawn=F.pad(torch.tensor([p.temperature > 0 for p in params], dtype=torch.int64), padding),
-            draws=F.pad(draws_of(params, seeds, self._model.config.vocab_size), padding),
+            draws=F.pad(draws_of(params, keys, self._model.config.vocab_size), padding),
             penalties=F.pad(penalties_of(params).view(torch.int64), padding),
             chunks=ChunkColumns.on_host(chunks, self._cache.page_size, bucket.rows_per_request, bucket.requests).T,
         )
@@ -177,20 +175,3 @@ def _choose(
         chosen = draw(logits, of_rows, rows.positions.flatten() + 1, limits).view_as(rows.positions)
         tokens = chosen.where(drawn[:, None] > 0, tokens)
     return tokens
-
-
-def _samples(step: StepPlan, each: int, table: torch.Tensor) -> StepResult:
-    """The result of a step from its outcome's ``table``, which has ``each`` rows for every rank."""
-    rows, indices = gathered_rows(step.samples, each), {}
-    for request, _, _, count in step.samples:
-        first = rows[request] * table.shape[1] + FIRST_TOKEN
-        indices[request] = range(first, first + count)
-    on_host, outcome = cache(download(table)), Outcome(table, rows)
-    return StepResult(
-        indices,
-        table.flatten(),
-        lambda: [code for row in on_host() for code in row],
-        None,
-        draft_results=lambda: outcome.read(on_host),
-        outcome=outcome,
-    )

@@ -18,22 +18,21 @@ all rows before it embed tokens of the prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
+from dsa_engine.engine.requests.samples import key_of
 from dsa_engine.engine.speculation.rows import (
     ChunkColumns,
     PassBuffers,
     StaticRows,
     StepRows,
-    chunks_with_logits,
-    gathered_rows,
 )
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
@@ -74,7 +73,14 @@ class Passes(ABC):
         """
 
     def after_eager_step(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor
+        self,
+        step: StepPlan,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        own: list[Chunk],
+        sampled: torch.Tensor,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor,
     ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
         """Makes drafts after any step, by :meth:`after_decode` over the rows with chosen tokens.
 
@@ -82,18 +88,17 @@ class Passes(ABC):
 
         Args:
             step, batch, hidden: the step and its normed states ``[T, hidden]``.
-            tokens: int64 ``[n, 1 + count]``, chosen for the requests of all ranks in the order of the sampler, none
-                negative; void after the last of a request. n is 0 in the middle of prompts.
+            own: this rank's rows with logits, a chunk for each of its n requests in the order of the sampler.
+            sampled: int64, the tokens of all ranks as the sampler gives them; no token is negative here and below.
+            tokens: int64 ``[n, 1 + count]``, those of ``own``; void after the last of a request.
             accepted: int64 ``[n]``.
 
         Returns:
             drafts, int64 ``[n, count]``, and the new ``last_rows`` of this rank's requests.
         """
-        own, rank, width = chunks_with_logits(step.own), self.mesh.rank, tokens.shape[1]
-        requests = [one.request for one in step.samples]
-        fills = not all(verifies(chunk, width - 1) for chunk in step.chunks)
-        last = self._fill(step, batch, hidden, requests, tokens) if fills else {}
-        if not requests:
+        width, fills = tokens.shape[1], step.decode is None
+        last = self._fill(step, batch, hidden, sampled, width - 1) if fills else {}
+        if step.samples.most == 0:
             return tokens[:, 1:], {}
         bucket, rows, max_visible = self._static_rows(step, own, width)
         buffers = self.buffers(bucket, max_visible)
@@ -101,27 +106,27 @@ class Passes(ABC):
         to = self._indices([i * width + j for i, chunk in enumerate(own) for j in range(chunk.length)])
         chosen_after = hidden[upload(step.own.rows_with_logits, self.mesh.device)]
         states = hidden.new_zeros(bucket.requests * width, hidden.shape[1]).index_copy_(0, to, chosen_after)
-        first, missing = sum(one.rank < rank for one in step.samples), bucket.requests - len(own)
-        mine = slice(first, first + len(own))
-        own_tokens, own_accepted = F.pad(tokens[mine], (0, 0, 0, missing)), F.pad(accepted[mine], (0, missing))
-        drafts = self.after_decode(rows, states, own_tokens, own_accepted, buffers)
-        at = self._indices([*gathered_rows(step.samples, bucket.requests).values()])
-        filled = {request: _part(of, 1, None) for request, of in last.items() if request.owner == rank}
-        return self.mesh.world.all_gather(drafts)[at], filled if fills else buffers.last_rows(own)
+        missing = bucket.requests - len(own)
+        padded = F.pad(tokens, (0, 0, 0, missing)), F.pad(accepted, (0, missing))
+        drafts = self.after_decode(rows, states, *padded, buffers)[: len(own)]
+        filled = {request: _part(of, 1, None) for request, of in last.items() if request.owner == self.mesh.rank}
+        return drafts, filled if fills else buffers.last_rows(own)
 
     def _fill(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, requests: list[Request], tokens: torch.Tensor
+        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: torch.Tensor, count: int
     ) -> Mapping[Request, LastRows]:
-        """Runs the modules over all rows of a step, which has chosen ``tokens [n, 1 + count]`` for ``requests``.
+        """Runs the modules over all rows of a step, which has ``sampled`` tokens, for ``count`` drafts.
 
         With several modules, returns as many :meth:`_last_positions`.
         """
-        width, states = tokens.shape[1], hidden
-        codes = {request: range(i * width, (i + 1) * width) for i, request in enumerate(requests)}
-        modules = min(width - 1, len(self.model.mtp))
+        states, requests = hidden, [chunk.request for chunk in step.chunks if chunk.num_logits]
+        keys, indices = step.samples.keys.tolist(), step.samples.indices.tolist()
+        first = dict(zip(keys, indices, strict=True))
+        codes = {request: range(at := first[key_of(request)], at + 1) for request in requests}
+        modules = min(count, len(self.model.mtp))
         for number in range(1, 1 + modules):
             ids = step.own.next_token_ids(batch.tp_rows, codes, number)
-            input_ids = self.mesh.tp.all_gather(known_ids(ids, tokens.flatten(), self.mesh.device))
+            input_ids = self.mesh.tp.all_gather(known_ids(ids, sampled, self.mesh.device))
             of_group = replace(batch, input_ids=input_ids.view(-1, batch.tp_rows))
             states = self.model.draft(number - 1, states, of_group, self.cache)
         return self._last_positions(step, hidden, codes, modules) if modules > 1 else {}
@@ -149,11 +154,10 @@ class Passes(ABC):
         pages = [chunk.request.pages for chunk in own]
         # Padding rows of a request come after its last one, in the passes too.
         max_pages = max(map(len, pages), default=0) + pages_for(2 * width, page_size)
-        requests = max(Counter(one.rank for one in step.samples).values(), default=1)
-        bucket = Bucket(requests, width, max_pages * page_size)
+        bucket = Bucket(int(step.samples.numbers.max()) + 1, width, max_pages * page_size)
         padded = RankPlan(own).padded(bucket, self.model.config.has_indexer)
-        rows = [bucket.rows] * len(step.rows)
-        plan = StepPlan(step.rank, padded, rows, step.num_logits, step.samples, decodes=True, bucket=bucket)
+        rows = np.full(len(step.rows), bucket.rows)
+        plan = StepPlan(step.rank, padded, rows, step.samples, decodes=True, bucket=bucket)
         for hook in self._hooks:
             hook(plan)
         in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), max_pages)
@@ -228,11 +232,6 @@ class ModuleEach(Passes):
             drafts.append(self._best_tokens(after_last, number - 1))
             ids.scatter_(1, accepted[:, None] + count + number, drafts[-1][:, None])
         return torch.stack(drafts, dim=1)
-
-
-def verifies(chunk: Chunk, count: int) -> bool:
-    """Whether a chunk is the last token of a request that decodes, and up to ``count`` drafts."""
-    return chunk.start >= chunk.request.num_prefill_tokens and chunk.num_logits == chunk.length <= 1 + count
 
 
 def _rows_of_last_positions(

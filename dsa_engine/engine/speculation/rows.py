@@ -7,7 +7,6 @@ request, is padding and has position -1.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
-from dsa_engine.engine.steps.plan import Bucket, RankPlan, Samples
+from dsa_engine.engine.steps.plan import Bucket, RankPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
@@ -203,13 +202,3 @@ def chunks_with_logits(plan: RankPlan) -> list[Chunk]:
     wanted = {request for _, request in plan.logits_rows}
     chunks = [chunk for chunk in plan.chunks if chunk.request in wanted]
     return [replace(c, start=c.end - c.num_logits, length=c.num_logits) for c in chunks]
-
-
-def gathered_rows(samples: Sequence[Samples], each: int) -> dict[Request, int]:
-    """The row of each request in the gathered tables of all ranks, which have ``each`` rows."""
-    before = Counter[int]()
-    rows = {}
-    for one in samples:
-        rows[one.request] = one.rank * each + before[one.rank]
-        before[one.rank] += 1
-    return rows

@@ -169,7 +169,7 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     if wanted.get("enable_kv_cache_events") and mesh.is_front:
         from dsa_engine.engine.cache.kv_events import KVEvents  # needs packages of the extra "serve"
 
-        events = KVEvents(wanted)
+        events = KVEvents(wanted, options.page_size)
     return Prepared(folder, options, config, modules, relaxed, max_model_len, mesh, dtype, format, events)
 
 
@@ -229,6 +229,7 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
         enable_prefix_caching=options.enable_prefix_caching,
         host_pages=sized.tiers.host,
         max_fetched_pages=sized.tiers.exchanged,
+        eos_token_ids=prepared.config.eos_token_ids,
         events=prepared.events,
     )
     contexts, micro_batches = ContextBuckets(prepared.max_model_len, options.page_size), MicroBatches.of(options, mesh)
@@ -239,7 +240,7 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
         model=model,
         cache=cache,
         scheduler=scheduler,
-        runner=ModelRunner(model, cache, options.seed, graphs, prepared.relaxed, micro_batches),
+        runner=ModelRunner(model, cache, graphs, prepared.relaxed, micro_batches),
         cache_turns=CacheTurns(scheduler, mesh, transfer, on_disk, side.sender if side else None),
         rebalancing=loaded.rebalancing,
         recorder=loaded.recorder,

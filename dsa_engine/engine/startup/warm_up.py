@@ -17,11 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.decoding import DecodeStep, asks_of, top_k_of
 from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -64,7 +68,7 @@ class DummySteps:
     num_drafts: int = 0
     _made: int = field(default=0, init=False)
 
-    def prefills(self) -> list[list[Chunk]]:
+    def prefills(self) -> list[Step]:
         """The first and the last step of the longest prompt; with several such prompts if one does not fill a step."""
         tokens = self.options.max_num_batched_tokens * self.mesh.cp_size
         longest = min(tokens, self.max_model_len)
@@ -74,20 +78,22 @@ class DummySteps:
         steps = []
         for start in dict.fromkeys((0, self.max_model_len - longest)):
             new = self._requests(start + longest, WITH_HOST)
-            steps.append([Chunk(new(), start, length, ranks) for ranks in groups for length in lengths])
+            steps.append(Step([Chunk(new(), start, length, ranks) for ranks in groups for length in lengths]))
         return steps
 
-    def decode(self, requests: int, context: int, params: SamplingParams) -> list[Chunk]:
+    def decode(self, requests: int, context: int, params: SamplingParams) -> Step:
         """A decode step of ``requests`` on every rank, which come to ``context`` tokens with their drafts."""
-        chunks, rows = [], 1 + self.num_drafts
+        rank, world, rows = self.mesh.rank, self.mesh.world_size, 1 + self.num_drafts
         new = self._requests(max(1, context - 2 * self.num_drafts), params)
-        for rank in range(self.mesh.world_size):
-            for _ in range(requests):
-                request = new()
-                request.num_prefill_tokens = request.num_computed_tokens  # it decodes its last token
-                request.drafts = [0] * self.num_drafts
-                chunks.append(Chunk(request, len(request) - 1, rows, range(rank, rank + 1), num_logits=rows))
-        return chunks
+        own = [new() for _ in range(requests)]
+        for request in own:
+            request.num_prefill_tokens = request.num_computed_tokens  # it decodes its last token
+            request.drafts = [0] * self.num_drafts
+        chunks = [Chunk(request, len(request) - 1, rows, range(rank, rank + 1), num_logits=rows) for request in own]
+        keys, logprobs = np.arange(world * requests), -1 if params.logprobs is None else params.logprobs
+        counts, starts = np.full(len(keys), rows), np.full(len(keys), len(own[0]) - 1)
+        samples = Samples.by_rank(keys, keys // requests, counts, world, logprobs)
+        return Step(chunks, DecodeStep(chunks, samples, starts, asks_of(own[0]), top_k_of(own[0])))
 
     def likely_buckets(self) -> list[tuple[int, int]]:
         """Requests of a rank and context of the decode steps to capture, the largest first, as smaller graphs reuse its
@@ -142,17 +148,17 @@ def step_bytes(
     cache = KVCache(config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
     contexts = ContextBuckets(steps.max_model_len, options.page_size)
     padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
-    runner = ModelRunner(model, cache, options.seed, padded, relaxed, MicroBatches.of(options, mesh))
+    runner = ModelRunner(model, cache, padded, relaxed, MicroBatches.of(options, mesh))
     runner.num_drafts = drafts
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly
     before = torch.cuda.memory_allocated(mesh.device)
     try:
         with mesh.experts.even_routing():
             decodes = (steps.decode(options.max_num_seqs, steps.max_model_len, kind) for kind in kinds)
-            decode = max(_peak(mesh, runner, chunks) for chunks in decodes) - before
+            decode = max(_peak(mesh, runner, step) for step in decodes) - before
             # Tables of penalties and biases stay from step to step.
             tables = torch.cuda.memory_allocated(mesh.device) - before
-            prefill = max(_peak(mesh, runner, chunks) for chunks in steps.prefills()) - before
+            prefill = max(_peak(mesh, runner, step) for step in steps.prefills()) - before
     except torch.OutOfMemoryError as error:
         raise CapacityError(
             f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
@@ -219,13 +225,13 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     return more * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 
 
-def _peak(mesh: Mesh, runner: ModelRunner, chunks: list[Chunk]) -> int:
+def _peak(mesh: Mesh, runner: ModelRunner, step: Step) -> int:
     """Maximum bytes allocated at once while a step runs; ends its requests."""
     device = mesh.device
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runner.launch(runner.plan(chunks)).read()
+    runner.launch(runner.plan(step)).read()
     torch.cuda.synchronize(device)
-    for chunk in chunks:
+    for chunk in step.chunks:
         chunk.request.finish_reason = "abort"  # frees their rows of tables
     return torch.cuda.max_memory_allocated(device)

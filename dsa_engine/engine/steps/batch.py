@@ -58,7 +58,7 @@ def _build(
     """The tensors of a step that is not cut, or of one micro-batch."""
     plan, bucket, device, rows = step.own, step.bucket, mesh.device, step.rows
     # At least one row: no collective of a group without tokens is empty.
-    tp_rows, cp_rows, ep_rows = (max(1, *(rows[r] for r in group.ranks)) for group in (mesh.tp, mesh.cp, mesh.ep))
+    tp_rows, cp_rows, ep_rows = [max(1, int(rows[[*group.ranks]].max())) for group in (mesh.tp, mesh.cp, mesh.ep)]
     pages = [chunk.request.pages for chunk in plan.chunks]
     table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
     if bucket is not None:

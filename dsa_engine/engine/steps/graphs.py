@@ -49,7 +49,7 @@ class DecodeGraphs:
         self._cache = cache
         self._mesh = model.runtime.mesh
         self._capture = capture
-        self._contexts = contexts or ContextBuckets()
+        self.contexts = contexts or ContextBuckets()
         self._batches: dict[Bucket, ForwardBatch] = {}  # their tensors are overwritten in every step
         self._graphs: dict[Hashable, _Captured] = {}  # by the name given to run()
         # One stream for all captures: cuBLAS keeps a workspace for every stream that it has run on, and the graphs of a
@@ -76,10 +76,6 @@ class DecodeGraphs:
         """Rows and longest context, in tokens, of the graphs captured so far."""
         buckets = [name[0] if isinstance(name, tuple) else name for name in self._graphs]
         return sorted((bucket.rows, bucket.context) for bucket in buckets if isinstance(bucket, Bucket))
-
-    def pad(self, step: StepPlan, num_drafts: int = 0) -> StepPlan:
-        """A decode step, which makes ``num_drafts`` drafts, padded to its bucket for :meth:`forward`."""
-        return step.padded(self._model.config, self._contexts, num_drafts)
 
     def ready(self, name: Hashable) -> bool:
         """Whether :meth:`run` has nothing to capture for this name; :meth:`forward` uses the step's bucket as name."""

@@ -11,10 +11,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.requests.decoding import DecodeStep
 from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.samples import NO_SAMPLES
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
@@ -38,17 +41,15 @@ class MicroBatches:
         decode_rows, prefill_rows = map(int, os.environ.get("DSA_ENGINE_DBO_ROWS", "32,512").split(","))
         return cls(decode_rows, prefill_rows)
 
-    def cut(self, step: StepPlan, chunks: Sequence[Chunk], config: ModelConfig) -> StepPlan:
-        """The step with its micro-batches, or as it is if it is too small.
-
-        Args:
-            chunks: all chunks of the step.
-        """
-        if max(step.rows) < (self.decode_rows if step.decodes else self.prefill_rows):
+    def cut(self, step: StepPlan, config: ModelConfig) -> StepPlan:
+        """The step with its micro-batches, or as it is if it is too small."""
+        if step.rows.max() < (self.decode_rows if step.decodes else self.prefill_rows):
             return step
         if step.bucket is not None:
             return _cut_bucket(step, config)
-        first, second = cut_chunks(chunks, step.decodes)
+        if step.decode is not None:
+            return _cut_decode(step, step.decode, config)
+        first, second = cut_chunks(step.chunks, step.decodes)
         if not (any(chunk.length for chunk in first) and second):
             return step
         of = (step.rank, len(step.rows), config)
@@ -56,7 +57,7 @@ class MicroBatches:
         cuts = {chunk.request: chunk.start for chunk in second if chunk.request in begun}
         whole, *both = (
             replace(StepPlan.of(some, *of, cuts=at), decodes=step.decodes)
-            for some, at in ((chunks, cuts), (first, None), (second, None))
+            for some, at in ((step.chunks, cuts), (first, None), (second, None))
         )
         return replace(whole, micro_batches=(both[0], both[1]))
 
@@ -119,8 +120,22 @@ def _cut_bucket(step: StepPlan, config: ModelConfig) -> StepPlan:
     micro_bucket = replace(bucket, requests=count)
 
     def of(requests: slice) -> StepPlan:
-        own, rows = RankPlan(step.own.chunks[requests]), [micro_bucket.rows] * len(step.rows)
+        own, rows = RankPlan(step.own.chunks[requests]), np.full(len(step.rows), micro_bucket.rows)
         padded = own.padded(micro_bucket, config.has_indexer)
-        return StepPlan(step.rank, padded, rows, [0] * len(rows), [], step.decodes, bucket=micro_bucket)
+        return StepPlan(step.rank, padded, rows, NO_SAMPLES, step.decodes, bucket=micro_bucket)
 
     return replace(step, micro_batches=(of(slice(count)), of(slice(count, None))))
+
+
+def _cut_decode(step: StepPlan, decode: DecodeStep, config: ModelConfig) -> StepPlan:
+    """The requests of each rank that begin in the first half of its rows, and the others."""
+    samples, world = decode.samples, len(step.rows)
+    first = samples.first < ((step.rows + 1) // 2)[samples.ranks]
+    own = first[samples.of_rank(step.rank)]
+
+    def of(chosen: np.ndarray, own: np.ndarray) -> StepPlan:
+        rows = np.bincount(samples.ranks[chosen], samples.counts[chosen], world).astype(np.int64)
+        chunks = [replace(chunk, num_logits=0) for chunk, mine in zip(decode.chunks, own.tolist(), strict=True) if mine]
+        return StepPlan(step.rank, RankPlan.of_chunks(chunks, config), rows, NO_SAMPLES, step.decodes)
+
+    return replace(step, micro_batches=(of(first, own), of(~first, ~own)))

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.requests.decoding import DecodeStep
 from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.samples import Samples
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.kernels.rows.slots_of import slots_of
@@ -127,6 +129,31 @@ class RankPlan:
             return torch.full_like(positions, -1, dtype=torch.int32)
         return slots_of(positions, tables.host, torch.tensor(table_rows)[chunks], tables.page_size)
 
+    @classmethod
+    def of_chunks(cls, chunks: list[Chunk], config: ModelConfig) -> RankPlan:
+        """The plan of a rank that computes these chunks alone."""
+        plan, fewest = cls(chunks), mha_min_queries(config)
+        for i, chunk in enumerate(chunks):
+            # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
+            dense = min(chunk.length, max(0, config.index_topk - chunk.start)) if config.has_indexer else chunk.length
+            if dense:
+                (plan.mha if dense >= fewest else plan.dense_mqa).append(Segment(0, dense, i, chunk.start))
+            if dense < chunk.length:
+                plan.sparse_mqa.append(Segment(0, chunk.length - dense, i, chunk.start + dense))
+        for form in (plan.mha, plan.dense_mqa, plan.sparse_mqa):
+            for i, s in enumerate(form):
+                form[i] = s._replace(row=plan.rows)
+                plan.rows += s.length
+        plan._find_logits()
+        return plan
+
+    def _find_logits(self) -> None:
+        """Collects the rows with logits."""
+        for s in sorted(self.segments, key=lambda s: (s.sequence, s.start)):
+            chunk = self.chunks[s.sequence]
+            unwanted = max(0, chunk.end - chunk.num_logits - s.start)
+            self.logits_rows += [(s.row + i, chunk.request) for i in range(unwanted, s.length)]
+
     def padded(self, bucket: Bucket, selects: bool) -> RankPlan:
         """The same chunks in the rows of a bucket, all in one form of attention."""
         plan = RankPlan(self.chunks, rows=bucket.rows)
@@ -137,15 +164,6 @@ class RankPlan:
             wanted = range(chunk.length - chunk.num_logits, chunk.length)
             plan.logits_rows += [(row + j, chunk.request) for j in wanted]
         return plan
-
-
-class Samples(NamedTuple):
-    """The rows of logits of a request, which are consecutive among those of their rank."""
-
-    request: Request
-    rank: int
-    first: int  # index of the first among the rank's rows with logits
-    rows: int
 
 
 class SegmentTable(NamedTuple):
@@ -185,22 +203,16 @@ class SegmentTable(NamedTuple):
         table = table[:, table[4] > 0]
         return cls(*table[:, np.argsort(3 * table[0] + table[2], kind="stable")])
 
-    def samples(self, chunks: Seq[Chunk]) -> list[Samples]:
+    def samples(self, chunks: Seq[Chunk], world_size: int) -> Samples:
         """The rows with logits of each rank and chunk, in this order."""
         first_wanted = np.array([chunk.end - chunk.num_logits for chunk in chunks], dtype=np.int64)[self.chunk]
         wanted = (self.start + self.length - np.maximum(self.start, first_wanted)).clip(min=0)
-        at = np.flatnonzero(wanted)
-        at = at[np.lexsort((self.chunk[at], self.rank[at]))]
-        samples: list[Samples] = []
-        for rank, number, count in zip(
-            *(column[at].tolist() for column in (self.rank, self.chunk, wanted)), strict=True
-        ):
-            request, last = chunks[number].request, samples[-1] if samples and samples[-1].rank == rank else None
-            if last is not None and last.request is request:
-                samples[-1] = last._replace(rows=last.rows + count)
-            else:
-                samples.append(Samples(request, rank, 0 if last is None else last.first + last.rows, count))
-        return samples
+        both = self.rank * len(chunks) + self.chunk
+        of_each, at = np.unique(both[wanted > 0], return_inverse=True)
+        counts = np.bincount(at, wanted[wanted > 0], len(of_each)).astype(np.int64)
+        ranks, numbers = np.divmod(of_each, max(1, len(chunks)))
+        requests = [chunks[number].request for number in numbers.tolist()]
+        return Samples.of(requests, ranks, counts, world_size)
 
     def of_rank(self, rank: int, chunks: Seq[Chunk]) -> RankPlan:
         """The plan of a rank."""
@@ -212,10 +224,7 @@ class SegmentTable(NamedTuple):
             segments = (plan.mha, plan.dense_mqa, plan.sparse_mqa)[form]
             segments.append(Segment(plan.rows, length, sequence[number], start))
             plan.rows += length
-        for s in sorted(plan.segments, key=lambda s: (s.sequence, s.start)):
-            chunk = plan.chunks[s.sequence]
-            unwanted = max(0, chunk.end - chunk.num_logits - s.start)
-            plan.logits_rows += [(s.row + i, chunk.request) for i in range(unwanted, s.length)]
+        plan._find_logits()
         return plan
 
 
@@ -225,20 +234,21 @@ class StepPlan:
 
     Attributes:
         own: the rows of this rank.
-        rows, num_logits: number of rows, padding included, and of rows with logits, of each rank.
-        samples: the rows with logits of all ranks, by rank and index.
-        chunks: those of all ranks.
-        segments: those of all ranks; None in a step whose ranks gather nothing.
+        rows: number of rows of each rank, padding included.
+        samples: the rows with logits of all ranks.
+        chunks: those of all ranks, in a step that prefills.
+        segments: those of all ranks, in a step that prefills.
+        decode: the step, if all requests decode.
     """
 
     rank: int
     own: RankPlan
-    rows: list[int]
-    num_logits: list[int]
-    samples: list[Samples]
+    rows: np.ndarray
+    samples: Samples
     decodes: bool  # whether this is a decode step: every chunk has few tokens, perhaps of a prompt, on one rank
     chunks: Seq[Chunk] = ()
     segments: SegmentTable | None = None
+    decode: DecodeStep | None = None
     bucket: Bucket | None = None  # set if the step is padded
     micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if the step is cut (``micro_batches.py``)
 
@@ -260,12 +270,23 @@ class StepPlan:
                 for itself.
         """
         table = SegmentTable.of(chunks, config, cuts or {})
-        rows = np.bincount(table.rank, table.length, world_size).astype(np.int64).tolist()
-        samples, num_logits = table.samples(chunks), [0] * world_size
-        for one in samples:
-            num_logits[one.rank] += one.rows
+        rows = np.bincount(table.rank, table.length, world_size).astype(np.int64)
         decodes = bool(chunks) and all(c.length <= max_decode_rows and len(c.ranks) == 1 for c in chunks)
-        return cls(rank, table.of_rank(rank, chunks), rows, num_logits, samples, decodes, chunks, table)
+        samples = table.samples(chunks, world_size)
+        return cls(rank, table.of_rank(rank, chunks), rows, samples, decodes, chunks, table)
+
+    @classmethod
+    def of_decode(
+        cls, step: DecodeStep, rank: int, world_size: int, config: ModelConfig, bucket: Bucket | None = None
+    ) -> StepPlan:
+        """The plan of a decode step, padded to a bucket if there is one."""
+        samples = step.samples
+        if bucket is not None:
+            rows, own = np.full(world_size, bucket.rows), RankPlan(step.chunks).padded(bucket, config.has_indexer)
+        else:
+            rows = np.bincount(samples.ranks, samples.counts, world_size).astype(np.int64)
+            own = RankPlan.of_chunks(step.chunks, config)
+        return cls(rank, own, rows, samples, True, decode=step, bucket=bucket)
 
     def of_rank(self, rank: int) -> RankPlan:
         """The plan of any rank, without the padding of a bucket."""
@@ -273,21 +294,30 @@ class StepPlan:
         return self.segments.of_rank(rank, self.chunks)
 
     def padded(self, config: ModelConfig, contexts: ContextBuckets, num_drafts: int = 0) -> StepPlan:
-        """The decode step in the smallest bucket that it fits in, which is the same on all ranks.
-
-        Args:
-            contexts: possible context lengths.
-            num_drafts: number of drafts that the step makes. The context has room for them, and every request has rows
-                to verify as many.
-        """
-        of_ranks = np.bincount([chunk.ranks.start for chunk in self.chunks])
-        rows_per_request = max(1 + num_drafts, *(chunk.length for chunk in self.chunks))
-        # A request with fewer rows is padded with rows after its last one.
-        longest = max(chunk.start for chunk in self.chunks) + rows_per_request + num_drafts
-        bucket = Bucket(next_power_of_2(int(of_ranks.max())), rows_per_request, contexts.of(longest, num_drafts))
+        """The decode step in the smallest bucket that it fits in, which is the same on all ranks."""
+        bucket = bucket_of(self.decode or self.chunks, contexts, num_drafts)
         own = self.own.padded(bucket, config.has_indexer)
-        return replace(self, own=own, rows=[bucket.rows] * len(self.rows), bucket=bucket)
+        return replace(self, own=own, rows=np.full(len(self.rows), bucket.rows), bucket=bucket)
 
     def attention_pairs(self) -> list[int]:
         """Query-key pairs of every rank under the causal mask: the work that context parallelism balances."""
         return [sum(s.visible_pairs for s in self.of_rank(rank).segments) for rank in range(len(self.rows))]
+
+
+def bucket_of(step: DecodeStep | Seq[Chunk], contexts: ContextBuckets, num_drafts: int) -> Bucket:
+    """The smallest bucket that a decode step fits in.
+
+    Args:
+        contexts: possible context lengths.
+        num_drafts: number of drafts that the step makes. The context has room for them, and every request has rows to
+            verify as many.
+    """
+    if isinstance(step, DecodeStep):
+        ranks, counts, starts = step.samples.ranks, step.samples.counts, step.starts
+    else:
+        columns = [(chunk.ranks.start, chunk.length, chunk.start) for chunk in step]
+        ranks, counts, starts = np.array(columns, np.int64).T
+    rows = max(1 + num_drafts, int(counts.max()))
+    # A request with fewer rows is padded with rows after its last one.
+    context = contexts.of(int(starts.max()) + rows + num_drafts, num_drafts)
+    return Bucket(next_power_of_2(int(np.bincount(ranks).max())), rows, context)

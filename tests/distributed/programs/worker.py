@@ -34,7 +34,7 @@ from dsa_engine.engine.jobs import prefill
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.new_request import new_requests
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.result import RequestTokens
+from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan

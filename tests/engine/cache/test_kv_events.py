@@ -16,6 +16,7 @@ from dsa_engine.engine.cache.kv_events import KVEventBatch, KVEvents
 from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
+from scheduling import launch, read
 
 PAGE = 4
 
@@ -61,7 +62,7 @@ def following(tmp_path: Path) -> Iterator[Callable[..., tuple[Scheduler, KVEvent
 
     def make(world: int = 1, pages: int = 8, **options: Any) -> tuple[Scheduler, KVEvents, Subscriber]:
         endpoint = f"ipc://{tmp_path}/kv"
-        events = KVEvents({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
+        events = KVEvents({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"}, PAGE)
         scheduler = Scheduler(
             Capacity(world, world, pages, PAGE), events=events,
             rank=0, max_num_seqs=8, max_num_batched_tokens=64, max_prefill_share=1.0, **options,
@@ -81,13 +82,9 @@ def compute(scheduler: Scheduler, number: int, prompt: list[int], **given: Any) 
     request = Request(number, prompt, SamplingParams(max_tokens=1), **given)
     scheduler.add(request)
     while not request.output:
-        for chunk in (chunks := scheduler.schedule()):
-            scheduler.ledger.moves(chunks)
-            if chunk.num_logits:
-                request.output.append(7)
-        scheduler.computed(chunks)
-    request.finish_reason = "length"
-    scheduler.finish(request)
+        step = scheduler.schedule()
+        scheduler.ledger.moves(step.chunks)
+        read(scheduler, launch(scheduler, step), lambda _: 7)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -158,4 +155,4 @@ def test_an_engine_publishes(tiny_llm: Callable[..., LLM], tmp_path: Path) -> No
 )
 def test_bad_configurations(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="kv_events_config"):
-        KVEvents({"enable_kv_cache_events": True, **given})
+        KVEvents({"enable_kv_cache_events": True, **given}, PAGE)

@@ -20,6 +20,7 @@ from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
 from dsa_engine.sampling_params import SamplingParams
 from page_world import AgreedAtOnce, FolderInMemory, Slots, SlowReader, Wish, World, crowd
+from scheduling import chunks_of, launch, read
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Simulation:
                     with pytest.raises(CapacityError):
                         scheduler.capacity.check(wish.prompt, wish.output)
                     return
+                request.delivery = "tokens" if mine is self.copies[0] else "nothing"
                 scheduler.add(request)
                 mine[number] = request
 
@@ -103,7 +105,8 @@ class Simulation:
         if self.now % 3 == 0:  # a step is scheduled, and not launched before another one has been read
             self.on_all(lambda scheduler, _: scheduler.schedule())
             lost = oldest.preemptions
-        steps = [scheduler.schedule() for scheduler in self.ranks]
+        scheduled = [scheduler.schedule() for scheduler in self.ranks]
+        steps = [chunks_of(scheduler, step) for scheduler, step in zip(self.ranks, scheduled, strict=True)]
         chunks = steps[0]
         if not chunks and any(disk.pending for disk in self.disks):
             self.now += 1
@@ -121,7 +124,8 @@ class Simulation:
             # It may enter in a step whose fetches are taken by requests that ran before it was preempted.
             assert oldest in [c.request for c in chunks] or any(c.fetches for c in chunks), "the oldest does not run"
         for chunk in chunks:
-            assert chunk.start == chunk.request.num_computed_tokens, "a token is left out, or computed twice"
+            computed = chunk.request.num_computed_tokens if prefills else chunk.request.num_known_tokens - 1
+            assert chunk.start == computed, "a token is left out, or computed twice"
             if prefills and chunk.request.id not in self.admitted:
                 self.admitted.append(chunk.request.id)
                 self.num_found += chunk.start
@@ -130,15 +134,16 @@ class Simulation:
             self.check_pages(rank, of_rank)
             if self.world.caching:
                 self.check_rows(rank, of_rank)
-        for rank, (scheduler, of_rank) in enumerate(zip(self.ranks, steps, strict=True)):
+        positions = {chunk.request.id: chunk.request.num_known_tokens for chunk in chunks}
+        for rank, (scheduler, step, of_rank) in enumerate(zip(self.ranks, scheduled, steps, strict=True)):
             written = [(chunk, list(chunk.request.pages)) for chunk in of_rank if rank in chunk.ranks]
-            scheduler.computed(of_rank)
-            for chunk in of_rank:
-                if chunk.num_logits:
-                    self.sampled(scheduler, chunk.request)
+            read(scheduler, launch(scheduler, step), lambda request: positions[request.id])
             for chunk, pages in written:
                 for position in range(chunk.start, chunk.end):
                     self.rows[rank][self.slot(pages, position)] = self.row(chunk.request, position)
+        for request in self.live():
+            if len(request.output) >= self.order[request.id].ends_after:
+                self.on_all(lambda scheduler, mine, n=request.id: self.end(scheduler, mine[n], "length"))
         if self.disks:
             for chunk in chunks:
                 self.store(chunk.request)
@@ -199,7 +204,7 @@ class Simulation:
 
     def row(self, request: Request, position: int) -> int:
         """Hash of the tokens that a row depends on."""
-        hashes = self.hashes.setdefault(request.id, [0])
+        request, hashes = self.copies[0][request.id], self.hashes.setdefault(request.id, [0])
         wanted = position + 2 + self.world.lookahead
         while len(hashes) < wanted:
             hashes.append(hash((hashes[-1], *request.tokens(len(hashes) - 1, 1))))
@@ -225,11 +230,6 @@ class Simulation:
             self.move([[] for _ in self.ranks])
             for digest, slot in copies[0]:
                 assert rows_of.setdefault(digest, self.host[rank][slot]) == self.host[rank][slot]
-
-    def sampled(self, scheduler: Scheduler, request: Request) -> None:
-        request.output.append(len(request))
-        if len(request.output) >= min(self.order[request.id].ends_after, request.params.max_tokens):
-            self.end(scheduler, request, "length")
 
     def preempt(self, rng: random.Random) -> None:
         """Takes the pages from a running request, if any."""

@@ -15,6 +15,7 @@ from dsa_engine.engine.cache.digests import PageDigests
 from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
+from scheduling import run_step
 
 PAGE = 4
 
@@ -30,14 +31,7 @@ def make_request(number: int, prompt: Sequence[int], output: int = 2, **params: 
 
 def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     """Runs a step that samples token 7; returns ``(request, start, length)`` of its chunks."""
-    chunks = scheduler.schedule()
-    scheduler.computed(chunks)
-    for request in [chunk.request for chunk in chunks if chunk.num_logits]:
-        request.output.append(7)
-        if len(request.output) == request.max_tokens:
-            request.finish_reason = "length"
-            scheduler.finish(request)
-    return [(c.request.id, c.start, c.length) for c in chunks]
+    return run_step(scheduler, lambda _: 7)
 
 
 def run(scheduler: Scheduler, *requests: Request) -> list[tuple[int, int, int]]:

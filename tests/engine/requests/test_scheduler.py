@@ -15,6 +15,7 @@ from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
 from dsa_engine.measure.requests import check_batch
 from dsa_engine.sampling_params import SamplingParams
+from scheduling import run_step
 
 
 def make(
@@ -43,17 +44,8 @@ def make_request(number: int, prompt: int, output: int = 4) -> Request:
 
 
 def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
-    """Runs a step as the engine does; returns ``(request, start, length)`` of its chunks."""
-    chunks = scheduler.schedule()
-    scheduler.computed(chunks)
-    for chunk in chunks:
-        request = chunk.request
-        if chunk.end == len(request):
-            request.output.append(len(request))  # its position: no position may be sampled twice
-            if len(request.output) == request.params.max_tokens:
-                request.finish_reason = "length"
-                scheduler.finish(request)
-    return [(c.request.id, c.start, c.length) for c in chunks]
+    """Runs a step; each token is its position, as no position may be sampled twice."""
+    return run_step(scheduler, lambda request: request.num_known_tokens)
 
 
 def test_prefill_in_chunks_then_decode() -> None:
@@ -130,10 +122,9 @@ def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pag
         check_batch(make(pages=pages - 1, page_size=4, world=ranks, cp=cp).capacity, requests, 8, 4, filled)
     them = [make_request(n, 8, output=4) for n in range(requests)]
     for request in them:
-        scheduler.admit_prefilled(request) if filled else scheduler.add(request)
-    if filled:
-        for request in them:
+        if filled:
             request.output.append(7)
+        scheduler.admit_prefilled(request) if filled else scheduler.add(request)
     while not all(s.prefilled for s in them):
         step(scheduler)
     for _ in range(3):
@@ -295,11 +286,12 @@ def test_a_request_whose_cache_is_filled_decodes_at_once() -> None:
     """It holds pages of its owner only, and is refused if it does not fit now."""
     scheduler = make(world=2, cp=2, pages=4)
     filled = make_request(0, 9, output=3)
-    scheduler.admit_prefilled(filled)
     filled.output.append(9)  # its first token
+    scheduler.admit_prefilled(filled)
     assert scheduler.free_pages in ([1, 4], [4, 1]) and filled.prefilled
-    scheduler.admit_prefilled(other := make_request(1, 14, output=2))
+    other = make_request(1, 14, output=2)
     other.output.append(14)
+    scheduler.admit_prefilled(other)
     assert {filled.owner, other.owner} == {0, 1}
     with pytest.raises(CapacityError, match="no room to fill the cache of another request of 8 tokens"):
         scheduler.admit_prefilled(make_request(2, 8, output=2))

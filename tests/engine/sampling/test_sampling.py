@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.draw import Limits, exponential_noise, log_probabilities, sample, seed_key
+from dsa_engine.engine.sampling.draw import Limits, exponential_noise, log_probabilities, mixed_seed, sample, seed_key
 from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted
-from dsa_engine.engine.sampling.sampler import _mixed
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -56,7 +55,7 @@ def draws(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 
 
 
 def one(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
-    return int(sample(logits[None], [params], [seed], [position]))
+    return int(sample(logits[None], [params], [seed_key(seed)], [position]))
 
 
 def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
@@ -155,8 +154,8 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 def test_seeds_of_requests_without_one() -> None:
     """Neighbouring engine seeds and requests have no seed in common."""
-    seeds = {_mixed(seed, number) for seed in range(-3, 30) for number in range(100)}
-    assert len(seeds) == 3300 and _mixed(1, 2) == _mixed(1, 2)
+    seeds = {mixed_seed(seed, number) for seed in range(-3, 30) for number in range(100)}
+    assert len(seeds) == 3300 and mixed_seed(1, 2) == mixed_seed(1, 2)
     logits = torch.zeros(1000)
     assert len({one(logits, SamplingParams(), s, 5) for s in list(seeds)[:50]}) > 40
 
@@ -176,7 +175,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
     logits = 3 * torch.randn(len(params), 40, generator=torch.Generator().manual_seed(0))
     seeds, positions = [n % 5 for n in range(len(params))], [7 * n % 11 for n in range(len(params))]
     alone = [one(*row) for row in zip(logits, params, seeds, positions, strict=True)]
-    assert sample(logits, params, seeds, positions).tolist() == alone
+    assert sample(logits, params, [*map(seed_key, seeds)], positions).tolist() == alone
     assert len(set(alone)) > 20
 
 

@@ -14,7 +14,9 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.new_request import Add
-from dsa_engine.engine.requests.request import Request, SampledToken
+from dsa_engine.engine.requests.request import Chunk, Request, SampledToken
+from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.result import StepResult
 
 PROMPTS = [[5, 6, 7, 8], [9, 30, 31, 32] * 11]  # the second is longer than its selection
@@ -66,13 +68,17 @@ def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:
     for request, output, count in zip(requests, wanted, rows, strict=True):
         assert request.output == output.token_ids[:1]
         request.output += output.token_ids[1:count]
-    chunks = [replace(chunk, num_logits=chunk.length) for chunk in engine.scheduler.schedule()]
-    assert [chunk.length for chunk in chunks] == rows
-    results = {one.request: one.tokens for one in engine.runner.launch(engine.runner.plan(chunks)).read()}
-    for request, output, count in zip(requests, wanted, rows, strict=True):
-        assert [one.token for one in results[request]] == output.token_ids[1 : 1 + count]
+        engine.scheduler.ledger.take(request, 0, 1)  # for the new tokens
+    chunks = [
+        Chunk(request, request.num_computed_tokens, count, range(1), count)
+        for request, count in zip(requests, rows, strict=True)
+    ]
+    read = engine.runner.launch(engine.runner.plan(Step(chunks))).read()
+    for number, (request, output, count) in enumerate(zip(requests, wanted, rows, strict=True)):
+        tokens = read.of(request, number, count)
+        assert [one.token for one in tokens] == output.token_ids[1 : 1 + count]
         if output.logprobs is not None:
-            for one, logprobs in zip(results[request], output.logprobs[1:], strict=False):
+            for one, logprobs in zip(tokens, output.logprobs[1:], strict=False):
                 assert one.logprobs == pytest.approx(logprobs, abs=1e-3)
         engine.finish(request, "abort")
     for output in wanted[2::5]:
@@ -83,12 +89,12 @@ def three_a_step(llm: LLM, codes: dict[int, list[int]]) -> Any:
     """Replaces a runner's launch: samples three tokens of each request from a list, found by its first prompt token."""
 
     def launch(plan: Any, _: Any) -> StepResult:
-        indices, tokens = {}, []
-        for _, request in plan.own.logits_rows:
-            indices[request] = range(len(tokens), len(tokens) + 3)
+        requests, tokens = [request for _, request in plan.own.logits_rows], list[int]()
+        for request in requests:
             first = request.num_output_tokens
             tokens += codes[request.prompt[0]][first : first + 3]
-        return StepResult(indices, torch.tensor(tokens), lambda: tokens, None)
+        samples, of_all = Samples.of(requests, [0] * len(requests), [3] * len(requests), 1), torch.tensor(tokens)
+        return StepResult(samples, of_all, lambda: of_all)
 
     return launch
 

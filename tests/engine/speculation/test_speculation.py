@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.scheduler import Step
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=22, ignore_eos=True, seed=3)
@@ -116,13 +117,13 @@ def test_a_module_that_knows_is_always_right(drafts: int, vanilla: bool | None, 
     llm = engine_of(predictable, 0, speculative_config=config)
     assert len(llm.engine.model.mtp) == (1 if vanilla is False else drafts)
     rows: list[int] = []
-    original = llm.engine.scheduler.computed
+    original = llm.engine.scheduler.launched
 
-    def computed(chunks: list[Chunk]) -> None:
-        rows.append(sum(chunk.num_logits for chunk in chunks))
-        original(chunks)
+    def launched(step: Step, samples: Samples | None = None) -> None:
+        rows.append(sum(chunk.num_logits for chunk in step.chunks))
+        original(step, samples)
 
-    llm.engine.scheduler.computed = computed  # type: ignore[method-assign]
+    llm.engine.scheduler.launched = launched  # type: ignore[method-assign]
     length = 1 + 4 * (drafts + 1)
     output = llm.generate([[30, 31, 32] * 9], replace(GREEDY, max_tokens=length))[0]
     assert output.token_ids == list(range(33, 33 + length))

@@ -19,7 +19,8 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.result import Columns, DraftResult, Outcome, StepResult
+from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.sampling.result import Columns, StepResult, drafted
 from dsa_engine.engine.speculation.rows import StepRows
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -285,12 +286,12 @@ def test_the_caches_are_full(engines: Any) -> None:
         assert [output.token_ids for output in llm.generate(prompts[:3], PENALISED)] == expected
         assert scheduler.preemptions > before
     finally:
-        taken.release_all(hog)
+        taken.release(hog)
 
 
 def test_an_outcome() -> None:
-    """Packed columns are read back; drafts that the request cannot use are left out."""
-    requests = [Request(i, [1, 2], SamplingParams(max_tokens=5), output=[3] * i) for i in range(4)]
+    """Packed columns are read back, by request and whatever the order of ranks."""
+    requests = [Request(i, [1, 2], SamplingParams(max_tokens=5), owner=1 - i) for i in range(2)]
     columns = Columns(
         torch.tensor([3, 5]),
         torch.tensor([2, 1]),
@@ -303,5 +304,8 @@ def test_an_outcome() -> None:
     for one, other in zip(Columns.of(table), columns, strict=True):
         assert torch.equal(one, other)
     assert columns.last_token.tolist() == [[1], [3]]
-    rows = {requests[1]: 0, requests[3]: 1}
-    assert Outcome(table, rows).read(table.tolist) == [DraftResult(2, 1, [1]), DraftResult(1, 0, [])]
+    result = drafted(Samples.of(requests, [0, 1], [3, 2], 2), table, 2, {})
+    read = result.read()
+    assert read.tokens.tolist() == [[0, 1, 2], [3, 4, 5]] and read.drafts.tolist() == [[1, 1]] * 2
+    assert read.offered.tolist() == [2, 1] and read.accepted.tolist() == [1, 0]
+    assert result.outcome.rows_of(requests[::-1]) == [1, 0]

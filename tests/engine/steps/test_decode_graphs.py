@@ -19,6 +19,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.samples import key_of
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -157,7 +158,7 @@ class Rows:
     def __init__(self, llm: LLM, requests: list[list[int]], *, padded: bool):
         engine = llm.engine
         graphs = DecodeGraphs(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=64))
-        self.runner = ModelRunner(engine.model, engine.cache, 0, graphs if padded else None)
+        self.runner = ModelRunner(engine.model, engine.cache, graphs if padded else None)
         self.config = engine.config
         each = -(-max(len(ids) for ids in requests) // PAGE)
         self.requests = [
@@ -176,7 +177,7 @@ class Rows:
         plan = StepPlan.of(chunks, 0, 1, self.config, max_decode_rows=MAX_ROWS)
         assert plan.decodes == decodes
         if decodes and self.runner.graphs is not None:
-            plan = self.runner.graphs.pad(plan)
+            plan = plan.padded(self.config, self.runner.graphs.contexts)
         _, hidden = self.runner.forward(plan)
         wanted = plan.own.logits_rows
         assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
@@ -264,8 +265,9 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
     padded = [step.padded(config, ContextBuckets(fewest=2)) for step in steps]
     for one in padded:
         assert one.bucket == Bucket(requests=2, rows_per_request=3, context=16) and one.decodes
-        assert one.rows == [6] * 3 and one.num_logits == [2, 1, 0]
-        assert one.samples == [(requests[0], 0, 0, 2), (requests[2], 1, 0, 1)]
+        assert one.rows.tolist() == [6] * 3 and [one.samples.rows_of([r]) for r in range(3)] == [2, 1, 0]
+        samples = [one.samples.keys.tolist(), one.samples.ranks.tolist(), one.samples.counts.tolist()]
+        assert samples == [[key_of(requests[0]), key_of(requests[2])], [0, 1], [2, 1]]
     plans = [step.own for step in padded]
     assert [plan.rows for plan in plans] == [6] * 3 and [plan.num_tokens for plan in plans] == [4, 2, 0]
     positions = [[5, 6, 7, 4, -1, -1], [7, 8, -1, -1, -1, -1], [-1] * 6]

@@ -16,7 +16,8 @@ import torch
 
 from dsa_engine import LLM, RequestOutput, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.result import RequestTokens, StepResult
+from dsa_engine.engine.requests.samples import ReadSamples, key_of
+from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.measure.timed_generation import generate_batch
 
@@ -63,7 +64,7 @@ class Log:
             self._kept.append(result)
             return result
 
-        def logged_read(samples: StepResult) -> list[RequestTokens]:
+        def logged_read(samples: StepResult) -> ReadSamples:
             self.events.append(("read", numbers[id(samples)]))
             return read(samples)
 
@@ -202,7 +203,7 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
     request = llm.engine.add(PROMPTS[0], GREEDY)
     read, reads = StepResult.read, iter(range(100))
 
-    def failing(samples: StepResult) -> list[RequestTokens]:
+    def failing(samples: StepResult) -> ReadSamples:
         if next(reads) == at:
             raise error
         return read(samples)
@@ -228,8 +229,8 @@ def test_an_error_while_reading_after_a_launch(llm: LLM, monkeypatch: pytest.Mon
         llm.engine.step()
     second, read = llm.engine.add(PROMPTS[1], GREEDY), StepResult.read
 
-    def failing(step: StepResult) -> list[RequestTokens]:
-        if list(step.indices) == [second]:  # its prefill, after which both have been launched
+    def failing(step: StepResult) -> ReadSamples:
+        if step.samples.keys.tolist() == [key_of(second)]:  # its prefill, after which both have been launched
             raise RuntimeError("lost")
         return read(step)
 

@@ -1,0 +1,330 @@
+"""The requests that decode, of all ranks, as arrays: what a step changes in all of them is changed at once.
+
+Every rank has the same rows in the same order, by owner and then by arrival, and so takes the same decisions. Python
+objects are touched every step only for what this rank owns or hands over; those of other requests when they come, end,
+are preempted or fill a page. Until then their tokens stay in an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.samples import DraftResult, Ints, ReadSamples, RequestTokens, Samples, key_of
+
+_BUFFERED = 256  # tokens of a request in the array; when it is full, they go to the request
+
+# What a request asks of the sampler.
+NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES = (1 << bit for bit in range(5))
+
+
+class DecodeStep(NamedTuple):
+    """The next tokens of n requests that decode; the arrays are about the requests of all ranks, by key."""
+
+    chunks: list[Chunk]  # of this rank's requests
+    samples: Samples  # every row has logits
+    starts: Ints  # [n], position of each request's first row
+    asks: int  # what any request asks of the sampler, see ``NEEDS_HOST`` and its neighbours
+    top_k: int  # largest top_k of a request that draws
+
+
+def asks_of(request: Request) -> int:
+    """What a request asks of the sampler, ``NEEDS_HOST`` and its neighbours added up; without its ``min_tokens``."""
+    params = request.params
+    biased = params.allowed_token_ids or params.logit_bias or request.bad_words
+    asks = NEEDS_HOST * (params.logprobs is not None or bool(biased)) + PENALISES * params.penalises
+    if params.temperature > 0:
+        asks += DRAWS + MIN_P * (params.min_p > 0) + TOP_P * (params.top_p < 1)
+    return asks
+
+
+def top_k_of(request: Request) -> int:
+    """``top_k`` of a request that draws; 0: it has none."""
+    return max(0, request.params.top_k) if request.params.temperature > 0 else 0
+
+
+class Decoding:
+    """A table with a row for every request that decodes.
+
+    Args:
+        rank: this rank; its requests are updated in every step.
+
+    Attributes:
+        requests: the object of each row. While it is here, the table knows its length and its number of pages, and
+            only this rank's requests and those whose tokens are delivered as they come have a current ``output``.
+        key, owner: see :func:`.samples.key_of`.
+        length: number of tokens, with those that are not read.
+        limit: maximum number of tokens.
+        pages: pages held on the owner.
+        unread: tokens that have been sampled and not read.
+        unverified: unread tokens that turn out to be none if drafts are not accepted.
+        drafts: number of drafts of the next tokens that the host knows.
+        num_taken: number of tokens read so far, without those that :meth:`take` returned.
+    """
+
+    # The rows of ``_cells``: the attributes, and
+    #   least: number of tokens from which the request may end by a token
+    #   asks, top_k, logprobs: what it asks of the sampler
+    #   direct: whether its object has all tokens that have been read; slot: where they are buffered if not
+    #   fresh: whether no token of it has been read since it came
+    _COLUMNS = (
+        *("key", "owner", "length", "limit", "least", "pages", "unread", "unverified", "drafts"),
+        *("asks", "top_k", "logprobs", "direct", "slot", "fresh"),
+    )
+    key: Ints
+    owner: Ints
+    length: Ints
+    limit: Ints
+    least: Ints
+    pages: Ints
+    unread: Ints
+    unverified: Ints
+    drafts: Ints
+    asks: Ints
+    top_k: Ints
+    logprobs: Ints
+    direct: Ints
+    slot: Ints
+    fresh: Ints
+
+    def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
+        self._rank, self._world, self._page_size = rank, capacity.world_size, capacity.page_size
+        self._eos_token_ids, self._num_drafts = eos_token_ids, num_drafts
+        self._ends = set(eos_token_ids)  # tokens that end some request
+        self._end_ids = np.array(sorted(self._ends), np.int64)
+        self.requests: list[Request] = []
+        self._cells = np.empty((len(self._COLUMNS), 0), np.int64)
+        self._slots = 0  # number of rows of the next two
+        self._tokens = np.empty((0, _BUFFERED + num_drafts), np.int64)
+        self._buffered = np.empty(0, np.int64)  # number of tokens in each
+        self._accepted = np.empty((0, num_drafts + 1, num_drafts + 1), np.int64)  # [slot, offered, accepted]: steps
+        self._free_slots: list[int] = []
+        self.num_taken = 0
+        self._bind()
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __contains__(self, request: Request) -> bool:
+        row = int(self.key.searchsorted(key_of(request)))
+        return row < len(self) and self.requests[row] is request
+
+    def _bind(self) -> None:
+        for name, cells in zip(self._COLUMNS, self._cells, strict=True):
+            setattr(self, name, cells)
+        self._all = np.arange(len(self))
+
+    def requests_of(self, samples: Samples) -> list[Request]:
+        """The requests of a step that are still here."""
+        return [self.requests[row] for row in self._all[self._find(samples.keys)[0]].tolist()]
+
+    # Requests come and leave.
+
+    def enter(self, request: Request, pages: int) -> None:
+        """Adds a request that is prefilled and holds ``pages`` pages on its owner."""
+        params, length = request.params, len(request)
+        if params.stop_token_ids and not self._ends.issuperset(params.stop_token_ids):
+            self._ends.update(params.stop_token_ids)
+            self._end_ids = np.array(sorted(self._ends), np.int64)
+        values = {
+            "key": key_of(request),
+            "owner": request.owner,
+            "length": length,
+            "limit": len(request.prompt) + request.max_tokens,
+            "least": len(request.prompt) + params.min_tokens,
+            "pages": pages,
+            "unread": len(request.placeholders),
+            "unverified": 0,
+            "drafts": len(request.drafts),
+            "asks": asks_of(request),
+            "top_k": top_k_of(request),
+            "logprobs": -1 if params.logprobs is None else params.logprobs,
+            "direct": request.owner == self._rank or request.delivery == "tokens",
+            "slot": self._slot(),
+            "fresh": 1,
+        }
+        row = int(self.key.searchsorted(values["key"]))
+        self._cells = np.insert(self._cells, row, [int(values[name]) for name in self._COLUMNS], axis=1)
+        self.requests.insert(row, request)
+        self._bind()
+
+    def leave(self, request: Request) -> None:
+        """Removes a request and gives its object what the table knows; tokens that are not read are forgotten."""
+        row = self._row(request)
+        self._flush(row)
+        self._free_slots.append(int(self.slot[row]))
+        request.placeholders = []
+        request.num_computed_tokens = max(request.num_computed_tokens, len(request) - 1)
+        self._cells = np.delete(self._cells, row, axis=1)
+        del self.requests[row]
+        self._bind()
+
+    def _row(self, request: Request) -> int:
+        return int(self.key.searchsorted(key_of(request)))
+
+    def _slot(self) -> int:
+        if not self._free_slots:
+            more = max(64, self._slots)
+            self._free_slots = list(range(self._slots + more - 1, self._slots - 1, -1))
+            self._slots += more
+            for name in ("_tokens", "_buffered", "_accepted"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate((old, np.zeros((more, *old.shape[1:]), np.int64))))
+        return self._free_slots.pop()
+
+    def _flush(self, row: int) -> None:
+        """Gives a request's object the tokens that are buffered for it."""
+        slot, request = self.slot[row], self.requests[row]
+        request.output.extend(self._tokens[slot, : self._buffered[slot]].tolist())
+        self._buffered[slot] = 0
+        if self._num_drafts:
+            for offered, accepted in np.argwhere(self._accepted[slot]).tolist():
+                request.draft_stats += [(offered, accepted)] * int(self._accepted[slot, offered, accepted])
+            self._accepted[slot] = 0
+
+    # A step is planned and launched.
+
+    @property
+    def _active(self) -> npt.NDArray[np.bool_]:
+        """Requests with another step: not those whose last token has certainly been sampled and only has to be read."""
+        return self.length - self.unverified < self.limit
+
+    @property
+    def decodes(self) -> bool:
+        """Whether any request has another step."""
+        return bool(self._active.any())
+
+    def give_pages(self, give: Callable[[Request, int], bool]) -> list[Request]:
+        """Gives requests the pages that they lack for their next step: for their tokens, for the drafts that it
+        verifies, and for those that it makes but for the last.
+
+        Args:
+            give: called with a request and the number of pages that it lacks; returns whether there are so many.
+
+        Returns:
+            the requests that got none.
+        """
+        drafts = self._num_drafts
+        wanted = np.minimum(self.length + drafts + max(0, drafts - 1), self.limit - 1)
+        needed = np.maximum(self.length - self.unverified, wanted)
+        lacks = -(-needed // self._page_size) - self.pages
+        rows = ((lacks > 0) & self._active).nonzero()[0]
+        refused = []
+        for row, pages in zip(rows.tolist(), lacks[rows].tolist(), strict=True):
+            if give(self.requests[row], pages):
+                self.pages[row] += pages
+            else:
+                refused.append(self.requests[row])
+        return refused
+
+    def step(self) -> DecodeStep:
+        """The next step of all requests that have one: for each its last token, and its drafts.
+
+        If only the device knows the last token, it alone knows the drafts too: there are rows for as many as possible.
+        """
+        rows = self._active.nonzero()[0]
+        if len(rows) == len(self):
+            owner, length, unread, requests = self.owner, self.length, self.unread, self.requests
+            drafts, keys = self.drafts, self.key
+        else:
+            owner, length, unread = self.owner[rows], self.length[rows], self.unread[rows]
+            drafts, keys = self.drafts[rows], self.key[rows]
+            requests = [self.requests[row] for row in rows.tolist()]
+        on_device = (unread > 0) & (self._num_drafts > 0)
+        counts = 1 + np.where(on_device, self._num_drafts, drafts)
+        samples = Samples.by_rank(keys, owner, counts, self._world, int(self.logprobs.max(initial=-1)))
+        asks = int(np.bitwise_or.reduce(self.asks)) | NEEDS_HOST * bool((length - unread < self.least[rows]).any())
+        own, rank = samples.of_rank(self._rank), range(self._rank, self._rank + 1)
+        starts = length - 1
+        numbers = zip(starts[own].tolist(), counts[own].tolist(), on_device[own].tolist(), strict=True)
+        chunks = [
+            Chunk(request, start, count, rank, count, follows)
+            for request, (start, count, follows) in zip(requests[own], numbers, strict=True)
+        ]
+        return DecodeStep(chunks, samples, starts, asks, int(self.top_k.max(initial=0)))
+
+    def launched(self, samples: Samples) -> None:
+        """Records that a step with these samples has been launched."""
+        rows, kept = self._find(samples.keys)
+        first, counts = samples.indices[kept], samples.counts[kept]
+        self.length[rows] += counts
+        self.unread[rows] += counts
+        self.unverified[rows] += counts - 1
+        own = (self.owner[rows] == self._rank).nonzero()[0]
+        numbers = self._all[rows][own].tolist()
+        for row, index, count in zip(numbers, first[own].tolist(), counts[own].tolist(), strict=True):
+            self.requests[row].placeholders += range(index, index + count)
+
+    # A step is read.
+
+    def take(self, read: ReadSamples) -> list[RequestTokens]:
+        """Takes the tokens of a step.
+
+        Returns:
+            those of requests that this rank owns or delivers, of new ones, and of those that may end with one of these:
+            the caller appends them to the requests. All others are in the table.
+        """
+        rows, kept = self._find(read.samples.keys)
+        counts, tokens = read.samples.counts[kept], read.tokens[kept]
+        accepted = counts - 1 if read.accepted is None else read.accepted[kept]
+        self.length[rows] += 1 + accepted - counts
+        self.unread[rows] -= counts
+        self.unverified[rows] -= counts - 1
+        if read.drafts is not None:
+            # The last token that a request may have is not drafted, as no step would be saved.
+            self.drafts[rows] = (self.limit[rows] - self.length[rows] - 1).clip(0, self._num_drafts)
+        ends = (tokens < 0) | np.isin(tokens, self._end_ids)
+        if self._num_drafts:
+            ends &= np.arange(tokens.shape[1]) <= accepted[:, None]
+        chosen = ends.any(axis=1) | (self.length[rows] - self.unread[rows] >= self.limit[rows])
+        chosen |= (self.fresh[rows] | self.direct[rows]) > 0
+        self.fresh[rows] = 0
+        numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]
+        if len(others):
+            offered = accepted if read.offered is None else read.offered[kept]
+            self._buffer(self._all[rows][others], tokens[others], offered[others], accepted[others])
+        of_step = np.arange(len(read.tokens))[kept][numbers].tolist()
+        return [
+            self._taken(row, number, count, read)
+            for row, number, count in zip(
+                self._all[rows][numbers].tolist(), of_step, (1 + accepted[numbers]).tolist(), strict=True
+            )
+        ]
+
+    def _taken(self, row: int, number: int, count: int, read: ReadSamples) -> RequestTokens:
+        """The ``count`` tokens of request ``number`` of a step, in this row."""
+        request = self.requests[row]
+        if not self.direct[row]:
+            self._flush(row)
+        del request.placeholders[: int(read.samples.counts[number])]
+        sampled = read.of(request, number, count)
+        if read.drafts is None or read.offered is None:
+            return RequestTokens(request, sampled)
+        request.drafts = read.drafts[number, : self.drafts[row]].tolist()
+        return RequestTokens(request, sampled, DraftResult(int(read.offered[number]), count - 1))
+
+    def _buffer(self, rows: Ints, tokens: Ints, offered: Ints, accepted: Ints) -> None:
+        """Keeps the first ``1 + accepted`` tokens of each row."""
+        slots = self.slot[rows]
+        first = self._buffered[slots]
+        for number in range(tokens.shape[1]):
+            self._tokens[slots, first + number] = tokens[:, number]
+        self._buffered[slots] += 1 + accepted
+        self.num_taken += len(rows) + int(accepted.sum())
+        if self._num_drafts:
+            self._accepted[slots, offered, accepted] += 1
+        for row in rows[self._buffered[slots] >= _BUFFERED].tolist():
+            self._flush(row)
+
+    def _find(self, keys: Ints) -> tuple[slice | Ints, slice | Ints]:
+        """The rows of those of these requests that are still here, and their numbers among ``keys``."""
+        if len(keys) == len(self) and (keys == self.key).all():
+            return slice(None), slice(None)
+        rows = self.key.searchsorted(keys)
+        found = (self.key[rows.clip(max=len(self) - 1)] == keys if len(self) else rows < 0).nonzero()[0]
+        return rows[found], found

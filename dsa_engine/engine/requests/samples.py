@@ -1,0 +1,112 @@
+"""What a step samples: for which requests, where its tokens are, and what they are once the device has brought them.
+
+A request is named by its key here, an integer that contains its owner and its id: so a step can be about the requests
+of all ranks without a Python object for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dsa_engine.engine.requests.request import Request, SampledToken
+from dsa_engine.outputs import Logprobs
+
+Ints = npt.NDArray[np.int64]
+
+# Codes in place of a token, for errors in the sampling of one request.
+NOT_FINITE, NOTHING_LEFT = -1, -2
+_ERRORS = {
+    NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
+    NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its "
+    "stop_token_ids, forbid every one",
+}
+
+
+def key_of(request: Request) -> int:
+    """The key of a request that has an owner; keys are in the order of owners, then of arrival."""
+    return (request.owner << 40) + request.id
+
+
+class Samples(NamedTuple):
+    """The rows with logits of a step, for n requests of all ranks; a request's rows are consecutive on one rank."""
+
+    keys: Ints  # [n]
+    ranks: Ints  # [n], the rank of each request's rows, in ascending order
+    numbers: Ints  # [n], number of the request among those of that rank
+    first: Ints  # [n], index of its first row among the rows with logits of that rank
+    counts: Ints  # [n], number of its rows
+    most: int  # maximum number of rows with logits of a rank; 0: the step samples nothing
+    max_logprobs: int = -1  # maximum number of log-probabilities that a request wants; -1: none wants any
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], ranks: npt.ArrayLike, counts: npt.ArrayLike, world_size: int) -> Samples:
+        """From the rank and the number of rows of each request, by rank and in the order of the rows."""
+        keys, of_each, rows = (np.asarray(of, np.int64) for of in ([*map(key_of, requests)], ranks, counts))
+        wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
+        return cls.by_rank(keys, of_each, rows, world_size, max(wanted, default=-1))
+
+    @classmethod
+    def by_rank(cls, keys: Ints, ranks: Ints, counts: Ints, world_size: int, max_logprobs: int) -> Samples:
+        """From the arrays that are not counted here."""
+        of_rank = ranks.searchsorted(np.arange(world_size + 1))  # the first request of each rank
+        before = np.concatenate(([0], counts.cumsum()))  # rows before each request's
+        numbers, first = np.arange(len(keys)) - of_rank[ranks], before[:-1] - before[of_rank[ranks]]
+        return cls(keys, ranks, numbers, first, counts, int(np.diff(before[of_rank]).max(initial=0)), max_logprobs)
+
+    @property
+    def indices(self) -> Ints:
+        """int64 ``[n]``: index of each request's first token among those of all ranks, ``most`` for each."""
+        return self.ranks * self.most + self.first
+
+    def rows_of(self, ranks: Sequence[int]) -> int:
+        """Maximum number of rows with logits of these ranks."""
+        return max(int(self.counts[self.of_rank(rank)].sum()) for rank in ranks)
+
+    def of_rank(self, rank: int) -> slice:
+        """The requests whose rows are on this rank."""
+        return slice(*self.ranks.searchsorted((rank, rank + 1)).tolist())
+
+
+NO_SAMPLES = Samples.of([], [], [], 1)
+
+
+class DraftResult(NamedTuple):
+    """The result of a request's drafts in a step."""
+
+    offered: int  # number of drafts that were verified
+    accepted: int  # number of drafts that were accepted
+
+
+class RequestTokens(NamedTuple):
+    """The new tokens of one request, in order of position; with drafts, the accepted ones and one more of each step."""
+
+    request: Request
+    tokens: list[SampledToken]
+    draft_result: DraftResult | None = None  # None without drafts
+
+
+@dataclass(frozen=True)
+class ReadSamples:
+    """The tokens of a step on the host, for n requests with up to m tokens each."""
+
+    samples: Samples
+    tokens: Ints  # [n, m], negative values are codes of errors
+    logprobs: Callable[[Request, int], Sequence[Logprobs]] | None = None  # of a request, by its number among the n
+    offered: Ints | None = None  # [n], number of drafts that were verified; this and the next two: None without drafts
+    accepted: Ints | None = None  # [n]
+    drafts: Ints | None = None  # [n, m - 1], drafts of the tokens after these
+
+    def of(self, request: Request, number: int, count: int) -> list[SampledToken]:
+        """The first ``count`` tokens of a request, which is ``number`` of the step."""
+        codes = self.tokens[number, :count].tolist()
+        if self.logprobs is None or request.params.logprobs is None:
+            return [SampledToken(code, None, _ERRORS.get(code)) for code in codes]
+        logprobs = self.logprobs(request, number)
+        return [
+            SampledToken(code, of_token, _ERRORS.get(code)) for code, of_token in zip(codes, logprobs, strict=False)
+        ]

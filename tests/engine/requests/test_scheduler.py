@@ -9,7 +9,7 @@ from array import array
 import pytest
 
 from dsa_engine.engine.requests.capacity import Capacity
-from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.requests.new_request import Add
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError

@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.samples import ReadSamples
+from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.measure.host import host_world
 from dsa_engine.sampling_params import SamplingParams
 
@@ -25,7 +27,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def engines(request: pytest.FixtureRequest, demo_cache: Path) -> Iterator[list[Engine]]:
+def engines(
+    request: pytest.FixtureRequest, demo_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Engine]]:
     """Engines of some ranks, whose every token is 0: what an emulated rank takes for the tokens of others."""
     options = {"pages": PAGES, "page_size": PAGE, "max_num_batched_tokens": 4, "max_prefill_share": 0.5}
     options |= {"enable_prefix_caching": True, "max_num_seqs": 300} | VARIANTS[request.param]
@@ -33,15 +37,18 @@ def engines(request: pytest.FixtureRequest, demo_cache: Path) -> Iterator[list[E
         worlds = [stack.enter_context(host_world(WORLD, 0, 0, rank=rank, **options)) for rank in RANKS]
         for world in worlds:
             world.model.token = 0
-            if (drafter := world.engine.runner.drafter) is not None:
-                # The device's part of a padded step is kept from an earlier one here: nothing may depend on it.
+            if world.engine.runner.drafter is not None:
+                # What an emulated rank gathers of others' drafts is made up: all engines read the same instead.
                 world.engine.runner.graphs, world.engine.async_scheduling = None, False
-                drafter.rule = accepted
+                monkeypatch.setattr(StepResult, "read", read)
         yield [world.engine for world in worlds]
 
 
-def accepted(tokens: torch.Tensor, drafts: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return (positions * 7 + keys) % (drafts.shape[1] + 1)
+def read(step: StepResult) -> ReadSamples:
+    """As if some of each request's drafts had been accepted, here and there all of them."""
+    samples, none = step.samples, np.zeros((len(step.samples.keys), 3), np.int64)
+    accepted = (samples.keys * 7 + samples.counts.sum()) % samples.counts
+    return ReadSamples(samples, none, None, samples.counts - 1, accepted, none[:, :2])
 
 
 @pytest.mark.parametrize("engines", VARIANTS, ids=str, indirect=True)

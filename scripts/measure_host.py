@@ -199,14 +199,14 @@ def print_results(case: str, results: list[dict[str, Any]]) -> None:
 
 def law(measured: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     """Seconds of a decode step as a sum of three parts: of the step, of each request here, of each on other ranks; and
-    of a prefill of one step: of the step, and of each token with its digests. Least squares of relative errors."""
+    of a prefill step with a full prefix cache: of the step, and of each token. Least squares of relative errors."""
     import numpy as np
 
     points: dict[str, list[tuple[tuple[float, ...], float]]] = {
         "decode": [
             ((1.0, r["requests"], r["requests"] * (r["world"] - 1)), r["step_ms"]) for r in measured.get("decode", ())
         ],
-        "prefill": [((1.0, r["tokens"]), r["with_digests_ms"]) for r in measured.get("prefill", ())],
+        "prefill": [((1.0, r["tokens"]), r["with_evictions_ms"]) for r in measured.get("prefill", ())],
     }
     parts = {}
     for name, of_name in points.items():

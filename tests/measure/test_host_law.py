@@ -1,0 +1,25 @@
+"""The law of host work: what a rank does for a step follows from what it owns, whatever the size of the world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsa_engine.measure.host import PAGE_SIZE, host_world
+
+
+def calls(world: int, **options: Any) -> float:
+    """Python functions called in a decode step with 8 requests a rank; each fills a page within these steps."""
+    with host_world(world, 8, PAGE_SIZE + 4, **options) as host:
+        host.fill()
+        for _ in range(4):
+            host.step()
+        return host.calls(PAGE_SIZE)
+
+
+@pytest.mark.parametrize("options", [{}, {"drafts": 1}, {"enable_prefix_caching": True}], ids=str)
+def test_calls_of_a_decode_step_do_not_grow_with_the_world(demo_cache: Path, options: dict[str, Any]) -> None:
+    few, many = calls(2, **options), calls(64, **options)
+    assert many < 1.2 * few, f"{many:.0f} Python functions are called in a step of 64 ranks, {few:.0f} of 2"

@@ -98,15 +98,10 @@ class Admission:
             self._counts[self._number] -= outputs
 
 
-def create_counts(folder: str, processes: int) -> None:
-    """Makes the file of :func:`open_counts`."""
-    Path(folder, "counts").write_bytes(bytes(8 * processes))
-
-
-def open_counts(folder: str) -> MutableSequence[int]:
-    """Memory with an int64 for each process; each writes its own only, so it takes no lock."""
-    with open(Path(folder, "counts"), "r+b") as file:
-        return cast("MutableSequence[int]", memoryview(mmap(file.fileno(), 0)).cast("q"))
+def open_counts(file: Path) -> MutableSequence[int]:
+    """The int64 in a file, in shared memory: one for each process, which alone writes it, so it takes no lock."""
+    with open(file, "r+b") as opened:
+        return cast("MutableSequence[int]", memoryview(mmap(opened.fileno(), 0)).cast("q"))
 
 
 class Generation(Response):

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -32,7 +33,7 @@ from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.llm import LLM
 from dsa_engine.server.app import Server
 from dsa_engine.server.client import EngineClient
-from dsa_engine.server.generation import create_counts, open_counts
+from dsa_engine.server.generation import open_counts
 from dsa_engine.server.http import STOP, HttpServer, same_address
 from dsa_engine.server.messages import (
     AbortRequests,
@@ -200,7 +201,7 @@ class HttpProcesses:
         environment = dict(os.environ)
         if len(relays) > 1:
             environment["PROMETHEUS_MULTIPROC_DIR"] = self._shared.name  # prometheus_client then adds up its counts
-            create_counts(self._shared.name, len(relays))
+            Path(self._shared.name, "counts").write_bytes(bytes(8 * len(relays)))
         for number, (relay, listening) in enumerate(zip(relays, same_address(bound, len(relays)))):
             start = _Start(relay.facts, relay.folder, asdict(options), listening.fileno(), self._shared.name, number)
             with listening:
@@ -210,16 +211,12 @@ class HttpProcesses:
                     pass_fds=[listening.fileno()], stdin=subprocess.PIPE, bufsize=0, start_new_session=True,
                 )  # fmt: skip
             self._processes.append(process)
-            # Not by the command line, which others can read: there may be a key. Stays open as long as this process.
+            # Not by the command line, which others can read: there may be a key.
             process.stdin.write(msgspec.json.encode(start) + b"\n")  # type: ignore[union-attr]
         self.pids = [process.pid for process in self._processes]
 
     def wait(self) -> int:
-        """Waits for the end of the processes, to which signals are passed on meanwhile.
-
-        Returns:
-            the first exit status that is not 0; else 0.
-        """
+        """Waits for the end of the processes, which get signals of this one; returns the first status that is not 0."""
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             self.stop()
@@ -265,10 +262,7 @@ class HttpProcesses:
 
 
 def serve(llm: LLM, options: ServerOptions, bound: socket.socket) -> HttpProcesses:
-    """Starts ``options.api_server_count`` processes that serve an engine of this process at a socket.
-
-    On several ranks, all others follow.
-    """
+    """Starts ``options.api_server_count`` processes that serve an engine of this one at a socket."""
     return HttpProcesses([Relay(llm) for _ in range(options.api_server_count)], options, bound)
 
 
@@ -291,13 +285,11 @@ def main() -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # uvicorn sends itself the signal again when it has ended
     options = ServerOptions(**start.options)
-    counts = open_counts(start.shared) if options.api_server_count > 1 else None
+    counts = open_counts(Path(start.shared, "counts")) if options.api_server_count > 1 else None
     server = Server(EngineClient(start.facts, start.folder), options, start.number, counts)
     http = HttpServer(server, socket.socket(fileno=start.listening))
     threading.Thread(target=http.obey, args=(0,), daemon=True).start()
-    # Python's collector of cycles took half of the time of an event: what is here stays, and what comes has few cycles.
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # the collector of cycles took half of the time of an event; what is here stays, what comes has few
     gc.set_threshold(10_000)
     http.run()
     sys.exit(_ENGINE_ENDED if http.failed else 0)

@@ -116,7 +116,9 @@ class CompletionOutput:
     stop_reason: int | str | None = (
         None  # the stop token or string, if one ended the output; None for the model's end tokens
     )
-    error: str | None = None  # the error message; text and tokens are those before the error
+    # the error message; text and tokens are those before the error. If tokens cannot be decoded, the text is empty or ends
+    # before them; the tokens are all of them, or end there, with stop strings and in a stream.
+    error: str | None = None
     logprobs: list[Logprobs] | None = None  # one entry per token; None if not requested
     cumulative_logprob: float | None = None  # sum over the tokens
     # of chat(): the assistant's message as OpenAI's API has it, with reasoning_content and tool_calls

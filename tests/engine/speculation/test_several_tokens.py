@@ -148,8 +148,8 @@ class Letters:
         ([0, 1, 2, 3], {"stop": "bc"}, 3, "stop"),
         ([0, 1, 2, 3], {"stop": "cd"}, 4, "stop"),
         ([1, 1, 1, 1], {"stop": "b", "min_tokens": 2}, 3, "stop"),
-        ([0, 9, 2, 3], {}, 2, "error"),
-        ([0, 1, 2, 9], {}, 4, "error"),  # before the maximum length
+        ([0, 9, 2, 3], {}, 4, "error"),  # decoded at the end
+        ([0, 9, 2, 3], {"stop": "h"}, 2, "error"),  # decoded token by token
         ([0, -1, 2, 3], {"stop": "b"}, 1, "error"),
     ],
 )

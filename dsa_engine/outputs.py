@@ -116,8 +116,8 @@ class CompletionOutput:
     stop_reason: int | str | None = (
         None  # the stop token or string, if one ended the output; None for the model's end tokens
     )
-    # the error message; text and tokens are those before the error. If tokens cannot be decoded, the text is empty or ends
-    # before them; the tokens are all of them, or end there, with stop strings and in a stream.
+    # the error message; text and tokens are those before the error. Text that is not streamed and has no stop strings
+    # is decoded at the end: if that fails, all tokens are here and the text is "".
     error: str | None = None
     logprobs: list[Logprobs] | None = None  # one entry per token; None if not requested
     cumulative_logprob: float | None = None  # sum over the tokens

@@ -96,7 +96,7 @@ def test_a_request_that_forbids_every_token(llm: LLM) -> None:
 
 @pytest.mark.parametrize("at", [0, 3, 9])
 def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Text that is not streamed is decoded at the end: all tokens are there, and no text; a stream ends at the token."""
+    """Text that is not streamed is decoded at the end: all tokens are there, but no text. A stream ends at once."""
     expected = llm.generate(TEXTS, GREEDY)
     bad, decode = expected[1].token_ids[at], Tokenizer.decode
 

@@ -51,11 +51,11 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     }
     plan = engine.runner.plan
 
-    def noted(chunks: Any) -> Any:
-        step = plan(chunks)
+    def noted(scheduled: Any) -> Any:
+        step = plan(scheduled)
         result["tokens"].append(step.own.rows)
-        result["attention_pairs"].append(step.attention_pairs()[mesh.rank])
-        result["free_pages"].append(engine.cache.pages - sum(len(c.request.pages) for c in chunks))
+        result["attention_pairs"].append(sum(s.visible_pairs for s in step.own.segments))
+        result["free_pages"].append(engine.cache.pages - sum(len(c.request.pages) for c in scheduled.chunks))
         return step
 
     engine.runner.plan = noted  # type: ignore[method-assign]

@@ -77,7 +77,7 @@ def errors(llm: LLM) -> dict[str, str]:
         raised[f"{what} of logits"] = error_of(lambda wrong=wrong: llm.prompt_logits(wrong if RANK == 0 else [6]))  # type: ignore[misc]
     with patch.object(llm, "_generate", side_effect=Local("not", "sent")):
         raised["local"] = error_of(lambda: llm.generate([[5]], GREEDY))
-    with patch.object(llm, "_prepare_all", side_effect=KeyboardInterrupt):
+    with patch.object(llm, "prepare", side_effect=KeyboardInterrupt):
         raised["interrupt"] = error_of(lambda: llm.generate([[5]], GREEDY))
     if RANK == 0:
         with closing(llm.stream([5], LONG)) as pieces:  # type: ignore[type-var]

@@ -32,7 +32,7 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import prefill
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.requests.new_request import new_requests
+from dsa_engine.engine.requests.new_request import Add, new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -130,18 +130,26 @@ def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], t
     Returns:
         by request and its length, the number of accepted drafts and the module's new drafts; filled while requests run.
     """
-    scheduler, vocab = llm.engine.scheduler, llm.engine.config.vocab_size
-    original, made = scheduler.accept_drafts, {}
+    engine, loop, vocab = llm.engine, llm.loop, llm.engine.config.vocab_size
+    begin, take, made = loop._begin, engine._take, {}
 
-    def accept_drafts(request: Request, drafts: list[int]) -> None:
-        accepted = len(request) - 1 - request.num_computed_tokens + len(request.drafts)
-        made[request.id, len(request)] = accepted, drafts
-        done = request.num_output_tokens
-        right = outputs[request.id][done : done + len(drafts)]
-        num_right = (done * 5 + len(request.prompt)) % (len(drafts) + 2)
-        original(request, [token if i < num_right else (token + 1) % vocab for i, token in enumerate(right)])
+    def begun(add: Add) -> None:
+        begin(add)
+        loop._requests[add.id].delivery = "tokens"  # on every rank, to compare them
 
-    scheduler.accept_drafts = accept_drafts  # type: ignore[method-assign]
+    def taken(sampled: RequestTokens) -> RequestTokens:
+        result, request = take(sampled), sampled.request
+        if request.finish_reason is None and sampled.draft_result is not None:
+            drafts, done = request.drafts, request.num_output_tokens
+            made[request.id, len(request)] = sampled.draft_result.accepted, drafts
+            right = outputs[request.id][done : done + len(drafts)]
+            num_right = (done * 5 + len(request.prompt)) % (len(drafts) + 2)
+            request.drafts = [token if i < num_right else (token + 1) % vocab for i, token in enumerate(right)]
+            decoding = engine.scheduler.decoding
+            decoding.drafts[decoding.requests.index(request)] = len(request.drafts)
+        return result
+
+    loop._begin, engine._take = begun, taken  # type: ignore[method-assign]
     return made
 
 

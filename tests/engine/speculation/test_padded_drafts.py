@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.engine.speculation.graph_step import GraphKey
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -64,18 +64,21 @@ def test_padded_steps_with_drafts(
             return super().run(name, function)
 
     engine.runner.graphs = Counted(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=32))
-    original, accepted = engine.scheduler.accept_drafts, []
+    take, accepted = engine._take, list[int]()
 
-    def accept_drafts(request: Request, drafts: list[int]) -> None:
-        accepted.append(len(request) - 1 - request.num_computed_tokens + len(request.drafts))
-        wanted = oracle.drafts([*request.prompt, *request.output], DRAFTS).argmax(dim=-1).tolist()
-        assert drafts == wanted[: COUNT - request.num_output_tokens - 1]
-        done = request.num_output_tokens
-        right = expected[tuple(request.prompt)][done : done + DRAFTS]
-        num_right = (done + len(request.prompt)) % (DRAFTS + 1)
-        original(request, [token if i < num_right else (token + 1) % 200 for i, token in enumerate(right)])
+    def taken(sampled: RequestTokens) -> RequestTokens:
+        result, request = take(sampled), sampled.request
+        if request.finish_reason is None and sampled.draft_result is not None:
+            accepted.append(sampled.draft_result.accepted)
+            wanted = oracle.drafts([*request.prompt, *request.output], DRAFTS).argmax(dim=-1).tolist()
+            done = request.num_output_tokens
+            assert request.drafts == wanted[: COUNT - done - 1]
+            right = expected[tuple(request.prompt)][done : done + len(request.drafts)]
+            num_right = (done + len(request.prompt)) % (DRAFTS + 1)
+            request.drafts = [token if i < num_right else (token + 1) % 200 for i, token in enumerate(right)]
+        return result
 
-    engine.scheduler.accept_drafts = accept_drafts  # type: ignore[method-assign]
+    engine._take = taken  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     assert [o.token_ids for o in llm.generate(prompts, params)] == list(expected.values())
     assert set(accepted) == set(range(DRAFTS + 1))

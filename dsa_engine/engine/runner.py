@@ -175,7 +175,7 @@ class ModelRunner:
         return batch, self._model(batch, self._cache)
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[logits_rows of this rank, vocab]``."""
+        """float32 ``[tokens to choose on this rank, vocab]``."""
         padded_rows = plan.samples.rows_of(self._mesh.tp.ranks)
         if padded_rows == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)

@@ -42,7 +42,7 @@ def nan_for(llm: LLM, prompt: str, after: int, value: float) -> Callable[..., to
 
     def spoiled(plan: Any, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
-        for row, (_, request) in zip(logits, plan.own.logits_rows, strict=True):
+        for row, (request, *_) in zip(logits, plan.own.wanted, strict=True):
             if list(request.prompt) == ids and len(request.output) == after:
                 row[7] = value
         return logits

@@ -15,23 +15,16 @@ without waiting. All rows of a step share each launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.batch import known_ids
+from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.sampling_params import SamplingParams
-
-
-class Wanted(NamedTuple):
-    """A token to choose, for ``position`` of the request; it depends on all tokens before."""
-
-    request: Request
-    position: int
 
 
 class LogitsProcessors:
@@ -59,7 +52,7 @@ class LogitsProcessors:
         self._penalise(logits, wanted, sampled)
 
     def _add_biases(self, logits: torch.Tensor, wanted: Sequence[Wanted]) -> None:
-        rows = [i for i, (request, _) in enumerate(wanted) if is_biased(request)]
+        rows = [i for i, (request, *_) in enumerate(wanted) if is_biased(request)]
         if not rows:
             return
         requests = [wanted[i].request for i in rows]
@@ -72,7 +65,7 @@ class LogitsProcessors:
         forbidden: list[tuple[int, int]] = []  # (row, token)
         perhaps: list[tuple[int, int]] = []  # (row, token) that is forbidden if its conditions are met
         conditions: list[list[tuple[int, int]]] = []  # for each: (placeholder, the token that it must be)
-        for i, (request, position) in enumerate(wanted):
+        for i, (request, position, _) in enumerate(wanted):
             length = position - len(request.prompt)
             if length < request.params.min_tokens:
                 forbidden += [(i, t) for t in (*self._eos_token_ids, *(request.params.stop_token_ids or ()))]
@@ -103,7 +96,7 @@ class LogitsProcessors:
             logits.index_put_((rows, ids), added, accumulate=True)
 
     def _penalise(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
-        rows = [i for i, (request, _) in enumerate(wanted) if request.params.penalises]
+        rows = [i for i, (request, *_) in enumerate(wanted) if request.params.penalises]
         if not rows:
             return
         counts = self._count([wanted[i] for i in rows], logits, sampled)
@@ -114,7 +107,7 @@ class LogitsProcessors:
     def _count(self, wanted: list[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None) -> torch.Tensor:
         """int32 ``[len(wanted), vocab]``: 2 · occurrences in the output, + 1 if the prompt has the token."""
         certain: dict[Request, int] = {}  # tokens before this position are no drafts
-        for request, position in wanted:
+        for request, position, _ in wanted:
             certain.setdefault(request, position)
         for request in [r for r in self._counted if r.finish_reason is not None]:
             del self._counted[request]
@@ -130,10 +123,10 @@ class LogitsProcessors:
             more += [(slots[request], token) for token in request.tokens(start, end - start)]
         _add_occurrences(table, more, sampled)
         self._counted.update(certain)
-        counts = table[_indices([slots[request] for request, _ in wanted], logits)]
+        counts = table[_indices([slots[request] for request, *_ in wanted], logits)]
         drafts = [
             (row, token)
-            for row, (request, position) in enumerate(wanted)
+            for row, (request, position, _) in enumerate(wanted)
             for token in request.tokens(certain[request], position - certain[request])
         ]
         _add_occurrences(counts, drafts, sampled)

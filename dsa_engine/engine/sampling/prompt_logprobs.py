@@ -6,23 +6,15 @@ block at a time so that the logits fit in the workspace; then the log-probabilit
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import log_probabilities, ranked
-from dsa_engine.engine.steps.plan import RankPlan, StepPlan
+from dsa_engine.engine.steps.plan import RankPlan, StepPlan, Wanted
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.model import Model
 from dsa_engine.outputs import Logprobs
-
-
-class _Row(NamedTuple):
-    row: int  # in the rank's hidden states
-    request: Request
-    position: int  # the next token's
 
 
 def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[Request, dict[int, Logprobs]]:
@@ -56,13 +48,13 @@ def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[
     gathered = mesh.world.all_gather(torch.cat(tables)).tolist()
     logprobs: dict[Request, dict[int, Logprobs]] = {}
     for rank, rows in enumerate(wanted):
-        for (_, request, position), values in zip(rows, gathered[rank * padded_rows :], strict=False):
+        for (request, position, _), values in zip(rows, gathered[rank * padded_rows :], strict=False):
             token, count = request.prompt[position], request.params.prompt_logprobs or 0
             logprobs.setdefault(request, {})[position] = ranked(token, values, count)
     return logprobs
 
 
-def _wanted(rank_plan: RankPlan) -> list[_Row]:
+def _wanted(rank_plan: RankPlan) -> list[Wanted]:
     """The rows of a rank that precede a prompt token whose log-probability is not known yet, in an order that does not
     depend on the padding of the step."""
     wanted = []
@@ -72,5 +64,5 @@ def _wanted(rank_plan: RankPlan) -> list[_Row]:
             continue
         first = max(segment.start + 1, len(request.prompt_logprobs))
         last = min(segment.start + segment.length, len(request.prompt) - 1)
-        wanted += [_Row(segment.row + p - 1 - segment.start, request, p) for p in range(first, last + 1)]
+        wanted += [Wanted(request, p, segment.row + p - 1 - segment.start) for p in range(first, last + 1)]
     return wanted

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.samples import NOT_FINITE, NOTHING_LEFT
 from dsa_engine.engine.sampling.draw import log_probabilities, sample
-from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted
+from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
 from dsa_engine.engine.sampling.result import StepResult
-from dsa_engine.engine.steps.plan import RankPlan, StepPlan
+from dsa_engine.engine.steps.plan import StepPlan, Wanted
 from dsa_engine.kernels.runtime.transfer import to_host, upload
 from dsa_engine.parallel import Mesh
 
@@ -41,7 +41,7 @@ class Sampler:
 
         Args:
             plan: the step; the rows of logits of a request are on one rank.
-            logits: float32 ``[logits_rows of this rank, vocab]``; overwritten.
+            logits: float32 ``[tokens to choose on this rank, vocab]``; overwritten.
             sampled: ``StepResult.tokens`` of the step before, if they have not been read.
         """
         samples = plan.samples
@@ -49,7 +49,7 @@ class Sampler:
             none = torch.empty(0, dtype=torch.int64, device=logits.device)
             return StepResult(samples, none, lambda: none)
         unmodified = logits.clone() if samples.max_logprobs >= 0 else logits
-        wanted = _wanted(plan.own)
+        wanted = plan.own.wanted
         total = logits.sum(dim=-1)  # finite if all logits of a row are; taken before some become -inf
         self._processors.apply(logits, wanted, sampled)
         tokens = self._choose(wanted, logits)
@@ -68,10 +68,10 @@ class Sampler:
     def _choose(self, wanted: list[Wanted], logits: torch.Tensor) -> torch.Tensor:
         """A token for every row, int64 ``[n]``, or the code of an error, which concerns that row's request only."""
         highest, tokens = _highest(logits)  # the choice of all greedy requests
-        drawn = [i for i, (request, _) in enumerate(wanted) if request.params.temperature > 0]
+        drawn = [i for i, (request, *_) in enumerate(wanted) if request.params.temperature > 0]
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)
-            requests, positions = zip(*(wanted[i] for i in drawn), strict=True)
+            requests, positions, _ = zip(*(wanted[i] for i in drawn), strict=True)
             keys = [request.draw_key for request in requests]
             tokens[rows] = sample(logits[rows], [r.params for r in requests], keys, positions)
         return tokens.where(highest != float("-inf"), NOTHING_LEFT)
@@ -84,13 +84,3 @@ def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return highest, tokens
     tokens = logits.argmax(dim=-1)  # max() on a CPU synchronises all threads, even for few rows
     return logits.gather(1, tokens[:, None])[:, 0], tokens
-
-
-def _wanted(rank_plan: RankPlan) -> list[Wanted]:
-    """The request and position of the token to choose for every row of logits: the position after the row's own."""
-    position = {chunk.request: chunk.end - chunk.num_logits for chunk in rank_plan.chunks}
-    wanted = []
-    for _, request in rank_plan.logits_rows:
-        position[request] += 1
-        wanted.append(Wanted(request, position[request]))
-    return wanted

@@ -20,7 +20,7 @@ import torch
 
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.logits_processors import Wanted
+from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.text.tokenizer import Tokenizer
 
@@ -88,7 +88,7 @@ class RelaxedAcceptance:
             tokens: int64 ``[rows]``, the choices; negative codes of errors stay.
         """
         candidates = []  # (row, draft)
-        for i, (request, position) in enumerate(wanted):
+        for i, (request, position, _) in enumerate(wanted):
             number = position - len(request)
             if 0 <= number < len(request.drafts) and self._thinks(request, number):
                 candidates.append((i, request.drafts[number]))

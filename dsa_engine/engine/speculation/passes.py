@@ -125,7 +125,7 @@ class Passes(ABC):
         codes = {request: range(at := first[key_of(request)], at + 1) for request in requests}
         modules = min(count, len(self.model.mtp))
         for number in range(1, 1 + modules):
-            ids = step.own.next_token_ids(batch.tp_rows, codes, number)
+            ids = step.own.token_ids(batch.tp_rows, number, codes)
             input_ids = self.mesh.tp.all_gather(known_ids(ids, sampled, self.mesh.device))
             of_group = replace(batch, input_ids=input_ids.view(-1, batch.tp_rows))
             states = self.model.draft(number - 1, states, of_group, self.cache)

@@ -199,6 +199,6 @@ class PassBuffers:
 
 def chunks_with_logits(plan: RankPlan) -> list[Chunk]:
     """A rank's rows with logits, as a chunk for each request, in the order of the sampler."""
-    wanted = {request for _, request in plan.logits_rows}
+    wanted = {request for request, *_ in plan.wanted}
     chunks = [chunk for chunk in plan.chunks if chunk.request in wanted]
     return [replace(c, start=c.end - c.num_logits, length=c.num_logits) for c in chunks]

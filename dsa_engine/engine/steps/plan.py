@@ -53,6 +53,14 @@ class Bucket:
         return self.requests * self.rows_per_request
 
 
+class Wanted(NamedTuple):
+    """A token to choose, for ``position`` of the request; it depends on all tokens before."""
+
+    request: Request
+    position: int
+    row: int  # the row of the token before, whose logits are wanted
+
+
 @dataclass
 class RankPlan:
     """The rows that one rank computes in a step, as segments.
@@ -65,42 +73,31 @@ class RankPlan:
     mha: list[Segment] = field(default_factory=list)
     dense_mqa: list[Segment] = field(default_factory=list)
     sparse_mqa: list[Segment] = field(default_factory=list)
-    # (row, request) of the rows with logits; a request's rows are consecutive, in order of position
-    logits_rows: list[tuple[int, Request]] = field(default_factory=list)
     rows: int = 0  # padding included
 
     @property
     def segments(self) -> list[Segment]:
         return self.mha + self.dense_mqa + self.sparse_mqa
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of rows without padding."""
-        return sum(s.length for s in self.segments)
-
-    def token_ids(self, rows: int) -> torch.Tensor:
-        """Token id of each row, as :meth:`Request.tokens` gives it, for ``batch.known_ids``; int64, zeros up to
-        ``rows``."""
-        ids = np.zeros(rows, dtype=np.int64)
-        for s in self.segments:
-            ids[s.row : s.row + s.length] = self.chunks[s.sequence].request.tokens(s.start, s.length)
-        return torch.from_numpy(ids)
-
-    def next_token_ids(self, rows: int, sampled: Mapping[Request, range], ahead: int = 1) -> torch.Tensor:
-        """For each row, the token ``ahead`` positions later, which an MTP module embeds there; 0 if there is none.
+    def token_ids(self, rows: int, ahead: int = 0, sampled: Mapping[Request, range] | None = None) -> torch.Tensor:
+        """Token id of each row, for ``batch.known_ids``; int64, zeros up to ``rows``.
 
         Args:
-            sampled: indices, for ``batch.known_ids``, of the tokens after a request's known ones. These are the tokens
-                that this step samples; a request's current drafts are not used.
+            ahead: for each row, the token this number of positions later, which an MTP module embeds there; 0 if there
+                is none.
+            sampled: indices, for ``batch.known_ids``, of the tokens that this step samples, which take the place of a
+                request's current drafts; None: the drafts follow its tokens, see :meth:`Request.tokens`.
         """
         ids = np.zeros(rows, dtype=np.int64)
         for s in self.segments:
             request, first = self.chunks[s.sequence].request, s.start + ahead
-            known = max(0, min(s.length, len(request) - first))
-            skipped = max(0, first - len(request))
-            new = sampled.get(request, range(0))[skipped : skipped + s.length - known]
-            ids[s.row : s.row + known] = request.tokens(first, known)
-            ids[s.row + known : s.row + known + len(new)] = [-1 - index for index in new]
+            if sampled is None:
+                tokens = request.tokens(first, s.length)
+            else:
+                tokens = request.tokens(first, max(0, min(s.length, len(request) - first)))
+                new = sampled.get(request, range(0))[max(0, first - len(request)) :]
+                tokens.extend([-1 - index for index in new[: s.length - len(tokens)]])
+            ids[s.row : s.row + len(tokens)] = tokens
         return torch.from_numpy(ids)
 
     @cached_property
@@ -117,10 +114,20 @@ class RankPlan:
         """int64 ``[rows]``, −1 for padding."""
         return self._by_row[0]
 
+    @cached_property
+    def wanted(self) -> list[Wanted]:
+        """The tokens to choose; those of a request follow each other, in order of position."""
+        wanted = []
+        for s in sorted(self.segments, key=lambda s: (s.sequence, s.start)):
+            chunk = self.chunks[s.sequence]
+            for position in range(max(s.start, chunk.end - chunk.num_logits), s.end):
+                wanted.append(Wanted(chunk.request, position + 1, s.row + position - s.start))
+        return wanted
+
     @property
     def rows_with_logits(self) -> torch.Tensor:
-        """int64 ``[logits_rows]``."""
-        return torch.tensor([row for row, _ in self.logits_rows], dtype=torch.int64)
+        """int64 ``[tokens to choose]``."""
+        return torch.tensor([row for _, _, row in self.wanted], dtype=torch.int64)
 
     def slots(self, tables: BlockTables, table_rows: Seq[int]) -> torch.Tensor:
         """int32 ``[rows]``, −1 for padding; ``table_rows`` are the rows of the chunks in ``tables``."""
@@ -129,40 +136,12 @@ class RankPlan:
             return torch.full_like(positions, -1, dtype=torch.int32)
         return slots_of(positions, tables.host, torch.tensor(table_rows)[chunks], tables.page_size)
 
-    @classmethod
-    def of_chunks(cls, chunks: list[Chunk], config: ModelConfig) -> RankPlan:
-        """The plan of a rank that computes these chunks alone."""
-        plan, fewest = cls(chunks), mha_min_queries(config)
-        for i, chunk in enumerate(chunks):
-            # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
-            dense = min(chunk.length, max(0, config.index_topk - chunk.start)) if config.has_indexer else chunk.length
-            if dense:
-                (plan.mha if dense >= fewest else plan.dense_mqa).append(Segment(0, dense, i, chunk.start))
-            if dense < chunk.length:
-                plan.sparse_mqa.append(Segment(0, chunk.length - dense, i, chunk.start + dense))
-        for form in (plan.mha, plan.dense_mqa, plan.sparse_mqa):
-            for i, s in enumerate(form):
-                form[i] = s._replace(row=plan.rows)
-                plan.rows += s.length
-        plan._find_logits()
-        return plan
-
-    def _find_logits(self) -> None:
-        """Collects the rows with logits."""
-        for s in sorted(self.segments, key=lambda s: (s.sequence, s.start)):
-            chunk = self.chunks[s.sequence]
-            unwanted = max(0, chunk.end - chunk.num_logits - s.start)
-            self.logits_rows += [(s.row + i, chunk.request) for i in range(unwanted, s.length)]
-
     def padded(self, bucket: Bucket, selects: bool) -> RankPlan:
         """The same chunks in the rows of a bucket, all in one form of attention."""
         plan = RankPlan(self.chunks, rows=bucket.rows)
         form = plan.sparse_mqa if selects else plan.dense_mqa
         for i, chunk in enumerate(self.chunks):
-            row = i * bucket.rows_per_request
-            form.append(Segment(row, chunk.length, i, chunk.start))
-            wanted = range(chunk.length - chunk.num_logits, chunk.length)
-            plan.logits_rows += [(row + j, chunk.request) for j in wanted]
+            form.append(Segment(i * bucket.rows_per_request, chunk.length, i, chunk.start))
         return plan
 
 
@@ -194,11 +173,24 @@ class SegmentTable(NamedTuple):
         pieces = pieces_of(begin, count, (index - request_id) % ranks, ranks)
         start, length = (column.numpy().ravel() for column in pieces)
         rank, chunk_of = (column.numpy().repeat(2) for column in (first_rank + index, number))
+        return cls._by_form(rank, chunk_of, start, length, config)
+
+    @classmethod
+    def of_decode(cls, chunks: Seq[Chunk], rank: int, config: ModelConfig) -> SegmentTable:
+        """The segments of one rank, which computes these chunks alone."""
+        start, length = np.array([(chunk.start, chunk.length) for chunk in chunks], np.int64).reshape(-1, 2).T
+        return cls._by_form(np.full_like(start, rank), np.arange(len(chunks)), start, length, config)
+
+    @classmethod
+    def _by_form(
+        cls, rank: np.ndarray, chunk: np.ndarray, start: np.ndarray, length: np.ndarray, config: ModelConfig
+    ) -> SegmentTable:
+        """Divides pieces of chunks by form of attention; those of a rank are in the order of its chunks."""
         # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
         dense = np.clip(config.index_topk - start, 0, length) if config.has_indexer else length
         form = (dense < mha_min_queries(config)).astype(np.int64)
-        whole = np.stack((rank, chunk_of, form, start, dense))
-        sparse = np.stack((rank, chunk_of, np.full_like(form, 2), start + dense, length - dense))
+        whole = np.stack((rank, chunk, form, start, dense))
+        sparse = np.stack((rank, chunk, np.full_like(form, 2), start + dense, length - dense))
         table = np.concatenate((whole, sparse), axis=1)
         table = table[:, table[4] > 0]
         return cls(*table[:, np.argsort(3 * table[0] + table[2], kind="stable")])
@@ -224,7 +216,6 @@ class SegmentTable(NamedTuple):
             segments = (plan.mha, plan.dense_mqa, plan.sparse_mqa)[form]
             segments.append(Segment(plan.rows, length, sequence[number], start))
             plan.rows += length
-        plan._find_logits()
         return plan
 
 
@@ -285,7 +276,7 @@ class StepPlan:
             rows, own = np.full(world_size, bucket.rows), RankPlan(step.chunks).padded(bucket, config.has_indexer)
         else:
             rows = np.bincount(samples.ranks, samples.counts, world_size).astype(np.int64)
-            own = RankPlan.of_chunks(step.chunks, config)
+            own = SegmentTable.of_decode(step.chunks, rank, config).of_rank(rank, step.chunks)
         return cls(rank, own, rows, samples, True, decode=step, bucket=bucket)
 
     def of_rank(self, rank: int) -> RankPlan:

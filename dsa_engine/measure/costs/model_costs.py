@@ -86,7 +86,7 @@ class Shape:
     @classmethod
     def of(cls, plan: RankPlan) -> Shape:
         mha, dense, sparse = (Attended.of(form) for form in (plan.mha, plan.dense_mqa, plan.sparse_mqa))
-        return cls(mha, dense, sparse, len(plan.logits_rows))
+        return cls(mha, dense, sparse, len(plan.wanted))
 
     @property
     def rows(self) -> int:

@@ -176,7 +176,7 @@ def break_logits(engine: Engine, seed: int | None) -> None:
 
     def broken(plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
-        for row, (_, request) in zip(logits, plan.own.logits_rows, strict=True):
+        for row, (request, *_) in zip(logits, plan.own.wanted, strict=True):
             if seed is not None and request.params.seed == seed:
                 row[3] = float("nan")
         return logits

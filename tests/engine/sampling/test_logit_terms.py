@@ -14,7 +14,8 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted
+from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
+from dsa_engine.engine.steps.plan import Wanted
 
 VOCAB, EOS = 23, 1
 
@@ -80,7 +81,7 @@ def test_rows_against_the_definition(seed: int) -> None:
                 drafts = []
             for ahead in range(len(drafts) + 1):
                 output = (real[request] + drafts)[: len(real[request]) + ahead]
-                wanted.append(Wanted(request, len(request.prompt) + len(output)))
+                wanted.append(Wanted(request, len(request.prompt) + len(output), len(wanted)))
                 logits.append([rng.uniform(-4, 4) for _ in range(VOCAB)])
                 expected.append(defined(logits[-1], request.prompt, output, request))
         actual = torch.tensor(logits)
@@ -93,7 +94,7 @@ def test_rows_against_the_definition(seed: int) -> None:
         # The sampled tokens are read at once, or after the next step.
         sampled = torch.randint(0, 4, (len(requests),), generator=torch.Generator().manual_seed(step))
         for number, request in enumerate(requests):
-            if any(request is of for of, _ in wanted):
+            if any(request is of for of, *_ in wanted):
                 del request.output[read[request] :]
             if request.placeholders:
                 request.output, request.placeholders = list(real[request]), []

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import Limits, exponential_noise, log_probabilities, mixed_seed, sample, seed_key
-from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted
+from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
+from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -222,7 +223,7 @@ def test_every_parameter_at_its_edges(name: str) -> None:
         accepted += 1
         request = Request(0, [2, 3], params, output=[2])
         row = logits[None].clone()
-        LogitsProcessors((4,)).apply(row, [Wanted(request, 3)], None)
+        LogitsProcessors((4,)).apply(row, [Wanted(request, 3, 0)], None)
         assert not bool(row.isnan().any()) and not bool((row == math.inf).any()) and row[0, 1] == -math.inf
         if bool(row.isfinite().any()):
             for seed in range(params.seed or 0, (params.seed or 0) + min(3, params.n)):

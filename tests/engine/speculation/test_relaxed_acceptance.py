@@ -11,8 +11,8 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.logits_processors import Wanted
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
+from dsa_engine.engine.steps.plan import Wanted
 
 BEGIN, END = 8, 9
 LOGITS = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05, 0, 0, 0, 0, 0]]).log()  # the probabilities of tokens 0, 1, …
@@ -21,7 +21,7 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05, 0, 0, 0, 0, 0]]).log()  # the
 def chosen(relaxed: RelaxedAcceptance, prompt: list[int], drafts: list[int], token: int = 0) -> list[int]:
     """Tokens of the rows of a request; all rows have the logits ``LOGITS`` and the choice ``token``."""
     request = Request(0, prompt, SamplingParams(), drafts=drafts)
-    wanted = [Wanted(request, len(prompt) + i) for i in range(len(drafts) + 1)]
+    wanted = [Wanted(request, len(prompt) + i, i) for i in range(len(drafts) + 1)]
     tokens = torch.full((len(wanted),), token)
     return relaxed(wanted, LOGITS.expand(len(wanted), -1).clone(), tokens).tolist()
 

@@ -89,7 +89,7 @@ def three_a_step(llm: LLM, codes: dict[int, list[int]]) -> Any:
     """Replaces a runner's launch: samples three tokens of each request from a list, found by its first prompt token."""
 
     def launch(plan: Any, _: Any) -> StepResult:
-        requests, tokens = [request for _, request in plan.own.logits_rows], list[int]()
+        requests, tokens = [request for request, *_ in plan.own.wanted], list[int]()
         for request in requests:
             first = request.num_output_tokens
             tokens += codes[request.prompt[0]][first : first + 3]

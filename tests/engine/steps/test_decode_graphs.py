@@ -103,7 +103,7 @@ def test_padded_steps(
 
     class Counted(DecodeGraphs):
         def forward(self, step: Any, sampled: torch.Tensor | None) -> Any:
-            steps.append([step.own.num_tokens])
+            steps.append([sum(s.length for s in step.own.segments)])
             before.append(sampled is not None)
             return super().forward(step, sampled)
 
@@ -179,10 +179,10 @@ class Rows:
         if decodes and self.runner.graphs is not None:
             plan = plan.padded(self.config, self.runner.graphs.contexts)
         _, hidden = self.runner.forward(plan)
-        wanted = plan.own.logits_rows
-        assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
+        wanted = plan.own.wanted
+        assert [request for request, *_ in wanted] == [c.request for c in chunks for _ in range(c.length)]
         logits = self.runner.sampled_logits(plan, hidden)
-        hidden = hidden[[row for row, _ in wanted]].clone()
+        hidden = hidden[plan.own.rows_with_logits].clone()
         for chunk in chunks:
             chunk.request.num_computed_tokens = chunk.end
         sizes = [chunk.length for chunk in chunks]
@@ -269,11 +269,11 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
         samples = [one.samples.keys.tolist(), one.samples.ranks.tolist(), one.samples.counts.tolist()]
         assert samples == [[key_of(requests[0]), key_of(requests[2])], [0, 1], [2, 1]]
     plans = [step.own for step in padded]
-    assert [plan.rows for plan in plans] == [6] * 3 and [plan.num_tokens for plan in plans] == [4, 2, 0]
+    assert [plan.rows for plan in plans] == [6] * 3
     positions = [[5, 6, 7, 4, -1, -1], [7, 8, -1, -1, -1, -1], [-1] * 6]
     assert [plan.positions.tolist() for plan in plans] == positions
-    assert plans[0].logits_rows == [(1, requests[0]), (2, requests[0])]
-    assert plans[1].logits_rows == [(1, requests[2])] and not plans[2].logits_rows
+    assert plans[0].wanted == [(requests[0], 7, 1), (requests[0], 8, 2)]
+    assert plans[1].wanted == [(requests[2], 9, 1)] and not plans[2].wanted
 
 
 def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Request]) -> None:

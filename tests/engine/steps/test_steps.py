@@ -59,7 +59,9 @@ class Log:
 
         def logged_launch(plan: Any, sampled: torch.Tensor | None) -> StepResult:
             numbers[id(result := launch(plan, sampled))] = number = len(self.steps)
-            self.steps.append(("decode" if plan.decodes else "prefill", [s.id for _, s in plan.own.logits_rows]))
+            self.steps.append(
+                ("decode" if plan.decodes else "prefill", [request.id for request, *_ in plan.own.wanted])
+            )
             self.events.append(("launch", number))
             self._kept.append(result)
             return result

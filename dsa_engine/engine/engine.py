@@ -176,19 +176,22 @@ class Engine:
             return read
         with record_function("launch"), self._failing(step), self.cache_turns.moving(step.chunks, plan.bucket is None):
             launched = self.runner.launch(plan, before)
+        self._launched(step, launched)
+        self._in_flight = launched if ahead and launched.can_be_followed else None
+        return read + self._read(before) + ([] if self._in_flight else self._read(launched))
+
+    def _launched(self, step: Step, launched: StepResult) -> None:
+        """Records a step that has been launched: what is known before its tokens are read."""
         with self._failing(step):
             for hook in self.after_launch:
                 hook(step.chunks)
-        self.num_prefilled_tokens += 0 if step.decode else sum(chunk.length for chunk in step.chunks)
         self.scheduler.launched(step, launched.samples)
         for request, rows in launched.last_rows.items():
             request.last_rows = rows
         for request, logprobs in launched.prompt_logprobs.items():
             request.add_prompt_logprobs(logprobs)
-        # A step is read at once if the host needs its drafts to plan the next one.
-        self._in_flight = launched if ahead and launched.follows and launched.samples.most else None
-        self.launched_ahead += bool(before and launched.samples.most)
-        return read + self._read(before) + ([] if self._in_flight else self._read(launched))
+        self.num_prefilled_tokens += 0 if step.decode else sum(chunk.length for chunk in step.chunks)
+        self.launched_ahead += self._in_flight is not None and launched.samples.most > 0
 
     def _read_in_flight(self) -> list[RequestTokens]:
         step, self._in_flight = self._in_flight, None

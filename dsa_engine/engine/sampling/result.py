@@ -105,6 +105,12 @@ class StepResult:
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)
     last_rows: Mapping[Request, LastRows] = field(default_factory=dict)
 
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether the next step may be launched before this one is read: it samples, and the host needs none of its
+        drafts to plan the next one."""
+        return self.follows and self.samples.most > 0
+
     def read(self) -> ReadSamples:
         """Waits for the device, and returns the tokens of each request."""
         samples, indices = self.samples, self.samples.indices

@@ -243,7 +243,7 @@ class Simulation:
         for side in (self.prefill, self.decode):
             loop, scheduler = side.loop, side.engine.scheduler
             assert scheduler.free_pages == [side.engine.cache.pages] and not scheduler.has_work
-            for name in ("_requests", "_journeys", "_departing", "_offered", "_arrivals", "_handovers"):
+            for name in ("_requests", "_journeys", "_arrivals"):
                 assert not getattr(loop, name, None), name
-            for name in ("sending", "away", "reserved", "returned"):
+            for name in ("sending", "away"):
                 assert not getattr(scheduler, name, None), name

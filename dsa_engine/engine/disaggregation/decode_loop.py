@@ -8,7 +8,6 @@ take the same decisions; which pages have come is known to the rank that receive
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,24 +27,24 @@ _POLL_S = 0.0005  # seconds between looks at transfers, while there is nothing t
 
 @dataclass(eq=False)
 class _Arrival:
-    """A request that has room.
+    """A request on its way to decode here.
 
     Attributes:
         posted: number of its first pages that have come, are under way, or were there already.
         under_way: transfers of its pages that have not ended; counted on its owner only.
         pending: whether there may be any, as all ranks know.
-        sends: whether any page has been sent.
         complete: whether its last page has been sent.
         aborted: whether it has ended while pages are under way.
+        handover: its first token and drafts; None until the prefill side has them.
     """
 
     request: Request
-    posted: int
+    posted: int = 0
     under_way: int = 0
     pending: bool = False
-    sends: bool = False
     complete: bool = False
     aborted: bool = False
+    handover: messages.Handover | None = None
 
 
 class DecodeLoop(SideLoop):
@@ -55,9 +54,7 @@ class DecodeLoop(SideLoop):
         scheduler = engine.scheduler
         assert isinstance(scheduler, DecodeScheduler)
         self._scheduler = scheduler
-        self._offered: list[Request] = []  # without room, in order of arrival
-        self._arrivals: dict[int, _Arrival] = {}  # by id: with room
-        self._handovers: dict[int, messages.Handover] = {}  # by id: of requests that do not decode yet
+        self._arrivals: dict[int, _Arrival] = {}  # by id: of requests that do not decode yet
         super().__init__(engine, side)
 
     @property
@@ -70,11 +67,15 @@ class DecodeLoop(SideLoop):
 
     def _take(self, message: object) -> None:
         if isinstance(message, messages.Reserve):
-            self._offered_now(message)
+            request = self.engine.make_request(message.add)
+            request.output = message.output
+            request.num_prefill_tokens = len(request)
+            self._scheduler.add(request)
+            self._arrivals[request.id] = _Arrival(request)
         elif isinstance(message, messages.TransferBegun):
             self._post(message.sent)
         elif isinstance(message, messages.Handover):
-            self._handovers[message.id] = message
+            self._arrivals[message.id].handover = message
         elif isinstance(message, messages.Reset):
             self._scheduler.prefix_cache.reset()
         else:
@@ -88,24 +89,12 @@ class DecodeLoop(SideLoop):
             if self._pending and not self._requests:
                 time.sleep(_POLL_S)
         self._start_arrived()
-        self._give_room()
-
-    # Requests on their way.
-
-    def _offered_now(self, offer: messages.Reserve) -> None:
-        request = self.engine.make_request(offer.add)
-        request.output = offer.output
-        request.num_prefill_tokens = len(request)
-        self._scheduler.prefix_cache.enter(request)
-        insort(self._offered, request, key=lambda one: one.id)
-
-    def _give_room(self) -> None:
-        """Gives room to offered requests, the oldest first, as long as there is any."""
-        while self._offered and self._scheduler.reserve(self._offered[0]):
-            request = self._offered.pop(0)
-            self._arrivals[request.id] = _Arrival(request, request.num_found_pages)
+        while (request := self._scheduler.reserve()) is not None:
+            self._arrivals[request.id].posted = request.num_found_pages
             rank = self.engine.mesh.global_ranks[request.owner]
             self.tell(messages.Reserved(request.id, rank, request.num_found_pages))
+
+    # Requests on their way.
 
     def _post(self, sent: Sequence[messages.Transfer]) -> None:
         """Receives the pages that one step of the prefill side sends."""
@@ -113,8 +102,7 @@ class DecodeLoop(SideLoop):
         for one in sent:
             arrival = self._arrivals[one.id]
             first, arrival.posted = arrival.posted, arrival.posted + one.pages
-            arrival.pending = arrival.sends = True
-            arrival.complete = one.last
+            arrival.pending, arrival.complete = True, one.last
             if arrival.request.owner == rank:
                 pages = arrival.request.pages[first : arrival.posted]
                 arrival.under_way += len(one.ranks)
@@ -146,12 +134,11 @@ class DecodeLoop(SideLoop):
 
     def _start_arrived(self) -> None:
         """Lets requests decode whose pages and first token have come."""
-        for number, handover in list(self._handovers.items()):
-            arrival = self._arrivals.get(number)
-            if arrival is None or arrival.pending or not arrival.complete:
+        for number, arrival in list(self._arrivals.items()):
+            handover, request = arrival.handover, arrival.request
+            if handover is None or arrival.pending or not arrival.complete:
                 continue
-            del self._arrivals[number], self._handovers[number]
-            request = arrival.request
+            del self._arrivals[number]
             request.output, request.preemptions = handover.output, handover.preemptions
             request.num_delivered = len(request.output)
             request.delivery = "nothing" if self._line is None else "tokens"
@@ -163,18 +150,13 @@ class DecodeLoop(SideLoop):
         self.engine.finish(arrival.request, "abort")
 
     def _abort(self, ids: Sequence[int]) -> None:
-        self._offered = [request for request in self._offered if request.id not in ids]
-        for number in ids:
-            self._handovers.pop(number, None)
-            arrival = self._arrivals.get(number)
-            if arrival is None:
-                continue
+        for arrival in [self._arrivals[number] for number in ids if number in self._arrivals]:
             if arrival.pending:
                 arrival.aborted = True
                 continue
+            if arrival.posted > arrival.request.num_found_pages and not arrival.complete:
+                self.tell(messages.TransferDone((arrival.request.id,)))
             self._drop(arrival)
-            if arrival.sends and not arrival.complete:
-                self.tell(messages.TransferDone((number,)))
         super()._abort(ids)
 
     # Requests that decode.
@@ -191,7 +173,7 @@ class DecodeLoop(SideLoop):
     def _return(self) -> None:
         """Sends preempted requests back. Their tokens have been read, or with drafts under way forgotten: a step that
         preempts a request does not compute it, and reads the step before."""
-        for request in self._scheduler.returned:
-            del self._requests[request.id]
-            self.tell(messages.Preempted(request.id))
-        self._scheduler.returned.clear()
+        for request in self._scheduler.waiting:
+            if self._requests.pop(request.id, None) is not None:
+                self._scheduler.finish(request)
+                self.tell(messages.Preempted(request.id))

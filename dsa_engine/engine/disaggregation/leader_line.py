@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dsa_engine.engine.disaggregation.messages import LineBroken
 from dsa_engine.parallel.group import Group
 
 _HEARTBEAT_S = 5.0  # most seconds between two messages, so that an idle line is no broken one
@@ -22,21 +23,14 @@ class LeaderLine:
     Args:
         outgoing, incoming: groups of both leaders; messages of one direction take one of them.
         timeout: seconds after which a message that does not come ends the line.
-        deliver: called in a thread with messages as they come.
-        broken: called in a thread with the error that ends the line.
+        deliver: called in a thread with messages as they come; the last one is a ``LineBroken`` if an error ends the
+            line.
     """
 
-    def __init__(
-        self,
-        outgoing: Group,
-        incoming: Group,
-        timeout: float,
-        deliver: Callable[[list[Any]], None],
-        broken: Callable[[BaseException], None],
-    ):
+    def __init__(self, outgoing: Group, incoming: Group, timeout: float, deliver: Callable[[list[Any]], None]):
         self._outgoing, self._incoming = outgoing, incoming
         self._pause = min(_HEARTBEAT_S, timeout / 4)
-        self._deliver, self._broken = deliver, broken
+        self._deliver = deliver
         self._queue: SimpleQueue[Any] = SimpleQueue()  # None: the end
         self._closing = False
         self._threads = [
@@ -62,7 +56,7 @@ class LeaderLine:
             work()
         except BaseException as error:
             if not self._closing:
-                self._broken(error)
+                self._deliver([LineBroken(f"{type(error).__name__}: {error}")])
 
     def _send_all(self) -> None:
         to, messages = 1 - self._outgoing.index, list[Any]()
@@ -92,4 +86,4 @@ class LeaderLine:
             if messages := [message for message in messages if message is not None]:
                 self._deliver(messages)
         if not self._closing:
-            self._broken(RuntimeError("their leader has left"))
+            raise RuntimeError("their leader has left")

@@ -38,13 +38,11 @@ class _Journey:
     Attributes:
         rank: the rank that it goes to, numbered in the run; None while there is no room.
         gone: number of its first pages that have left, or that the rank had already.
-        begun: whether a page has left.
     """
 
     request: Request
     rank: int | None = None
     gone: int = 0
-    begun: bool = False
 
 
 class PrefillLoop(SideLoop):
@@ -54,14 +52,13 @@ class PrefillLoop(SideLoop):
         scheduler = engine.scheduler
         assert isinstance(scheduler, PrefillScheduler)
         self._scheduler = scheduler
-        self._journeys: dict[int, _Journey] = {}  # by id: requests whose pages have not all come
-        self._departing: dict[int, Request] = {}  # by id: requests that have ended, whose pages are still being sent
+        self._journeys: dict[int, _Journey] = {}  # by id: of requests whose pages have not all come, also if they end
         engine.cache_turns.leaving.append(self._leaving_under)
         super().__init__(engine, side)
 
     @property
     def _idle(self) -> bool:
-        runs = bool(self._backlog) and not self._requests and not self._departing  # a job waits for all requests
+        runs = bool(self._backlog) and not self._requests and not self._journeys  # a job waits for all requests
         return not (runs or self.engine.has_work or self._unread)
 
     def _take(self, message: object) -> None:
@@ -73,7 +70,9 @@ class PrefillLoop(SideLoop):
             self._give_room(message)
         elif isinstance(message, messages.TransferDone):
             for number in message.ids:
-                self._arrived(number)
+                request = self._journeys.pop(number).request
+                self.engine.cache_turns.ended(request)
+                self._scheduler.sent(request)
         elif isinstance(message, messages.Preempted):
             if message.id in self._requests:
                 self._scheduler.take_back(self._requests[message.id])
@@ -129,7 +128,7 @@ class PrefillLoop(SideLoop):
                 assert journey.rank is not None
                 pages = dealt(request.pages[first:end], ranks.index(mesh.rank), len(ranks))
                 sends.append(RankPages(request.id, journey.rank, pages))
-            journey.gone, journey.begun = end, True
+            journey.gone = end
             self._scheduler.sending.add(request)
         if sent:
             self.tell(messages.TransferBegun(tuple(sent)))
@@ -159,17 +158,12 @@ class PrefillLoop(SideLoop):
     def _delivered(self, arrived: list[Any]) -> None:
         """Gives callers their tokens at once: they would else wait for the end of a long step of this side."""
         with waking_together():
-            for message in arrived:
-                if isinstance(message, messages.Tokens):
-                    for one in message.of:
-                        self._forward(one)
+            for new in (one for message in arrived if isinstance(message, messages.Tokens) for one in message.of):
+                receiver = self.calls.receiver(new.id)
+                if receiver is not None and receiver.request is not None and new.drafts is not None:
+                    receiver.request.draft_stats.append(new.drafts)
+                self.calls.answer(new.id, new.tokens, new.ending)
         super()._delivered(arrived)
-
-    def _forward(self, new: messages.NewTokens) -> None:
-        receiver = self.calls.receiver(new.id)
-        if receiver is not None and receiver.request is not None and new.drafts is not None:
-            receiver.request.draft_stats.append(new.drafts)
-        self.calls.answer(new.id, new.tokens, new.ending)
 
     def _continue(self, new: messages.NewTokens) -> None:
         """Takes tokens from the decode side; their caller has them already."""
@@ -182,15 +176,8 @@ class PrefillLoop(SideLoop):
         self._scheduler.decoding.num_taken += len(tokens)
         if new.ending is not None:
             request.finish_reason, request.error, request.stop_reason = new.ending
-            self._scheduler.ended_away(request)
+            self._scheduler.away.discard(request)
             del self._requests[request.id]
-
-    def _arrived(self, number: int) -> None:
-        journey = self._journeys.pop(number, None)
-        request = self._departing.pop(number, None) if journey is None else journey.request
-        if request is not None:
-            self.engine.cache_turns.ended(request)
-            self._scheduler.sent(request)
 
     def _abort(self, ids: Sequence[int]) -> None:
         for number in ids:
@@ -200,14 +187,14 @@ class PrefillLoop(SideLoop):
         super()._abort(ids)
 
     def _withdraw(self, request: Request) -> bool:
-        """Ends a request's journey, if it is on one; its pages stay as long as they are being sent."""
-        journey = self._journeys.pop(request.id, None)
-        if journey is not None and journey.begun:
-            self._departing[request.id] = request
+        """Whether a request that ends is on a journey; that ends too, unless its pages are being sent."""
+        journey = self._journeys.get(request.id)
+        if journey is not None and request not in self._scheduler.sending:
+            del self._journeys[request.id]
         return journey is not None
 
     def _run(self, run: Run) -> None:
-        if self._departing:
+        if self._journeys:
             return
         if run.job == "reset_prefix_cache":
             self.tell(messages.Reset())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsa_engine.engine.requests.capacity import pages_for
-from dsa_engine.engine.requests.owners import Load, choose_owner
+from dsa_engine.engine.requests.owners import choose_owner
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
 
@@ -56,10 +56,6 @@ class PrefillScheduler(Scheduler):
         request.num_computed_tokens, request.num_prefill_tokens, request.drafts = 0, len(request), []
         self.add(request)
 
-    def ended_away(self, request: Request) -> None:
-        """Forgets a request that has ended on the decode side; :meth:`sent` frees its pages here."""
-        self.away.discard(request)
-
     def finish(self, request: Request) -> None:
         self.away.discard(request)
         if request not in self.sending:
@@ -76,67 +72,44 @@ class PrefillScheduler(Scheduler):
 
 
 class DecodeScheduler(Scheduler):
-    """Decodes requests that come with their pages, and never prefills.
+    """Decodes requests that come with their pages, and never prefills: a request waits for room, then for its pages."""
 
-    Attributes:
-        reserved: requests that have pages, and whose rows have not all come.
-        returned: requests that have lost their pages, to be prefilled on the other side.
-    """
+    def reserve(self) -> Request | None:
+        """Gives the oldest waiting request its owner and the pages for its prefilled tokens and its next step.
 
-    def __init__(self, *args: Any, **named: Any):
-        super().__init__(*args, **named)
-        self.reserved: list[Request] = []
-        self.returned: list[Request] = []
-
-    def reserve(self, request: Request) -> bool:
-        """Gives a request its owner and the pages for its prefilled tokens and its next step; returns False if there is
-        no room. ``request.num_found_pages`` of its first pages are there already.
-
-        No room is given that a running request may need in its next step.
+        Returns:
+            the request, whose first ``num_found_pages`` pages are there already; None if there is no room. No room is
+            given that a running request may need in its next step.
         """
-        ledger, size = self.ledger, self.capacity.page_size
-        if len(self.decoding) + len(self.reserved) >= self._max_num_seqs:
-            return False
-        free, load = ledger.free, Load.of(self.decoding, self.reserved, ledger, self.capacity)
+        if not self._waiting or self.num_running >= self._max_num_seqs:
+            return None
+        request, ledger, load = self._waiting[0], self.ledger, self._load()
         limit = self.capacity.max_pages(len(request.prompt), request.max_tokens)
-        need = min(limit, pages_for(request.num_prefill_tokens + 1 + 2 * self.num_drafts, size))
+        tokens = request.num_prefill_tokens + 1 + 2 * self.num_drafts
+        need = min(limit, pages_for(tokens, self.capacity.page_size))
         usable = self.prefix_cache.usable(request)
-        known = ledger.known(usable, [[rank] for rank in range(len(free))])
-        fits = [
-            rank
-            for rank in range(len(free))
-            if ledger.fits(usable[: known[rank]], rank, need, free[rank] - int(load.reserved_pages[rank]))
-        ]
-        if not fits:
-            return False
-        absent = {rank: need - known[rank] for rank in fits}
-        owner = choose_owner(request, fits, load, free, self.capacity, absent)
-        hits = usable[: known[owner]]
-        ledger.begin(request, [owner], hits, need)
+        known = ledger.known(usable, self._groups)  # of one rank each
+        absent = {
+            rank: need - known[rank]
+            for rank, free in enumerate(ledger.free)
+            if ledger.fits(usable[: known[rank]], rank, need, free - int(load.reserved_pages[rank]))
+        }
+        if not absent:
+            return None
+        owner = choose_owner(request, absent, load, ledger.free, self.capacity, absent)
+        ledger.begin(request, [owner], usable[: known[owner]], need)
         request.cp_group = request.owner = owner
-        self.prefix_cache.admitted(request, len(hits))
-        self.reserved.append(request)
-        return True
+        self.prefix_cache.admitted(request, known[owner])
+        self._prefilling.append(self._waiting.popleft())
+        return request
 
     def start(self, request: Request, drafts: Sequence[int]) -> None:
-        """Lets a reserved request decode, as its rows have come: all but that of its last token."""
-        self.reserved.remove(request)
+        """Lets a request that has room decode, as its rows have come: all but that of its last token."""
+        self._prefilling.remove(request)
         request.num_prefill_tokens = request.num_computed_tokens = len(request) - 1
         request.drafts = list(drafts)
         self.prefix_cache.name(request)
         self.decoding.enter(request, self.ledger.held(request, request.owner))
-
-    def preempt(self, request: Request) -> None:
-        super().preempt(request)
-        self._waiting.remove(request)
-        self.returned.append(request)
-
-    def finish(self, request: Request) -> None:
-        if request in self.reserved:
-            self.reserved.remove(request)
-        elif request in self.returned:
-            self.returned.remove(request)
-        super().finish(request)
 
     def _prefill(self) -> list[Chunk]:
         return []

@@ -85,12 +85,12 @@ class Side:
         meeting = Meeting(mesh.run_ranks, mesh.run_rank)
         return int(meeting.hold(str(pages), lambda texts: min(texts.values(), key=int), mesh.config.timeout))
 
-    def line(self, deliver: Callable[[list[Any]], None], broken: Callable[[BaseException], None]) -> LeaderLine | None:
+    def line(self, deliver: Callable[[list[Any]], None]) -> LeaderLine | None:
         """The line to the other side; None on ranks that do not lead theirs."""
         if not self._lines:
             return None
         outgoing, incoming = self._lines if self.prefills else reversed(self._lines)
-        return LeaderLine(outgoing, incoming, self.mesh.config.timeout, deliver, broken)
+        return LeaderLine(outgoing, incoming, self.mesh.config.timeout, deliver)
 
 
 def own_options(options: EngineOptions) -> EngineOptions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from dsa_engine.engine.calls import Message
@@ -24,7 +23,7 @@ class SideLoop(EngineLoop):
 
     def _main(self) -> None:
         # In the loop's thread, when all of the loop is made.
-        self._line = self.side.line(self._delivered, self._broken)
+        self._line = self.side.line(self._delivered)
         super()._main()
 
     def tell(self, message: Any) -> None:
@@ -34,9 +33,6 @@ class SideLoop(EngineLoop):
 
     def _delivered(self, arrived: list[Any]) -> None:
         self.calls.put(*((message, None) for message in arrived))
-
-    def _broken(self, error: BaseException) -> None:
-        self._delivered([LineBroken(f"{type(error).__name__}: {error}")])
 
     def _take(self, message: Message | Any) -> None:
         if isinstance(message, LineBroken):
@@ -48,15 +44,9 @@ class SideLoop(EngineLoop):
 
     def _end(self) -> None:
         if self.error is None:
-            self._close_transfers()
+            for end in (self.side.sender, self.side.receiver):
+                if end is not None:
+                    end.close()
             if self._line is not None:
                 self._line.close(_CLOSE_S)
         super()._end()
-
-    def _close_transfers(self) -> None:
-        """Waits until all pages that are under way have come, and counts them."""
-        for end in (self.side.sender, self.side.receiver):
-            if end is not None:
-                end.close()
-                with suppress(RuntimeError):  # a link failed, and no request needs its pages any more
-                    end.poll()

@@ -27,6 +27,9 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 def counts(llm: LLM) -> dict[str, Any]:
     """What this rank has sent or received, and the pages that no request has given back."""
     engine, side = llm.engine, llm.loop.side  # type: ignore[attr-defined]
+    for end in (side.sender, side.receiver):
+        if end is not None:
+            end.poll()
     copies = engine.cache_turns.transfer.copies if engine.cache_turns.transfer else None
     return {
         "lost": sum(engine.cache.pages - free for free in engine.scheduler.free_pages),

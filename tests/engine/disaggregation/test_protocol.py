@@ -57,7 +57,7 @@ def test_an_abort_between_the_pages_of_a_prompt() -> None:
         if run.decode.outgoing:
             run.deliver(run.decode, run.prefill)
     (arrival,) = run.decode.loop._arrivals.values()
-    assert arrival.sends and not arrival.pending and not arrival.complete
+    assert arrival.posted and not arrival.pending and not arrival.complete
     run.abort(caller)
     run.run()
     run.check_end()
@@ -74,7 +74,7 @@ def test_pages_of_an_aborted_request_stay_until_they_have_come() -> None:
             source.turn()
             while source.outgoing:
                 run.deliver(source, target)
-    assert run.link.sends and run.link.receives and run.decode.loop._handovers
+    assert run.link.sends and run.link.receives and run.decode.loop._arrivals[1].handover
     run.abort(caller)
     run.call([70] * 9, 2)
     for _ in range(3):
@@ -86,13 +86,3 @@ def test_pages_of_an_aborted_request_stay_until_they_have_come() -> None:
         run.decode.turn()
     run.run()
     run.check_end()
-
-
-def test_the_last_pages_are_counted_when_a_side_closes() -> None:
-    """No step follows the pages of a request that has been aborted."""
-    run, calls = Simulation(0, 60, 60), list[str]()
-    names = ("close", "poll")
-    transport = SimpleNamespace(**{name: lambda name=name: calls.append(name) for name in names})  # type: ignore[misc]
-    run.prefill.loop.side.sender = transport
-    run.prefill.loop._close_transfers()
-    assert calls == ["close", "poll"]

@@ -88,7 +88,7 @@ class DecodeScheduler(Scheduler):
         tokens = request.num_prefill_tokens + 1 + 2 * self.num_drafts
         need = min(limit, pages_for(tokens, self.capacity.page_size))
         usable = self.prefix_cache.usable(request)
-        known = ledger.known(usable, self._groups)  # of one rank each
+        known = ledger.known(usable, self._groups)  # each has one rank
         absent = {
             rank: need - known[rank]
             for rank, free in enumerate(ledger.free)

@@ -67,10 +67,9 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
 
 def _has_kernels(model: Model) -> bool:
     """Whether any rank would run kernels; a CPU has compiled ones."""
-    mesh = model.runtime.mesh
-    if mesh.device.type == "cuda" or INTERPRETED:
-        return True
-    return bool(max(mesh.all_gather_int(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
+    mesh, dtype = model.runtime.mesh, model.runtime.dtype
+    own = mesh.device.type == "cuda" or INTERPRETED or cpu.serves(torch.empty(0, dtype=dtype))
+    return bool(max(mesh.all_gather_int(int(own))))
 
 
 def trial_tokens(config: ModelConfig) -> int:

@@ -17,8 +17,7 @@ from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.launch_environment import local_world_size
 from dsa_engine.system.sizes import format_bytes, parse_bytes
 
-# Default limit of the caches on a CPU, whose memory other programs use too.
-_CPU_DEFAULT_CACHE = 4 << 30
+_CPU_DEFAULT_CACHE = 4 << 30  # limit of the caches on a CPU, whose memory other programs use too
 
 
 def default_cache_memory(device: torch.device, utilization: float, for_steps: int) -> int:
@@ -54,13 +53,12 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
     useful = options.max_num_seqs * pages_for(max_model_len, page_size)
     pages = min(mesh.all_gather_int(min(memory // one, useful)))
     if pages == 0:
-        beside = f" beside {format_bytes(for_steps)} for steps" if for_steps else ""
-        smaller = ", or a smaller max_num_batched_tokens" if for_steps else ""
-        if replicas := options.parallel.redundant_experts:
-            smaller += f", or fewer redundant_experts than {replicas}"
+        replicas = options.parallel.redundant_experts
         raise CapacityError(
             f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "
-            f"{format_bytes(memory)} are there for it{beside}; raise cache_memory or use a smaller page_size{smaller}"
+            f"{format_bytes(memory)} are there for it beside {format_bytes(for_steps)} for steps; raise cache_memory, "
+            "or use a smaller page_size, a smaller max_num_batched_tokens"
+            + (f", or fewer redundant_experts than {replicas}" if replicas else "")
         )
     return pages
 

@@ -164,8 +164,7 @@ def step_bytes(
             f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
             "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
         ) from error
-    of_step = config, mesh, options.max_num_batched_tokens, runner.dtype
-    prefill += returned_bytes(*of_step, sends_words(model)) + unfilled_bytes(*of_step)
+    prefill += uneven_bytes(config, mesh, options.max_num_batched_tokens, runner.dtype, sends_words(model))
     if not graphs:
         return max(prefill, decode)
     # Twice: for the pool of the graphs, and for the warm-up on their stream.
@@ -179,50 +178,38 @@ def sends_words(model: Model) -> bool:
     return any(one.quantize_for_dispatch(token).dtype != token.dtype for one in experts)
 
 
-def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
-    """Maximum bytes of experts' results from earlier rounds of a prefill dispatch; even routing has only one round.
+def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
+    """Maximum bytes of a prefill's dispatch beyond one with even routing: results of earlier rounds, where even routing
+    has one round; and pairs of a token and an expert beyond an even round, if ``moe_chunk_size`` allows them.
 
-    By node, the results of a round inside, and the rows along the rail: even routing sends a token to few nodes.
-    All tokens gathered, the results replace the tokens, unless these are shorter.
+    By node, there are the results of a round inside, and the rows along the rail: even routing sends a token to few
+    nodes. All tokens gathered, the results replace the tokens, unless these are shorter. A further pair takes its rows
+    between the products, and in an all-to-all at most a token that arrives and a sum.
 
     Args:
+        tokens: those of a rank.
         words: see :func:`sends_words`.
     """
     size, k, groups = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.node_groups
     method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
     if size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
-    row = RowBytes.of(config.hidden_size * dtype.itemsize, k)
+    row, even = RowBytes.of(config.hidden_size * dtype.itemsize, k), tokens * k
     if method == "all_gather":
-        return words * tokens * size * row.back
-    direct = tokens * min(size, k) * row.back
-    if method == "all_to_all" or groups is None:
-        return direct
-    rail, node = largest_groups(groups.nodes)
-    bound = max(tokens * k if chunk is None else chunk, max(rail, node) * (k + 1))  # pairs that a round brings
-    # Rows of both micro-batches of a step may be on their way at once.
-    sent, brought = tokens * min(len(set(groups.nodes)), k), min(2 * bound, rail * tokens)
-    by_node = (sent + brought) * row.there + (sent + bound) * row.back
-    return max(direct, by_node)
-
-
-def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
-    """Maximum bytes that a round of a dispatch takes beyond a round of even routing, if ``moe_chunk_size`` is given.
-
-    Each further token-expert pair takes its rows between the products, and in an all-to-all at most a token that
-    arrives and a sum.
-    """
-    size, k, chunk = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.config.moe_chunk_size
-    if chunk is None or size == 1 or "sparse" not in config.mlp_layer_types:
-        return 0
-    even = tokens * k
-    if mesh.config.moe_dispatch != "all_gather":
-        limit, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
+        returned = words * tokens * size * row.back
+        limit, rounds, rows = max(chunk or 0, k), cdiv(even, chunk or even), 2
     else:
-        limit, rounds, rows = max(chunk, k), cdiv(even, chunk), 2
+        returned = tokens * min(size, k) * row.back
+        limit, rounds, rows = max(chunk or 0, size * (k + 1)), rounds_needed(even, chunk or even, size, k), 4
+    if method == "by_node" and groups is not None:
+        rail, node = largest_groups(groups.nodes)
+        bound = max(chunk or even, max(rail, node) * (k + 1))  # pairs that a round brings
+        # Rows of both micro-batches of a step may be on their way at once.
+        sent, brought = tokens * min(len(set(groups.nodes)), k), min(2 * bound, rail * tokens)
+        returned = max(returned, (sent + brought) * row.there + (sent + bound) * row.back)
     rows += mesh.config.moe_combine_dtype == "fp8"  # codes beside sums
-    more = max(0, min(limit, size * even) - even // rounds)
-    return more * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
+    further = 0 if chunk is None else max(0, min(limit, size * even) - even // rounds)
+    return returned + further * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 
 
 def _peak(mesh: Mesh, runner: ModelRunner, step: Step) -> int:

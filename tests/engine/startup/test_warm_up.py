@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.engine.startup.warm_up import DummySteps, returned_bytes, unfilled_bytes
+from dsa_engine.engine.startup.warm_up import DummySteps, uneven_bytes
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def four_ranks(nodes: tuple[int, ...] | None = None, **options: Any) -> Any:
 @pytest.mark.parametrize(("chunk", "pairs"), [(None, 0), (800, 0), (1000, 200), (10_000, 2400), (700, 300)])
 def test_a_chunk_that_even_routing_does_not_fill(chunk: int | None, pairs: int) -> None:
     """100 tokens with 8 experts on each of 4 ranks: 800 pairs a rank under even routing, 3,200 if all choose one rank,
-    and 400 in each of two rounds."""
+    and 400 in each of two rounds. The results of earlier rounds are sums of 100 tokens on 4 ranks."""
     mesh = four_ranks(moe_dispatch="all_to_all", moe_chunk_size=chunk)
-    assert unfilled_bytes(MOE, mesh, 100, torch.bfloat16) == pairs * (2 * 10 + 4 * 100) * 2
+    assert uneven_bytes(MOE, mesh, 100, torch.bfloat16) == 100 * 4 * 200 + pairs * (2 * 10 + 4 * 100) * 2
 
 
 def test_rows_along_the_rail_are_counted() -> None:
@@ -57,8 +57,9 @@ def test_rows_along_the_rail_are_counted() -> None:
     there, back, by_node = 200 + 8 * 8 + 8, 200, {"moe_dispatch": "by_node", "moe_chunk_size": None}
     for nodes, method in ((None, "by_node"), ((0, 0, 1, 1), "all_to_all")):
         mesh = four_ranks(nodes, moe_dispatch=method, moe_chunk_size=None)
-        assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == 100 * 4 * back
+        assert uneven_bytes(MOE, mesh, 100, torch.bfloat16) == 100 * 4 * back
     mesh = four_ranks((0, 0, 1, 1), **by_node)
-    assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 200) * there + (200 + 800) * back
+    assert uneven_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 200) * there + (200 + 800) * back
     mesh = four_ranks((0, 0, 1, 1), **by_node | {"moe_chunk_size": 50})
-    assert returned_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 100) * there + (200 + 50) * back
+    further = (50 - 800 // 45) * (2 * 10 + 4 * 100) * 2  # pairs of a round, beyond those of 45 even ones
+    assert uneven_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 100) * there + (200 + 50) * back + further

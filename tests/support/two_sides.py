@@ -120,7 +120,7 @@ class Side:
             cp_ranks=lambda group: range(1), device=torch.device("cpu"), world_size=1, run_ranks=[0, 1],
         )  # fmt: skip
         capacity = Capacity(1, 1, pages, SIZE)
-        limits = {"rank": 0, "max_num_seqs": 6, "max_num_batched_tokens": 4, "max_prefill_share": 1.0}
+        limits: dict[str, Any] = {"rank": 0, "max_num_seqs": 6, "max_num_batched_tokens": 4, "max_prefill_share": 1.0}
         engine.scheduler = (PrefillScheduler if prefills else DecodeScheduler)(capacity, **limits)
         engine.options = SimpleNamespace(seed=0)
         engine.cache = SimpleNamespace(page_size=SIZE, pages=pages)

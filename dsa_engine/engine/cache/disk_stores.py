@@ -82,17 +82,17 @@ class DiskStores:
                 numbers = range(self._rank - ranks[0], len(request.prompt) // self._page_size, len(ranks))
                 self._copying[request] = self._requests.setdefault(request, _Progress(numbers))
                 computed[request] = chunk.end
-        new = {
-            request: list(self._next(request, progress, computed.get(request, 0)))
+        new = [
+            (request, *one)
             for request, progress in self._copying.items()
-        }
+            for one in self._next(request, progress, computed.get(request, 0))
+        ]
         self._copying = {one: progress for one, progress in self._copying.items() if one.pages and progress.numbers}
-        copies = [(page, slot) for pages in new.values() for page, slot, _ in pages]
-        if not copies:
+        if not new:
             return
-        wait = self._transfer.copy_out(copies)
-        for request, pages in new.items():
-            self._requests[request].copied += [_Copied(digest, slot, wait) for _, slot, digest in pages]
+        wait = self._transfer.copy_out([(page, slot) for _, page, slot, _ in new])
+        for request, _, slot, digest in new:
+            self._requests[request].copied.append(_Copied(digest, slot, wait))
             if self._requests[request].succeeded:
                 self.succeeded(request)
 

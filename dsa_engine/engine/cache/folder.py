@@ -21,12 +21,13 @@ import logging
 import math
 import os
 import re
-import secrets
 import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO
 from zlib import crc32
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ _MAGIC = b"DSA page"
 _HEAD = struct.Struct("<8s16sQI")
 _KEY = re.compile(r"[0-9a-f]{32}")
 _PAGE = re.compile(r"[0-9a-f]{32}\.page")
-_UNFINISHED = re.compile(r"(?:[0-9a-f]{32}|about)\.[0-9a-f]{16}\.part")
+_UNFINISHED = re.compile(r"(?:[0-9a-f]{32}|about)\.\w+\.part")
 _ABANDONED_S = 3600.0  # age after which an unfinished file belongs to a process that has ended
 _LOG_S = 60.0  # between two lines of the same kind
 _TRIMMED = 0.9  # fraction of its size to which the folder is trimmed
@@ -97,8 +98,7 @@ class PageFolder:
                 return False
             if not path.parent.is_dir():
                 self._make_folder(path.parent)
-            new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with _whole(path) as temporary, open(os.open(temporary, new, 0o600), "wb") as file:
+            with _whole(path) as file:
                 file.writelines((_header(digest, parts), *parts))
         except OSError as error:
             self._log("write", "%s: a page is not written: %s", self.folder, error.strerror or error)
@@ -110,9 +110,8 @@ class PageFolder:
             made.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = about_path(self._key)
         if not about.exists():
-            with _whole(about) as temporary:
-                temporary.touch(0o600)
-                temporary.write_text(json.dumps(self._about, indent=2) + "\n", encoding="utf-8")
+            with _whole(about) as file:
+                file.write(json.dumps(self._about, indent=2).encode() + b"\n")
 
     def _make_room(self, size: int) -> bool:
         """Deletes the least recently used pages if what is written before the next look at the folder may not fit;
@@ -194,16 +193,17 @@ def delete_key(key: Path) -> list[os.stat_result]:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Yields a name to write to; the file then gets its own name, or is deleted after an error."""
-    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.part")
-    try:
-        yield temporary
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """Yields a file of this user to write to; it then gets its name, or is deleted after an error."""
+    with NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}.", suffix=".part", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            Path(file.name).replace(path)
+        except BaseException:
+            with suppress(OSError):
+                Path(file.name).unlink()
+            raise
 
 
 def file_bytes(parts: Sequence[memoryview]) -> int:

@@ -1,22 +1,21 @@
 """Pages in host memory, and the copies between it and the pools, layer by layer.
 
 On CUDA copies run on a stream of their own: a copy engine moves neighbouring slots at once, to and from a staging
-buffer on the device, and a kernel brings them from and to their pages. On a CPU they are copies from memory to memory.
+buffer on the device, and a kernel brings them from and to their pages. On a CPU the same is done at once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.engine.cache.moves import CopyRun, PageCopy, independent_runs, neighbours
+from dsa_engine.engine.cache.pool import PageCopy
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
@@ -82,22 +81,56 @@ class HostPages:
         weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
 
-def staged_pages(largest: int) -> int:
-    """Pages that pass through the staging buffer at once, by the bytes of the largest page of a layer's pools."""
+def staging_bytes(largest: int) -> int:
+    """Device memory of the staging buffer and of page numbers, by the bytes of the largest page of a layer's pools."""
+    return _staged_pages(largest) * largest + _INDICES * torch.int64.itemsize
+
+
+def _staged_pages(largest: int) -> int:
     return max(1, min(_STAGING_BYTES // largest, _INDICES))
 
 
-def staging_bytes(largest: int) -> int:
-    """Device memory of the staging buffer and of page numbers, by the bytes of the largest page of a layer's pools."""
-    return staged_pages(largest) * largest + _INDICES * torch.int64.itemsize
-
-
-class _Piece(NamedTuple):
-    """Copies of one direction that pass through the staging buffer together."""
+class CopyRun(NamedTuple):
+    """Copies of one direction that do not depend on each other, as (slot, page), sorted."""
 
     to_host: bool
-    pages: list[int]
-    spans: list[tuple[int, int, int]]  # neighbouring slots: first slot, index of its page, count
+    pairs: list[tuple[int, int]]
+
+
+def independent_runs(copies: Iterable[PageCopy]) -> list[CopyRun]:
+    """Orders copies into as few runs as dependencies between pages and slots allow: run after run they have the effect
+    of the copies one after another.
+
+    Runs to the host and back alternate: pages that leave and others that take their places are two runs.
+    """
+    runs: list[CopyRun] = []
+    # The last run that read or wrote a page (False, page) or a slot (True, slot); -1: none.
+    read: dict[tuple[bool, int], int] = {}
+    written: dict[tuple[bool, int], int] = {}
+    for to_host, page, slot in copies:
+        source, target = ((False, page), (True, slot)) if to_host else ((True, slot), (False, page))
+        number = 1 + max(written.get(source, -1), written.get(target, -1), read.get(target, -1))
+        number += (number % 2 == 0) != to_host  # even runs go to the host
+        while len(runs) <= number:
+            runs.append(CopyRun(len(runs) % 2 == 0, []))
+        runs[number].pairs.append((slot, page))
+        read[source] = max(number, read.get(source, -1))
+        written[target] = number
+    for run in runs:
+        run.pairs.sort()
+    return [run for run in runs if run.pairs]
+
+
+def neighbours(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Runs of sorted pairs in which both numbers are consecutive, as (first number of each, count)."""
+    spans: list[tuple[int, int, int]] = []
+    for one, other in pairs:
+        first, second, count = spans[-1] if spans else (0, 0, -1)
+        if (one, other) == (first + count, second + count):
+            spans[-1] = first, second, count + 1
+        else:
+            spans.append((one, other, 1))
+    return spans
 
 
 class HostCopies:
@@ -106,53 +139,35 @@ class HostCopies:
 
     Args:
         pools: see ``KVCache.page_words``.
-        staged: whether copies pass through a buffer on the pools' device; without, all memory is the host's.
 
     Attributes:
         wait: blocks until all copies so far are done; any thread may call it.
         bytes_to_host, bytes_from_host: bytes of all copies so far.
     """
 
-    def __init__(self, pools: list[list[torch.Tensor]], host: HostPages, staged: bool):
+    def __init__(self, pools: list[list[torch.Tensor]], host: HostPages):
         first = pools[0][0]
         largest = max(pool[0].nbytes for pool in chain(*pools))
         self._pools, self._host = pools, host
         self._cuda = torch.get_device_module(first.device)  # on a CPU torch.cpu, whose streams do nothing
         self._stream = self._cuda.Stream(first.device)
         self._ends: list[Any] = [None] * len(pools)  # for each layer, the event that the main stream has to wait for
-        self._staging: torch.Tensor | None = None
-        self._staged = staged_pages(largest)
-        if staged:
-            self._staging = first.new_empty(self._staged * largest // first.element_size())
-            self._indices = first.new_empty(_INDICES, dtype=torch.int64)
+        self._staged = _staged_pages(largest)
+        self._staging = first.new_empty(self._staged * largest // first.element_size())
+        self._indices = first.new_empty(_INDICES, dtype=torch.int64)
         self.wait: Callable[[], None] = lambda: None
         self.bytes_to_host = self.bytes_from_host = 0
 
     def start(self, copies: Sequence[PageCopy]) -> None:
-        """Starts copies, with the effect of one after another.
-
-        Raises:
-            ValueError: there is no such page or slot.
-        """
-        for _, page, slot in copies:  # checked, as memory is written
-            if not (0 <= page < len(self._pools[0][0]) and 0 <= slot < self._host.slots):
-                raise ValueError(
-                    f"no copy between page {page} and slot {slot}: there are {len(self._pools[0][0])} pages and "
-                    f"{self._host.slots} slots"
-                )
+        """Starts copies, with the effect of one after another."""
         to_host = sum(copy.to_host for copy in copies)
         self.bytes_to_host += to_host * self._host.page_bytes
         self.bytes_from_host += (len(copies) - to_host) * self._host.page_bytes
-        runs = independent_runs(copies)
-        if self._staging is not None:
-            self._stream.wait_stream(self._cuda.current_stream())
-            with self._cuda.stream(self._stream):
-                for pieces in self._rounds(runs):
-                    self._run(pieces, self._staging)
-            self.wait = self._end().synchronize
-        else:
-            for run in runs:
-                self._run_in_memory(run)
+        self._stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._stream):
+            for first in range(0, len(copies), _INDICES):
+                self._run(copies[first : first + _INDICES])
+        self.wait = self._end().synchronize
 
     def join(self, layer: int) -> None:
         """Makes the current stream wait for the copies of a layer."""
@@ -164,62 +179,44 @@ class HostCopies:
         self.join(layer)
         self._ends[layer] = None
 
-    def _run_in_memory(self, run: CopyRun) -> None:
-        """Neighbouring targets are gathered at the rate of a plain copy, and others moved one by one: a scatter
-        (index_copy_) takes twice the time."""
-        pairs = sorted((slot, page) if run.to_host else (page, slot) for slot, page in run.pairs)  # (target, source)
-        sources = torch.tensor([source for _, source in pairs])
-        spans = neighbours((target, index) for index, (target, _) in enumerate(pairs))
-        single = [pairs[index] for _, index, count in spans if count == 1]
-        for pool, host in zip(chain(*self._pools), chain(*self._host.pools), strict=True):
-            source, target = (pool, host) if run.to_host else (host, pool)
-            for first, index, count in spans:
-                if count > 1:
-                    torch.index_select(source, 0, sources[index : index + count], out=target[first : first + count])
-            size, into, start = pool[0].nbytes, target.data_ptr(), source.data_ptr()
-            for to, number in single:
-                ctypes.memmove(into + to * size, start + number * size, size)
-
-    def _rounds(self, runs: list[CopyRun]) -> Iterator[list[_Piece]]:
-        """Pieces whose page numbers fit on the device together."""
-        pieces: list[_Piece] = []
-        for run in runs:
-            for first in range(0, len(run.pairs), self._staged):
-                pairs = run.pairs[first : first + self._staged]
-                if pieces and sum(len(piece.pages) for piece in pieces) + len(pairs) > _INDICES:
-                    yield pieces
-                    pieces = []
-                spans = neighbours((slot, index) for index, (slot, _) in enumerate(pairs))
-                pieces.append(_Piece(run.to_host, [page for _, page in pairs], spans))
-        if pieces:
-            yield pieces
-
-    def _run(self, pieces: list[_Piece], staging: torch.Tensor) -> None:
-        """All layers' copies of one round."""
-        numbers = torch.tensor([page for piece in pieces for page in piece.pages])
+    def _run(self, copies: Sequence[PageCopy]) -> None:
+        """All layers' copies, whose page numbers are on the device together."""
+        pieces = [
+            CopyRun(run.to_host, run.pairs[first : first + self._staged])
+            for run in independent_runs(copies)
+            for first in range(0, len(run.pairs), self._staged)
+        ]
+        numbers = torch.tensor([page for piece in pieces for _, page in piece.pairs])
         numbers = upload(numbers, self._indices.device, self._indices[: len(numbers)])
-        pages = numbers.split([len(piece.pages) for piece in pieces])
+        pages = numbers.split([len(piece.pairs) for piece in pieces])
+        spans = [neighbours((slot, index) for index, (slot, _) in enumerate(piece.pairs)) for piece in pieces]
         for layer, (pools, hosts) in enumerate(zip(self._pools, self._host.pools, strict=True)):
             for pool, host in zip(pools, hosts, strict=True):
-                for piece, its_pages in zip(pieces, pages, strict=True):
-                    staged = staging[: len(its_pages) * pool.shape[1]].view(-1, pool.shape[1])
-                    _copy(piece, its_pages, pool, staged, host)
+                for piece, its_pages, its_spans in zip(pieces, pages, spans, strict=True):
+                    self._copy(piece.to_host, its_pages, its_spans, pool, host)
             self._ends[layer] = self._end()
+
+    def _copy(
+        self,
+        to_host: bool,
+        pages: torch.Tensor,
+        spans: list[tuple[int, int, int]],
+        pool: torch.Tensor,
+        host: torch.Tensor,
+    ) -> None:
+        """Copies of one pool through the buffer; a span: first of neighbouring slots, index of its page, count."""
+        staged = self._staging[: len(pages) * pool.shape[1]].view(-1, pool.shape[1])
+        if to_host:
+            torch.index_select(pool, 0, pages, out=staged)
+        for slot, index, count in spans:
+            some, slots = staged[index : index + count], host[slot : slot + count]
+            into, source = (slots, some) if to_host else (some, slots)
+            into.copy_(source, non_blocking=True)
+        if not to_host:
+            pool.index_copy_(0, pages, staged)
 
     def _end(self) -> Any:
         """An event at the end of all work that the stream has been given so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event
-
-
-def _copy(piece: _Piece, pages: torch.Tensor, pool: torch.Tensor, staged: torch.Tensor, host: torch.Tensor) -> None:
-    """The copies of a piece in one pool, through ``staged [n, words of a page]``."""
-    if piece.to_host:
-        torch.index_select(pool, 0, pages, out=staged)
-    for slot, first, count in piece.spans:
-        some, slots = staged[first : first + count], host[slot : slot + count]
-        into, source = (slots, some) if piece.to_host else (some, slots)
-        into.copy_(source, non_blocking=True)
-    if not piece.to_host:
-        pool.index_copy_(0, pages, staged)

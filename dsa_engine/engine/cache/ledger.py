@@ -12,11 +12,30 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
-from dsa_engine.engine.cache.moves import PageMoves
-from dsa_engine.engine.cache.pool import PageIndex, PagePool
+from dsa_engine.engine.cache.pool import PageCopy, PageIndex, PagePool
 from dsa_engine.engine.requests.request import Chunk, Fetch, Request
+
+
+@dataclass
+class PageMoves:
+    """Everything that one step moves on this rank before its layers read pages.
+
+    Attributes:
+        copies: take effect in this order; pages and slots may occur several times.
+        sends: for each rank of the context-parallel group, the pages to send to it, as they are after the copies. A
+            page may occur several times.
+        receives: for each rank of the group, the pages to fill with what it sends, in the same order. A page occurs
+            once.
+        exchanges: whether any rank of the group sends; then all of them take part in one collective a layer.
+    """
+
+    copies: list[PageCopy] = field(default_factory=list)
+    sends: list[list[int]] = field(default_factory=list)
+    receives: list[list[int]] = field(default_factory=list)
+    exchanges: bool = False
 
 
 class PageLedger:
@@ -56,11 +75,6 @@ class PageLedger:
     def free(self) -> list[int]:
         """Free pages of every rank, cached ones included."""
         return [pool.free for pool in self.pools]
-
-    @property
-    def cached(self) -> list[int]:
-        """Pages of every rank that no request holds, with rows that may be used again."""
-        return [pool.cached for pool in self.pools]
 
     def held(self, request: Request, rank: int) -> int:
         """Number of pages that a request holds on a rank."""

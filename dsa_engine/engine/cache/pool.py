@@ -1,8 +1,8 @@
 """Pages of the caches on one rank: free, held by requests, or cached for requests to come.
 
-A full page is known by the digest of its tokens and of all tokens before it (``digests.py``). Requests whose prompts
-begin alike hold the same pages. A page that no request holds keeps its digest and its rows until it is needed. With
-host memory for pages, its rows are then copied there, and come back when a request begins with them.
+A full page is known by its digest (:class:`.PageDigests`): requests whose prompts begin alike hold the same pages. A
+page that no request holds keeps its digest and its rows until it is needed. With host memory for pages, its rows are
+then copied there, and come back when a request begins with them.
 
 Every rank keeps the pools of all ranks, and a long prompt takes, names and returns thousands of pages in each: so these
 loops make no calls.
@@ -14,8 +14,15 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from dsa_engine.engine.cache.moves import PageCopy
+
+class PageCopy(NamedTuple):
+    """A page of all layers, from the device to a slot of host memory or back."""
+
+    to_host: bool
+    page: int  # number in the pools
+    slot: int  # number in host memory
 
 
 @dataclass
@@ -38,9 +45,9 @@ class PageIndex:
 
     def lost(self, digest: bytes, rank: int) -> None:
         """Records that a rank has a page no more."""
-        left = self.ranks.get(digest, 0) & ~(1 << rank)
-        if left:
-            self.ranks[digest] = left
+        others = self.ranks.get(digest, 0) & ~(1 << rank)
+        if others:
+            self.ranks[digest] = others
         elif self.ranks.pop(digest, None) is not None and self.forgotten is not None:
             self.forgotten(digest)
 
@@ -143,7 +150,7 @@ class PagePool:
     """
 
     def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, rank: int = 0):
-        self._index, self._rank = index or PageIndex(), rank
+        self._index, self._rank, self._slots = index or PageIndex(), rank, slots
         self.host = HostSlots(slots, self._index, rank, self._lost)
         self.copies: list[PageCopy] = []
         self.unused = array("i", range(pages - 1, -1, -1))
@@ -184,14 +191,20 @@ class PagePool:
             raise RuntimeError(f"{count} pages asked for, {self.free} are free")
         pages = unused[::-1]
         del unused[:]
-        while len(pages) < count:
-            page, _ = self._cached.popitem(last=False)
-            digest = self._digest_of.pop(page)
-            del self._page_of[digest]
-            if (slot := self.host.put(digest, locked)) is not None:
-                self.copies.append(PageCopy(True, page, slot))
-            self._lost(digest)
-            pages.append(page)
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(pages))]
+        pages.extend(evicted)
+        page_of, digest_of, ranks_of, not_here = self._page_of, self._digest_of, self._index.ranks, ~(1 << self._rank)
+        for page in evicted:
+            digest = digest_of.pop(page)
+            del page_of[digest]
+            if self._slots:
+                if (slot := self.host.put(digest, locked)) is not None:
+                    self.copies.append(PageCopy(True, page, slot))
+                self._lost(digest)
+            elif others := ranks_of.get(digest, 0) & not_here:
+                ranks_of[digest] = others
+            else:
+                self._index.lost(digest, self._rank)
         return pages
 
     def count_held(self, digests: Iterable[bytes]) -> int:

@@ -7,27 +7,15 @@ the pages of the other ranks stay cached. A request uses the pages that any rank
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from dsa_engine.engine.cache.digests import PageDigests
 from dsa_engine.engine.cache.ledger import PageLedger
-from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.request import PageDigests, Request
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
     from dsa_engine.engine.cache.kv_events import KVEvents
-
-
-class PageSource(Protocol):
-    """Brings pages of waiting requests to host memory."""
-
-    def awaits(self, request: Request, usable: list[bytes], ranks: range) -> bool:
-        """Whether a request waits for such pages; the first call for a request begins the search.
-
-        Args:
-            usable: digests of the pages that it need not compute.
-            ranks: the context-parallel group that it is likely to run on.
-        """
 
 
 class PrefixCache:
@@ -124,11 +112,5 @@ class PrefixCache:
 
 def _count_equal(digests: list[bytes], others: list[bytes]) -> int:
     """Number of equal digests, from the first on. Each covers those before it, so that bisection finds it."""
-    low, high = 0, min(len(digests), len(others))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if digests[middle - 1] == others[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    shorter = range(min(len(digests), len(others)))
+    return bisect_left(shorter, True, key=lambda index: digests[index] != others[index])

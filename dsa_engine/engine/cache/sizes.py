@@ -47,12 +47,22 @@ class TierSizes(NamedTuple):
     def of(
         cls, options: EngineOptions, mesh: Mesh, config: ModelConfig, format: CacheFormat, max_model_len: int
     ) -> TierSizes:
-        """The sizes by the options."""
+        """The sizes by the options.
+
+        Raises:
+            ValueError: the host memory that is wanted is smaller than a page.
+        """
         if not options.enable_prefix_caching:
             return cls(0, 0, 0)
         page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
         exchanged = 0 if mesh.cp.alone else max(1, _EXCHANGED * layers // page_bytes)
-        memory = _host_memory(options, page_bytes)
+        wanted = options.host_cache_memory
+        memory = 0 if wanted is None else parse_bytes(wanted, "host_cache_memory")
+        if wanted is not None and memory < page_bytes:
+            raise ValueError(
+                f"host_cache_memory {wanted!r} is {memory:,} bytes on each rank, less than a page of {page_bytes:,}; "
+                "raise it, or leave it out"
+            )
         if options.cache_folder is None:
             return cls(memory // page_bytes, 0, exchanged)
         # A rank reads and writes its part of a request's pages.
@@ -109,23 +119,6 @@ def page_folder(options: EngineOptions, path: Path, model: Model, format: CacheF
             f"cache_folder {str(options.cache_folder)!r} cannot be made: {error}; give a folder that this user may "
             "write, or leave it out"
         ) from error
-
-
-def _host_memory(options: EngineOptions, page_bytes: int) -> int:
-    """Bytes of host memory on each rank.
-
-    Raises:
-        ValueError: it is wanted, and smaller than a page.
-    """
-    if options.host_cache_memory is None:
-        return 0
-    memory = parse_bytes(options.host_cache_memory, "host_cache_memory")
-    if memory < page_bytes:
-        raise ValueError(
-            f"host_cache_memory {options.host_cache_memory!r} is {memory:,} bytes on each rank, less than a page of "
-            f"{page_bytes:,}; raise it, or leave it out"
-        )
-    return memory
 
 
 def _folder_key(options: EngineOptions, path: Path, model: Model, format: CacheFormat) -> tuple[str, dict[str, object]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
 
 from dsa_engine.engine.cache.host import HostCopies, HostPages
-from dsa_engine.engine.cache.moves import PageCopy, PageMoves, pack, unpack
+from dsa_engine.engine.cache.ledger import PageMoves
+from dsa_engine.engine.cache.pool import PageCopy
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel.group import Group
@@ -31,7 +32,7 @@ class PageTransfer:
     def __init__(self, cache: KVCache, group: Group, host: HostPages | None, max_exchanged: int):
         pools = cache.page_words()
         self.host, self._layers = host, len(pools)
-        self.copies = HostCopies(pools, host, cache.latent[0].is_cuda) if host else None
+        self.copies = HostCopies(pools, host) if host else None
         self._exchange = PageExchange(pools, group, max_exchanged) if max_exchanged else None
         self._under_way = False  # whether there may be moves that a layer has to wait for
         cache.before_use.append(self.arrive)
@@ -151,3 +152,19 @@ class PageExchange:
         """``[pages, words of a page of the layer]`` of one of two buffers."""
         pages, width = sum(counts), sum(pool.shape[1] for pool in self._pools[layer])
         return buffers[layer % 2, : pages * width].view(pages, width)
+
+
+def pack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copies pages of a layer into ``rows [n, words]``, a page's words of all pools side by side."""
+    for pool, part in zip(pools, _columns(pools, rows), strict=True):
+        torch.index_select(pool, 0, pages, out=part)
+
+
+def unpack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
+    """Fills pages of a layer with what :func:`pack` has made."""
+    for pool, part in zip(pools, _columns(pools, rows), strict=True):
+        pool.index_copy_(0, pages, part)
+
+
+def _columns(pools: Sequence[torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.split([pool.shape[1] for pool in pools], dim=1)

@@ -8,15 +8,17 @@ negative number, which ``batch.known_ids`` replaces on the device.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 import torch
 
-from dsa_engine.engine.cache.digests import PageDigests
 from dsa_engine.outputs import Logprobs
 from dsa_engine.sampling_params import SamplingParams
+
+_DIGEST_BYTES = 16
 
 
 class SampledToken(NamedTuple):
@@ -49,6 +51,49 @@ class LastRows(NamedTuple):
 
     states: torch.Tensor  # [modules - 1, hidden], the model's hidden states
     tokens: torch.Tensor  # [modules - 1] int64
+
+
+class PageDigests:
+    """The names under which a request's full pages are found again: equal digests mean equal rows.
+
+    A digest covers the salt, all tokens up to the end of the page and, with MTP modules, the next tokens: the k-th
+    module embeds the token k positions later, so its last rows in a page depend on the first tokens after the page.
+
+    Args:
+        lookahead: number of tokens after a page that its rows depend on.
+        salt: requests with different salts have no digest in common; None: no salt.
+
+    Attributes:
+        values: 128-bit BLAKE2b digests of the pages so far.
+    """
+
+    def __init__(self, page_size: int, lookahead: int = 0, salt: str | None = None):
+        self.values: list[bytes] = []
+        self._page_size, self._lookahead = page_size, lookahead
+        start = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
+        # Of the salt and all tokens of the pages so far; the salt's own digest has one length, whatever the salt.
+        self._so_far = blake2b(blake2b(start, digest_size=_DIGEST_BYTES).digest(), digest_size=_DIGEST_BYTES)
+
+    def extend(self, known: int, tokens: Callable[[int, int], array[int]]) -> list[bytes]:
+        """Adds the digests of pages whose tokens, and those after them, are known now; returns all.
+
+        Args:
+            tokens: ``tokens(start, length)`` gives their ids, int32.
+        """
+        size, ahead, first = self._page_size, self._lookahead, len(self.values)
+        count = (known - ahead) // size - first
+        if count <= 0:
+            return self.values
+        ids = memoryview(tokens(first * size, count * size + ahead)).cast("B")
+        so_far, values, width, more = self._so_far, self.values, 4 * size, 4 * ahead
+        for end in range(width, count * width + 1, width):
+            so_far.update(ids[end - width : end])
+            digest = so_far
+            if more:
+                digest = so_far.copy()
+                digest.update(ids[end : end + more])
+            values.append(digest.digest())
+        return values
 
 
 @dataclass(eq=False)

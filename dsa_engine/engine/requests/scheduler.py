@@ -26,8 +26,9 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from dsa_engine.engine.cache.disk_loads import DiskLoads
 from dsa_engine.engine.cache.ledger import PageLedger
-from dsa_engine.engine.cache.prefix import PageSource, PrefixCache
+from dsa_engine.engine.cache.prefix import PrefixCache
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.decoding import DecodeStep, Decoding
 from dsa_engine.engine.requests.owners import Load, choose_group, choose_owner
@@ -94,7 +95,7 @@ class Scheduler:
         forgotten = None if events is None else events.forgotten
         self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages, forgotten)
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching, events)
-        self.page_sources: list[PageSource] = []
+        self.page_sources: list[DiskLoads] = []
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._prefilling: list[Request] = []
         self.preemptions = 0

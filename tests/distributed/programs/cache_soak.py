@@ -78,7 +78,7 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         else:
             llm.follow()
         ledger = engine.scheduler.ledger
-        results |= {"pages": ledger.pages, "free": ledger.free, "cached": ledger.cached}
+        results |= {"pages": ledger.pages, "free": ledger.free, "cached": [pool.cached for pool in ledger.pools]}
         results |= {"fetched": ledger.fetched_pages, "preemptions": engine.scheduler.preemptions}
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
         results |= {"in_host": [pool.host.held for pool in ledger.pools], "slots": ledger.slots}

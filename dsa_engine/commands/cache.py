@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from dsa_engine.config.checks import shown
-from dsa_engine.engine.cache.folder import about_path, delete_key, keys, pages
+from dsa_engine.engine.cache.folder import ABOUT, delete_key, keys, pages
 from dsa_engine.system.sizes import format_bytes
 
 _FACTS = {
@@ -91,6 +91,6 @@ def _keys(folder: Path) -> list[Path]:
 def _about(key: Path) -> dict[str, object]:
     """What a key stands for; empty if its file cannot be read."""
     try:
-        return dict(json.loads(about_path(key).read_bytes()))
+        return dict(json.loads((key / ABOUT).read_bytes()))
     except (OSError, ValueError, TypeError):
         return {}

@@ -32,6 +32,7 @@ from zlib import crc32
 
 logger = logging.getLogger(__name__)
 
+ABOUT = "about.json"  # the file that says what a key stands for
 VERSION = 3  # the format's; a part of every key
 _MAGIC = b"DSA page"
 _HEAD = struct.Struct("<8s16sQI")
@@ -108,7 +109,7 @@ class PageFolder:
     def _make_folder(self, folder: Path) -> None:
         for made in (self.folder, self._key, folder):
             made.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = about_path(self._key)
+        about = self._key / ABOUT
         if not about.exists():
             with _whole(about) as file:
                 file.write(json.dumps(self._about, indent=2).encode() + b"\n")
@@ -150,11 +151,6 @@ def page_path(key: Path, digest: bytes) -> Path:
     return key / name[:2] / f"{name}.page"
 
 
-def about_path(key: Path) -> Path:
-    """The file that says what a key stands for."""
-    return key / "about.json"
-
-
 def keys(folder: Path) -> list[Path]:
     """The subfolders of all keys in a folder."""
     return [path for path in folder.glob("*") if _KEY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
@@ -184,7 +180,7 @@ def delete_key(key: Path) -> list[os.stat_result]:
         OSError: a file cannot be deleted; those before it are.
     """
     deleted = list(pages(key))
-    for path in (*(path for path, _ in deleted), *unfinished(key), about_path(key)):
+    for path in (*(path for path, _ in deleted), *unfinished(key), key / ABOUT):
         path.unlink(missing_ok=True)
     for folder in (*key.glob("??"), key):
         with suppress(OSError):  # it holds files of other programs

@@ -174,11 +174,6 @@ class HostCopies:
         if self._ends[layer] is not None:
             self._cuda.current_stream().wait_event(self._ends[layer])
 
-    def join_for_good(self, layer: int) -> None:
-        """The same for the main stream, which need not wait for them again."""
-        self.join(layer)
-        self._ends[layer] = None
-
     def _run(self, copies: Sequence[PageCopy]) -> None:
         """All layers' copies, whose page numbers are on the device together."""
         pieces = [

@@ -43,7 +43,7 @@ def dealt(pages: Sequence[int], index: int, size: int) -> list[int]:
 
 
 class PageLink:
-    """Moves pages over a group of two ranks, in the order of the calls; the caller never waits.
+    """Sends or receives pages over a group of two ranks, in the order of the calls; the caller never waits.
 
     A message is at most 4 MiB of a layer, or one page: packed into a buffer, sent, received into a buffer, and stored
     in its pages. On CUDA all this is launched at once, on a stream of its own, after what the current stream has been
@@ -56,10 +56,10 @@ class PageLink:
         done: whether the work of the calls so far has ended; later calls replace it.
     """
 
-    def __init__(self, pools: list[list[torch.Tensor]], group: Group):
+    def __init__(self, pools: list[list[torch.Tensor]], group: Group, sends: bool):
         first = pools[0][0]
         largest = max(sum(pool.shape[1] for pool in layer) for layer in pools)
-        self._pools, self._group = pools, group
+        self._pools, self._group, self._sends = pools, group, sends
         self._buffer = first.new_empty(_message_pages(largest * first.element_size()) * largest)
         self._numbers = first.new_empty(_ROUND, dtype=torch.int64)
         self._stream = torch.cuda.Stream(first.device) if first.is_cuda else None
@@ -72,23 +72,9 @@ class PageLink:
         numbers, into = torch.tensor(pages, dtype=torch.int64), self._numbers[: len(pages)]
         self._run(lambda: upload(numbers, into.device, into))
 
-    def send(self, layer: int, count: int) -> None:
-        """Sends the first ``count`` of the pages in a layer, as they are after the work before."""
-
-        def send(numbers: torch.Tensor, rows: torch.Tensor) -> None:
-            pack(self._pools[layer], numbers, rows)
-            self._group.send(rows, 1 - self._group.index)
-
-        self._run(lambda: self._in_messages(layer, count, send))
-
-    def receive(self, layer: int, count: int) -> None:
-        """Fills the first ``count`` of the pages in a layer with those that the other rank sends."""
-
-        def receive(numbers: torch.Tensor, rows: torch.Tensor) -> None:
-            self._group.recv(rows, 1 - self._group.index)
-            unpack(self._pools[layer], numbers, rows)
-
-        self._run(lambda: self._in_messages(layer, count, receive))
+    def move(self, layer: int, count: int) -> None:
+        """Sends the first ``count`` of the pages in a layer, as they are after the work before, or fills them."""
+        self._run(lambda: self._move(layer, count))
 
     def close(self) -> None:
         """Waits for all work; on a CPU ends the thread."""
@@ -99,13 +85,18 @@ class PageLink:
             self._thread.join()
             self._thread = None
 
-    def _in_messages(self, layer: int, count: int, move: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Calls ``move(page numbers [n], rows [n, words])`` for each message."""
-        pools = self._pools[layer]
+    def _move(self, layer: int, count: int) -> None:
+        pools, other = self._pools[layer], 1 - self._group.index
         step, width = _message_pages(sum(pool[0].nbytes for pool in pools)), sum(pool.shape[1] for pool in pools)
         for first in range(0, count, step):
             numbers = self._numbers[first : min(first + step, count)]
-            move(numbers, self._buffer[: len(numbers) * width].view(len(numbers), width))
+            rows = self._buffer[: len(numbers) * width].view(len(numbers), width)
+            if self._sends:
+                pack(pools, numbers, rows)
+                self._group.send(rows, other)
+            else:
+                self._group.recv(rows, other)
+                unpack(pools, numbers, rows)
 
     def _run(self, work: Callable[[], object]) -> None:
         if self._stream is not None:
@@ -149,9 +140,9 @@ class _Transfers:
         bytes_moved: bytes of all transfers that have ended.
     """
 
-    def __init__(self, cache: KVCache, links: Mapping[int, Group]):
+    def __init__(self, cache: KVCache, links: Mapping[int, Group], sends: bool):
         self._page_bytes, self._layers = cache.page_bytes, len(cache.latent)
-        self._links = {rank: PageLink(cache.page_words(), group) for rank, group in links.items()}
+        self._links = {rank: PageLink(cache.page_words(), group, sends) for rank, group in links.items()}
         self._under_way: list[tuple[list[RankPages], Done]] = []
         self.bytes_moved = 0
 
@@ -185,6 +176,14 @@ class _Transfers:
             pages = [page for move in its for page in move.pages]
             yield self._links[rank], its, [pages[first : first + _ROUND] for first in range(0, len(pages), _ROUND)]
 
+    def _move(self, link: PageLink, moves: list[RankPages], rounds: list[list[int]]) -> None:
+        """Starts to move these rounds in all layers, with which the moves end."""
+        for pages in rounds:
+            link.load(pages)
+            for layer in range(self._layers):
+                link.move(layer, len(pages))
+        self._under_way.append((moves, link.done))
+
 
 class PageSender(_Transfers):
     """Sends pages of ``cache``. In a step: :meth:`begin`, the forward pass, whose layers call :meth:`arrive` when they
@@ -200,7 +199,7 @@ class PageSender(_Transfers):
     """
 
     def __init__(self, cache: KVCache, links: Mapping[int, Group], layers: int):
-        super().__init__(cache, links)
+        super().__init__(cache, links, sends=True)
         self._main_layers = layers
         self._step: list[tuple[PageLink, list[RankPages], list[list[int]]]] = []  # what the step sends that runs now
         self._next = 0  # the layer that is sent next
@@ -232,23 +231,22 @@ class PageSender(_Transfers):
         that failed."""
         self._send_until(self._layers)
         for link, moves, rounds in self._step:
-            for pages in rounds[1:]:
-                link.load(pages)
-                for layer in range(self._layers):
-                    link.send(layer, len(pages))
-            self._under_way.append((moves, link.done))
+            self._move(link, moves, rounds[1:])
         self._step = []
 
     def _send_until(self, layer: int) -> None:
         for number in range(self._next, layer):
             for link, _, rounds in self._step:
-                link.send(number, len(rounds[0]))
+                link.move(number, len(rounds[0]))
         self._next = max(self._next, layer)
 
 
 class PageReceiver(_Transfers):
     """Fills pages of ``cache`` with what the :class:`PageSender` of other ranks send; see there for the order of calls
     and for the memory of the buffers. No step may use the pages until :meth:`poll` returns them."""
+
+    def __init__(self, cache: KVCache, links: Mapping[int, Group]):
+        super().__init__(cache, links, sends=False)
 
     def post(self, receives: Iterable[RankPages]) -> None:
         """Starts to receive what one ``PageSender.begin`` of each of these ranks sends, after all work that the current
@@ -260,11 +258,7 @@ class PageReceiver(_Transfers):
             KeyError: there is no link to a rank.
         """
         for link, moves, rounds in self._by_link(receives):
-            for pages in rounds:
-                link.load(pages)
-                for layer in range(self._layers):
-                    link.receive(layer, len(pages))
-            self._under_way.append((moves, link.done))
+            self._move(link, moves, rounds)
 
 
 def _message_pages(page_bytes: int) -> int:

@@ -54,7 +54,7 @@ class PageTransfer:
         if self._under_way and self._exchange is not None:
             self._exchange.arrive(layer)
         if self._under_way and self.copies is not None:
-            self.copies.join_for_good(layer)
+            self.copies.join(layer)
 
     @torch.inference_mode()
     def finish(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dsa_engine.async_calls import AsyncCalls, outputs_of
+from dsa_engine.async_calls import AsyncCalls, Prompt, only_prompt, outputs_of
 from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.calls import Call
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
@@ -31,7 +31,6 @@ from dsa_engine.system.sizes import format_bytes
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
-from dsa_engine.text.prompts import Prompt, only_prompt
 from dsa_engine.text.tokenizer import check_tokenizer
 
 
@@ -99,15 +98,33 @@ class LLM(AsyncCalls):
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        prepared = self.prepare(prompts, sampling_params)
+        prepared, before = self.prepare(prompts, sampling_params), self.engine.num_generated_tokens
         with self._begin(prepared) as call:
             with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
-                tick = None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies)
+                tick = (
+                    None if getattr(bar, "disable", False) else lambda: self._show_progress(bar, call.replies, before)
+                )
                 for _ in call.replies:
                     call.get(tick)
                 if tick is not None:
                     tick()  # shows the end
             return outputs_of(prepared, call)
+
+    def _show_progress(self, bar: Any, replies: Seq[Reply], before: int) -> None:
+        """Updates a progress bar over requests.
+
+        Args:
+            before: tokens that the engine had generated when the call began; those since then are shown, also of other
+                calls that run together with it.
+        """
+        running = [reply.request for reply in replies if reply.request is not None]
+        prompts = sum(len(reply.add.prompt_ids) for reply in replies)
+        computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)
+        preemptions = sum(request.preemptions for request in running)
+        generated = self.engine.num_generated_tokens - before
+        text = f"prefilled {computed:,} of {prompts:,} tokens, generated {generated:,}"
+        bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
+        bar.update(sum(reply.ending is not None for reply in replies) - bar.n)
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -286,15 +303,3 @@ class LLM(AsyncCalls):
             f"{str(engine.dtype).removeprefix('torch.')} on {mesh.device}, rank {mesh.rank} of {mesh.world_size}, "
             f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
         )
-
-
-def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
-    """Updates a progress bar over requests."""
-    running = [reply.request for reply in replies if reply.request is not None]
-    prompts = sum(len(reply.add.prompt_ids) for reply in replies)
-    computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)
-    preemptions = sum(request.preemptions for request in running)
-    generated = sum(len(request.output) for request in running)
-    text = f"prefilled {computed:,} of {prompts:,} tokens, generated {generated:,}"
-    bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
-    bar.update(sum(reply.ending is not None for reply in replies) - bar.n)

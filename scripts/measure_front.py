@@ -29,7 +29,7 @@ import zmq
 from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.reply import RequestRecord
-from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model_folder import resolve_model

@@ -53,7 +53,7 @@ class Early:
 
     def check(self, prompt: Sequence[int], room: int = 0) -> None:
         """Raises ``ValueError`` if the model cannot run a prompt of these token ids with ``room`` tokens of output."""
-        from dsa_engine.engine.requests.new_request import check_prompt
+        from dsa_engine.engine.requests.limits import check_prompt
 
         check_prompt(prompt, room, self.max_model_len, self._vocab_size)
 

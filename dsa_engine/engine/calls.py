@@ -20,7 +20,7 @@ import torch
 
 from dsa_engine.engine.jobs import Job, Run
 from dsa_engine.engine.reply import Mailbox, Receiver, Reply
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.text.tokenizer import Tokenizer
 

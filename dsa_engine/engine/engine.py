@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
-from dsa_engine.engine.requests.new_request import Add, Limits, new_requests
+from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens, Samples
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
@@ -191,7 +191,7 @@ class Engine:
         for request, logprobs in launched.prompt_logprobs.items():
             request.add_prompt_logprobs(logprobs)
         self.num_prefilled_tokens += 0 if step.decode else sum(chunk.length for chunk in step.chunks)
-        self.launched_ahead += self._in_flight is not None and launched.samples.most > 0
+        self.launched_ahead += self._in_flight is not None and launched.samples.max_rows > 0
 
     def _read_in_flight(self) -> list[RequestTokens]:
         step, self._in_flight = self._in_flight, None

@@ -29,7 +29,7 @@ import torch
 from dsa_engine.engine.calls import CLOSED, Abort, CallQueue, CallResult, Message, Shutdown, waking_together
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import Run, run_job
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.spmd import SpmdCalls

@@ -12,11 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
-from dsa_engine.text.stream import TextStream
-from dsa_engine.text.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import TextStream, Tokenizer
 
 
 class RequestRecord(NamedTuple):

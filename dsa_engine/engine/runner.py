@@ -140,7 +140,7 @@ class ModelRunner:
         plan = self.plan(Step([chunk]))
         _, hidden = self.forward(plan)
         logits = self.sampled_logits(plan, hidden)
-        if plan.samples.most == 0:
+        if plan.samples.max_rows == 0:
             return None
         mine = logits[:1] if logits.shape[0] else logits.new_zeros(1, self._config.vocab_size)
         return self._mesh.world.all_gather(mine)[int(plan.samples.ranks[0])]
@@ -157,7 +157,7 @@ class ModelRunner:
         rows = upload(plan.own.rows_with_logits, hidden.device)
         plans = map(plan.of_rank, range(len(plan.rows)))
         positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plans]
-        longest = plan.samples.most
+        longest = plan.samples.max_rows
         step = max(1, min(longest, block // len(positions)))  # no more padding than the ranks' plans differ by
         for first in range(0, longest, step):
             mine = hidden[rows[first : first + step]]

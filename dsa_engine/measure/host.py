@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.demo import demo_folder
-from dsa_engine.engine.requests.new_request import new_requests
+from dsa_engine.engine.requests.limits import new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.requests.capacity import Capacity, pages_for
-from dsa_engine.engine.requests.new_request import new_requests
+from dsa_engine.engine.requests.limits import Capacity, new_requests, pages_for
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.sampling_params import SamplingParams

@@ -8,8 +8,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.model.attention import Attention
-from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.interleaved import Pass
+from dsa_engine.model.forward_batch import ForwardBatch, Pass
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE

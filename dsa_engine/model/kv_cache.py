@@ -12,7 +12,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
-from dsa_engine.model.block_tables import BlockTables
+from dsa_engine.model.forward_batch import BlockTables
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

@@ -14,8 +14,7 @@ from torch import nn
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
-from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.interleaved import Pass, run_interleaved
+from dsa_engine.model.forward_batch import ForwardBatch, Pass, run_interleaved
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.mtp import MTPModule

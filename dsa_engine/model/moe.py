@@ -18,8 +18,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.quantize import quantized_words
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
-from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.interleaved import Pass
+from dsa_engine.model.forward_batch import ForwardBatch, Pass
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams

@@ -30,8 +30,7 @@ from torch import nn
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
-from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.interleaved import run_interleaved
+from dsa_engine.model.forward_batch import ForwardBatch, run_interleaved
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage

@@ -16,7 +16,7 @@ import zmq.asyncio
 from dsa_engine.async_calls import AsyncCalls
 from dsa_engine.engine.calls import Abort, EventLoopMailbox, Sent, waking_together
 from dsa_engine.engine.reply import Mailbox, Reply
-from dsa_engine.engine.requests.new_request import Limits
+from dsa_engine.engine.requests.limits import Limits
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.messages import (
     AbortRequests,

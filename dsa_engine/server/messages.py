@@ -14,8 +14,7 @@ import msgspec
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import RequestRecord
-from dsa_engine.engine.requests.capacity import Capacity
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add, Capacity
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.outputs import Logprob
 from dsa_engine.parallel.failure import is_transport_error

@@ -28,7 +28,7 @@ import zmq
 
 from dsa_engine.engine.calls import Abort, put_together
 from dsa_engine.engine.reply import Receiver, RequestRecord
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.llm import LLM
 from dsa_engine.server.app import Server

@@ -25,7 +25,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.calls import Abort, CallResult, Shutdown
 from dsa_engine.engine.jobs import Run
 from dsa_engine.engine.loop import EngineLoop
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.text.tokenizer import Tokenizer
 
 THREADS = 8

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.http import bind, url_of

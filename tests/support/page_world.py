@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 
 

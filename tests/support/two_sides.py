@@ -19,8 +19,7 @@ from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Receiver
-from dsa_engine.engine.requests.capacity import Capacity
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add, Capacity
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.engine.requests.samples import Samples
 from dsa_engine.engine.requests.scheduler import Step

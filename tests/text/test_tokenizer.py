@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dsa_engine.demo import demo_folder
 from dsa_engine.text.conversations import ConversationFormat
-from dsa_engine.text.stream import TextStream
-from dsa_engine.text.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import TextStream, Tokenizer
 
 
 class Bytes:

@@ -16,7 +16,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.folder import VERSION, PageFolder
 from dsa_engine.engine.cache.host import HostPages, staging_bytes
 from dsa_engine.engine.cache.transfer import PageTransfer, exchange_bytes
-from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, pool_page_bytes
 from dsa_engine.model.model import Model

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, SampledToken
 
 # From prefill to decode.

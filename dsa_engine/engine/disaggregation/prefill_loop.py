@@ -25,8 +25,7 @@ from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import Run
-from dsa_engine.engine.requests.capacity import pages_for
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add, pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens
 

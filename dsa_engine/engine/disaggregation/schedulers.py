@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsa_engine.engine.requests.capacity import pages_for
-from dsa_engine.engine.requests.owners import choose_owner
+from dsa_engine.engine.requests.limits import pages_for
+from dsa_engine.engine.requests.prefill import choose_owner
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DraftResult, Ints, ReadSamples, RequestTokens, Samples, key_of
 

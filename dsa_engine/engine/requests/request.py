@@ -154,7 +154,7 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of output tokens; ``new_request.py`` sets it if the caller did not."""
+        """Maximum number of output tokens; ``limits.py`` sets it if the caller did not."""
         assert self.params.max_tokens is not None
         return self.params.max_tokens
 

@@ -85,7 +85,7 @@ class StepResult:
     """The tokens sampled by a step, the same on every rank, on their way to the host.
 
     Attributes:
-        tokens: int64 ``[world · samples.most]`` on the device; negative values are codes of errors.
+        tokens: int64 ``[world · samples.max_rows]`` on the device; negative values are codes of errors.
         codes: waits for the device and returns these.
         logprobs: the same for the rows of ``log_probabilities`` of each; None if no request wants any.
         outcome: the result of drafts; None without them.
@@ -109,7 +109,7 @@ class StepResult:
     def can_be_followed(self) -> bool:
         """Whether the next step may be launched before this one is read: it samples, and the host needs none of its
         drafts to plan the next one."""
-        return self.follows and self.samples.most > 0
+        return self.follows and self.samples.max_rows > 0
 
     def read(self) -> ReadSamples:
         """Waits for the device, and returns the tokens of each request."""

@@ -45,7 +45,7 @@ class Sampler:
             sampled: ``StepResult.tokens`` of the step before, if they have not been read.
         """
         samples = plan.samples
-        if samples.most == 0:
+        if samples.max_rows == 0:
             none = torch.empty(0, dtype=torch.int64, device=logits.device)
             return StepResult(samples, none, lambda: none)
         unmodified = logits.clone() if samples.max_logprobs >= 0 else logits
@@ -56,7 +56,7 @@ class Sampler:
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)
         tokens = tokens.where(total.isfinite(), NOT_FINITE)
-        padding = samples.most - len(tokens)
+        padding = samples.max_rows - len(tokens)
         of_all_ranks = self._mesh.world.all_gather(F.pad(tokens, (0, padding)))
         logprobs = None
         if samples.max_logprobs >= 0:

@@ -86,7 +86,7 @@ class Drafter:
         # A negative token is the code of an error, which ends its request.
         safe = sampled.tokens.clamp(min=0)
         drafts, last_rows = self.passes.after_eager_step(step, batch, hidden, own, safe, tokens.clamp(min=0), accepted)
-        if samples.most == 0:
+        if samples.max_rows == 0:
             return sampled
         new = Columns(known.position + accepted, known.offered, accepted, tokens, drafts).table()
         missing = int(samples.numbers.max()) + 1 - len(own)  # every rank has as many rows

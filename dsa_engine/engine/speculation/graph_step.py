@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.decoding import DRAWS, MIN_P, PENALISES, TOP_P
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.requests.samples import NOT_FINITE
 from dsa_engine.engine.sampling.draw import Draws, Limits, draw, draws_of

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.requests.samples import key_of
 from dsa_engine.engine.speculation.rows import (
@@ -98,7 +98,7 @@ class Passes(ABC):
         """
         width, fills = tokens.shape[1], step.decode is None
         last = self._fill(step, batch, hidden, sampled, width - 1) if fills else {}
-        if step.samples.most == 0:
+        if step.samples.max_rows == 0:
             return tokens[:, 1:], {}
         bucket, rows, max_visible = self._static_rows(step, own, width)
         buffers = self.buffers(bucket, max_visible)

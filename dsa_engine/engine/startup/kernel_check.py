@@ -20,7 +20,7 @@ import torch
 import triton
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.plan import StepPlan

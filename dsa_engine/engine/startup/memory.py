@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh

@@ -22,7 +22,7 @@ from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.load_recorder import LoadRecorder, check_record, count_loads
 from dsa_engine.engine.rebalancing import Rebalancing
-from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.micro_batches import row_order
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.forward_batch import ForwardBatch, MHASegments, MicroBatchPair
+from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.group import Group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 
 # Shorter contexts gain nothing from another graph.

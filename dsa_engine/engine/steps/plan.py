@@ -24,7 +24,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.runtime.integers import next_power_of_2
-from dsa_engine.model.block_tables import BlockTables
+from dsa_engine.model.forward_batch import BlockTables
 from dsa_engine.parallel.context_parallel import pieces_of
 
 

@@ -32,7 +32,7 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import prefill
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.requests.new_request import Add, new_requests
+from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.steps.context_buckets import ContextBuckets

@@ -13,7 +13,7 @@ import zmq
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.cache.kv_events import KVEventBatch, KVEvents
-from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from scheduling import launch, read

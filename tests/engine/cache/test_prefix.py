@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import PageDigests, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from scheduling import run_step

@@ -8,8 +8,7 @@ from array import array
 
 import pytest
 
-from dsa_engine.engine.requests.capacity import Capacity
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add, Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError

@@ -13,7 +13,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.requests.new_request import Add
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Chunk, Request, SampledToken
 from dsa_engine.engine.requests.samples import Samples
 from dsa_engine.engine.requests.scheduler import Step

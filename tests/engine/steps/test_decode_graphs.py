@@ -27,7 +27,7 @@ from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.model.block_tables import BlockTables
+from dsa_engine.model.forward_batch import BlockTables
 from fake_cuda import FakeDevice
 
 CUDA = torch.cuda.is_available() and not INTERPRETED

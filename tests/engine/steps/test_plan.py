@@ -17,7 +17,7 @@ from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.batch import gathered_slots
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.model.block_tables import BlockTables
+from dsa_engine.model.forward_batch import BlockTables
 
 PAGE = 4
 # Of each chunk: the request's id, start, length, group, and where it is cut, as a part of its length.

@@ -1,4 +1,4 @@
-"""Block tables that stay on the device, against lists of pages."""
+"""Block tables that stay on the device, against lists of pages; and the order of passes through the layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.model.block_tables import BlockTables
+from dsa_engine.model.forward_batch import BlockTables, Pass, run_interleaved
 from fake_cuda import FakeDevice
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_lost_to_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> Non
     out = torch.full((2, 4), -1, dtype=torch.int32)
     tables.gather(tables.rows([a, b]), 4, out)
     with monkeypatch.context() as patch:
-        patch.setattr("dsa_engine.model.block_tables.upload", lambda *_: exec("raise KeyboardInterrupt"))
+        patch.setattr("dsa_engine.model.forward_batch.upload", lambda *_: exec("raise KeyboardInterrupt"))
         b.append(6)
         with pytest.raises(KeyboardInterrupt):
             tables.rows([a, b])
@@ -137,3 +137,20 @@ def test_the_host_waits_for_nothing() -> None:
         with device.watched():
             tables.gather(tables.rows(requests), 2001, out)
         assert device.waits == [] and device.count("copy") == 2 and len(device.launches) == 5
+
+
+def test_passes_run_round_robin_up_to_their_transfers() -> None:
+    ran: list[str] = []
+
+    def one(name: str, transfers: int) -> Pass[str]:
+        for number in range(transfers):
+            ran.append(f"{name}{number}")
+            yield "MoE dispatch"
+        ran.append(f"{name} end")
+        return name
+
+    assert run_interleaved([one("a", 2), one("b", 2)]) == ["a", "b"]
+    assert ran == ["a0", "b0", "a1", "b1", "a end", "b end"]
+    ran.clear()
+    assert run_interleaved([one("a", 2)]) == ["a"]
+    assert ran == ["a0", "a1", "a end"]

@@ -1,0 +1,150 @@
+"""The prefill of requests: the group that prefills a request, and its owner, which decodes it and keeps its pages; the
+chunks of a step; and how often steps prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dsa_engine.engine.cache.ledger import PageLedger
+from dsa_engine.engine.requests.decoding import Decoding
+from dsa_engine.engine.requests.limits import Capacity
+from dsa_engine.engine.requests.request import Chunk, Fetch, Request
+from dsa_engine.engine.requests.samples import Ints
+
+
+class Load(NamedTuple):
+    """Load of each rank by the running requests that it owns; int64 ``[world]`` each."""
+
+    tokens: Ints  # tokens that the requests attend to
+    future_pages: Ints  # pages that the requests may still ask for
+    reserved_pages: Ints  # one for each request that may still grow: a new one must not preempt it at once
+
+    @classmethod
+    def of(cls, decoding: Decoding, prefilling: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> Load:
+        more = -(-(decoding.limit - 1) // capacity.page_size) - decoding.pages
+        columns = (decoding.length, more, np.minimum(more, 1))
+        load = cls(*(np.bincount(decoding.owner, of, capacity.world_size).astype(np.int64) for of in columns))
+        for request in prefilling:
+            left = capacity.max_pages(len(request.prompt), request.max_tokens) - ledger.held(request, request.owner)
+            load.tokens[request.owner] += len(request)
+            load.future_pages[request.owner] += left
+            load.reserved_pages[request.owner] += min(left, 1)
+        return load
+
+
+def choose_group(cached: Mapping[int, int], groups: Sequence[range], prefilling: Iterable[Request], load: Load) -> int:
+    """Chooses the context-parallel group that is likely to finish a request's prefill first: the one with the fewest
+    tokens to prefill, the request's own included.
+
+    Among equal groups, as the cost of decoding grows with the tokens that a rank's requests attend to, it is the one
+    with the fewest of them.
+
+    Args:
+        cached: by number of each group with room for the request, the tokens of the request that it need not prefill.
+        groups: the ranks of every group.
+    """
+    to_prefill = {number: -tokens for number, tokens in cached.items()}
+    for other in prefilling:
+        if other.cp_group in to_prefill:
+            to_prefill[other.cp_group] += other.num_prefill_tokens - other.num_computed_tokens
+    return min(
+        cached,
+        key=lambda number: (to_prefill[number], int(load.tokens[groups[number][0] : groups[number][-1] + 1].sum())),
+    )
+
+
+def choose_owner(
+    request: Request,
+    ranks: Iterable[int],
+    load: Load,
+    free: Sequence[int],
+    capacity: Capacity,
+    absent: Mapping[int, int] | None = None,
+) -> int:
+    """Chooses the owner among ``ranks``; ``free`` lists the free pages of every rank.
+
+    Ranks with enough pages for everything that their requests and this one may still ask for come first. Among these,
+    the rank is chosen whose requests attend to the fewest tokens; tokens of this request that it had to fetch count
+    like those, so that a request goes back to its last owner unless that one has the longer contexts.
+
+    Args:
+        absent: by rank, the number of this request's pages that the rank had to fetch; default: none.
+    """
+    need = capacity.max_pages(len(request.prompt), request.max_tokens)
+    tokens, future = load.tokens.tolist(), load.future_pages.tolist()
+    for rank, pages in (absent or {}).items():
+        tokens[rank] += capacity.page_size * pages
+    return min(ranks, key=lambda rank: (free[rank] - future[rank] < need, tokens[rank], -free[rank]))
+
+
+class PrefillStep:
+    """A prefill step that is being planned: the requests added first have the first choice of tokens.
+
+    Args:
+        groups: the ranks of each context-parallel group.
+        tokens: maximum number of tokens that a group prefills in the step.
+        ledger: says which pages a request has to fetch first.
+        least_computed: fewest tokens of a request's last chunk.
+
+    Attributes:
+        chunks: those of the requests so far.
+    """
+
+    def __init__(self, groups: Sequence[range], tokens: int, ledger: PageLedger, least_computed: int):
+        self.chunks: list[Chunk] = []
+        self._groups, self._ledger, self._least_computed = groups, ledger, least_computed
+        self._budget = [tokens] * len(groups)  # tokens that each group can still prefill
+
+    def has_room(self, group: int) -> bool:
+        """Whether a group can prefill more tokens."""
+        return self._budget[group] > 0
+
+    def add(self, request: Request) -> None:
+        """Adds a request's chunk; none if no tokens and no fetches are left for it."""
+        start, ranks = request.num_computed_tokens, self._groups[request.cp_group]
+        fetches: tuple[Fetch, ...] = ()
+        if waiting := list(self._ledger.fetching(request)):
+            fetches = self._ledger.next_fetches(request, [fetch for chunk in self.chunks for fetch in chunk.fetches])
+            if len(fetches) < len(waiting):
+                if fetches:
+                    self.chunks.append(Chunk(request, start, 0, ranks, fetches=fetches))
+                return
+        remaining = request.num_prefill_tokens - start
+        length = min(remaining, self._budget[request.cp_group])
+        if 0 < remaining - length < self._least_computed:
+            length = max(0, remaining - self._least_computed)
+        if length or fetches:
+            self._budget[request.cp_group] -= length
+            self.chunks.append(Chunk(request, start, length, ranks, fetches=fetches))
+
+
+class PrefillShare:
+    """Lets at most a fraction of the steps prefill that are taken while any request decodes.
+
+    Every such step earns a part of a prefill step. What is earned and not used is capped at one step: a late request is
+    prefilled at once, but no burst of prefills follows. A step counts once it has been launched.
+
+    Args:
+        maximum: the fraction, in (0, 1]; 1 puts prefill first.
+    """
+
+    def __init__(self, maximum: float):
+        self._maximum = maximum
+        self._credit = 0.0  # prefill steps that may be taken while any request decodes
+        self._credit_after = 0.0  # the same after the step scheduled last
+
+    def may_prefill(self, decoding: bool) -> bool:
+        """Begins a step; returns whether it may prefill. ``decoding``: whether any request decodes."""
+        self._credit_after = min(1.0, self._credit) + self._maximum if decoding else self._credit
+        return not decoding or self._credit_after > 1 - 1e-9
+
+    def prefills(self, decoding: bool) -> None:
+        """Records that the step does prefill."""
+        self._credit_after -= 1.0 if decoding else 0.0
+
+    def launched(self) -> None:
+        """Records that the step has been launched."""
+        self._credit = self._credit_after

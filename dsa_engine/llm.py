@@ -7,6 +7,7 @@ import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -101,9 +102,8 @@ class LLM(AsyncCalls):
         prepared, before = self.prepare(prompts, sampling_params), self.engine.num_generated_tokens
         with self._begin(prepared) as call:
             with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
-                tick = (
-                    None if getattr(bar, "disable", False) else lambda: self._show_progress(bar, call.replies, before)
-                )
+                show = partial(self._show_progress, bar, call.replies, before)
+                tick = None if getattr(bar, "disable", False) else show
                 for _ in call.replies:
                     call.get(tick)
                 if tick is not None:
@@ -111,12 +111,7 @@ class LLM(AsyncCalls):
             return outputs_of(prepared, call)
 
     def _show_progress(self, bar: Any, replies: Seq[Reply], before: int) -> None:
-        """Updates a progress bar over requests.
-
-        Args:
-            before: tokens that the engine had generated when the call began; those since then are shown, also of other
-                calls that run together with it.
-        """
+        """Updates a progress bar over requests; ``before`` tokens had been generated when they began."""
         running = [reply.request for reply in replies if reply.request is not None]
         prompts = sum(len(reply.add.prompt_ids) for reply in replies)
         computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)

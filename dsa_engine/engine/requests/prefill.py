@@ -28,10 +28,10 @@ class Load(NamedTuple):
         columns = (decoding.length, more, np.minimum(more, 1))
         load = cls(*(np.bincount(decoding.owner, of, capacity.world_size).astype(np.int64) for of in columns))
         for request in prefilling:
-            left = capacity.max_pages(len(request.prompt), request.max_tokens) - ledger.held(request, request.owner)
+            lacking = capacity.max_pages(len(request.prompt), request.max_tokens) - ledger.held(request, request.owner)
             load.tokens[request.owner] += len(request)
-            load.future_pages[request.owner] += left
-            load.reserved_pages[request.owner] += min(left, 1)
+            load.future_pages[request.owner] += lacking
+            load.reserved_pages[request.owner] += min(lacking, 1)
         return load
 
 

@@ -40,7 +40,7 @@ class Samples(NamedTuple):
     numbers: Ints  # [n], number of the request among those of that rank
     first: Ints  # [n], index of its first row among the rows with logits of that rank
     counts: Ints  # [n], number of its rows
-    most: int  # maximum number of rows with logits of a rank; 0: the step samples nothing
+    max_rows: int  # maximum number of rows with logits of a rank; 0: the step samples nothing
     max_logprobs: int = -1  # maximum number of log-probabilities that a request wants; -1: none wants any
 
     @classmethod
@@ -60,8 +60,8 @@ class Samples(NamedTuple):
 
     @property
     def indices(self) -> Ints:
-        """int64 ``[n]``: index of each request's first token among those of all ranks, ``most`` for each."""
-        return self.ranks * self.most + self.first
+        """int64 ``[n]``: index of each request's first token among those of all ranks, ``max_rows`` for each."""
+        return self.ranks * self.max_rows + self.first
 
     def rows_of(self, ranks: Sequence[int]) -> int:
         """Maximum number of rows with logits of these ranks."""

@@ -10,26 +10,11 @@ from dsa_engine.engine.rebalancing import moe_layers
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.model.model import Model
 from dsa_engine.parallel.experts.load_counter import LoadCounter
-from dsa_engine.parallel.mesh import Mesh
-from dsa_engine.system.output_files import check_outputs, write_text
+from dsa_engine.system.output_files import write_text
 
 logger = logging.getLogger(__name__)
 
 _EVERY = 500  # steps from one writing to the next
-
-
-def check_record(mesh: Mesh) -> None:
-    """Checks before weights are loaded that the leader can write the file.
-
-    Raises:
-        ValueError: it cannot; the text says why.
-    """
-    path = mesh.config.record_expert_loads
-    if path is not None and mesh.is_leader:
-        try:
-            check_outputs(path)
-        except ValueError as error:
-            raise ValueError(f"record_expert_loads: {error}") from error
 
 
 def count_loads(model: Model, name: str) -> None:

@@ -88,48 +88,42 @@ class Rebalancing:
     def _rebalanced(self) -> Iterator[None]:
         """A rebalancing of all layers; yields at the end of each turn."""
         loads, sent = self._loads(), self.moved_bytes
-        numbers = [number for number in self._layers if loads.of_layer(number) is not None]
+        loaded = [
+            (layer, with_shared(own, layer.shared_load))
+            for number, layer in self._layers.items()
+            if (own := loads.of_layer(number)) is not None
+        ]
         before, after = [], []
-        for first in range(0, len(numbers), self._ranks.size):
-            some = [self._layers[number] for number in numbers[first : first + self._ranks.size]]
-            of_some = [
-                with_shared(loads.of_layer(number) or (), layer.shared_load)
-                for number, layer in zip(numbers[first:], some, strict=False)
-            ]
-            plans = self._plans(some, of_some)
+        for first in range(0, len(loaded), self._ranks.size):
+            some = loaded[first : first + self._ranks.size]
+            plans = self._plans(some)
             yield
-            for layer, own, held in zip(some, of_some, plans, strict=True):
+            for (layer, own), held in zip(some, plans, strict=True):
                 before.append(imbalance(own, layer.expert_parallel.placement.held))
                 after.append(imbalance(own, held))
                 yield from self._moved(layer, held)
-        if not numbers:
+        if not loaded:
             return
         self.times += 1
-        self.before, self.after = (sum(values) / len(numbers) for values in (before, after))
+        self.before, self.after = (sum(values) / len(loaded) for values in (before, after))
         if self._mesh.is_leader:
-            logger.info(
-                "experts of %s layers rebalanced in %s steps: the largest load of a rank over the mean %.2f → %.2f; %s "
-                "moved",
-                len(numbers),
-                self._steps + 1,
-                self.before,
-                self.after,
-                format_bytes(self.moved_bytes - sent),
+            message = (
+                "experts of %s layers rebalanced in %s steps: the largest load of a rank over the mean %s; %s moved"
             )
+            change, moved = f"{self.before:.2f} → {self.after:.2f}", format_bytes(self.moved_bytes - sent)
+            logger.info(message, len(loaded), self._steps + 1, change, moved)
 
-    def _plans(self, layers: Sequence[MoE], loads: Sequence[Sequence[float]]) -> list[Held]:
-        """Placements of no more layers than there are ranks; each rank plans one."""
-        held, own = layers[0].expert_parallel.placement.held, self._ranks.index
-        planned = held
-        if own < len(layers):
-            now = layers[own].expert_parallel.placement.held
-            planned = self._mesh.experts.better(now, loads[own], self._groups)
+    def _plans(self, loaded: Sequence[tuple[MoE, Sequence[float]]]) -> list[Held]:
+        """Placements of no more layers than there are ranks, by their loads; each rank plans one."""
+        layer, loads = loaded[min(self._ranks.index, len(loaded) - 1)]  # with fewer layers some plan the last one again
+        held = layer.expert_parallel.placement.held
+        planned = self._mesh.experts.better(held, loads, self._groups)
         flat = upload(torch.tensor([[*chain(*planned)]], dtype=torch.int32), self._mesh.device)
         rows = download(self._ranks.all_gather(flat))()
         firsts = [0, *accumulate(map(len, held))]
         return [
             tuple(tuple(row[first:last]) for first, last in zip(firsts, firsts[1:], strict=False))
-            for row in rows[: len(layers)]
+            for row in rows[: len(loaded)]
         ]
 
     def _moved(self, layer: MoE, held: Held) -> Iterator[None]:

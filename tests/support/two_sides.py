@@ -205,7 +205,8 @@ class Simulation:
     def deliver(self, source: Side, target: Side) -> None:
         messages = [source.outgoing.popleft() for _ in range(self.rng.randint(1, len(source.outgoing)))]
         self.said += messages
-        target.loop._delivered(messages)
+        for message in messages:
+            target.loop._delivered(message)
 
     def events(self) -> list[Callable[[], None]]:
         """What may happen now."""

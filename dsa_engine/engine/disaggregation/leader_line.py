@@ -14,7 +14,8 @@ import torch
 from dsa_engine.engine.disaggregation.messages import LineBroken
 from dsa_engine.parallel.group import Group
 
-_HEARTBEAT_S = 5.0  # most seconds between two messages, so that an idle line is no broken one
+_HEARTBEAT_S = 5.0  # most seconds between two messages, so that an idle line is no broken one: None is sent
+_END = "end"  # the last message
 
 
 class LeaderLine:
@@ -23,15 +24,14 @@ class LeaderLine:
     Args:
         outgoing, incoming: groups of both leaders; messages of one direction take one of them.
         timeout: seconds after which a message that does not come ends the line.
-        deliver: called in a thread with messages as they come; the last one is a ``LineBroken`` if an error ends the
-            line.
+        deliver: called in a thread with each message; the last one is a ``LineBroken`` if an error ends the line.
     """
 
-    def __init__(self, outgoing: Group, incoming: Group, timeout: float, deliver: Callable[[list[Any]], None]):
+    def __init__(self, outgoing: Group, incoming: Group, timeout: float, deliver: Callable[[Any], None]):
         self._outgoing, self._incoming = outgoing, incoming
         self._pause = min(_HEARTBEAT_S, timeout / 4)
         self._deliver = deliver
-        self._queue: SimpleQueue[Any] = SimpleQueue()  # None: the end
+        self._queue: SimpleQueue[Any] = SimpleQueue()
         self._closing = False
         self._threads = [
             threading.Thread(target=self._watched, args=(work,), name="dsa_engine leaders", daemon=True)
@@ -47,7 +47,7 @@ class LeaderLine:
     def close(self, wait_s: float) -> None:
         """Sends what is left, and waits for the end of the other leader's messages."""
         self._closing = True
-        self._queue.put(None)
+        self._queue.put(_END)
         for thread in self._threads:
             thread.join(wait_s)
 
@@ -56,34 +56,26 @@ class LeaderLine:
             work()
         except BaseException as error:
             if not self._closing:
-                self._deliver([LineBroken(f"{type(error).__name__}: {error}")])
+                self._deliver(LineBroken(f"{type(error).__name__}: {error}"))
 
     def _send_all(self) -> None:
-        to, messages = 1 - self._outgoing.index, list[Any]()
-        while None not in messages:
-            messages = self._next()
-            payload = pickle.dumps(messages)
+        to, message = 1 - self._outgoing.index, None
+        while message != _END:
+            try:
+                message = self._queue.get(timeout=self._pause)
+            except queue.Empty:
+                message = None
+            payload = pickle.dumps(message)
             self._outgoing.send(torch.tensor([len(payload)]), to)
             self._outgoing.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to)
 
-    def _next(self) -> list[Any]:
-        """All messages that are there, or none after a while."""
-        messages: list[Any] = []
-        try:
-            messages.append(self._queue.get(timeout=self._pause))
-            while True:
-                messages.append(self._queue.get_nowait())
-        except queue.Empty:
-            return messages
-
     def _receive_all(self) -> None:
-        source, ended = 1 - self._incoming.index, False
-        while not ended:
+        source, message = 1 - self._incoming.index, None
+        while message != _END:
             length = int(self._incoming.recv(torch.empty(1, dtype=torch.int64), source))
             payload = self._incoming.recv(torch.empty(length, dtype=torch.uint8), source)
-            messages = pickle.loads(bytes(payload.numpy()))
-            ended = None in messages
-            if messages := [message for message in messages if message is not None]:
-                self._deliver(messages)
+            message = pickle.loads(bytes(payload.numpy()))
+            if message is not None and message != _END:
+                self._deliver(message)
         if not self._closing:
             raise RuntimeError("their leader has left")

@@ -154,15 +154,15 @@ class PrefillLoop(SideLoop):
                 output, drafts = list(request.output), list(request.drafts)
                 self.tell(messages.Handover(request.id, output, drafts, request.preemptions))
 
-    def _delivered(self, arrived: list[Any]) -> None:
+    def _delivered(self, message: Any) -> None:
         """Gives callers their tokens at once: they would else wait for the end of a long step of this side."""
         with waking_together():
-            for new in (one for message in arrived if isinstance(message, messages.Tokens) for one in message.of):
+            for new in message.of if isinstance(message, messages.Tokens) else ():
                 receiver = self.calls.receiver(new.id)
                 if receiver is not None and receiver.request is not None and new.drafts is not None:
                     receiver.request.draft_stats.append(new.drafts)
                 self.calls.answer(new.id, new.tokens, new.ending)
-        super()._delivered(arrived)
+        super()._delivered(message)
 
     def _continue(self, new: messages.NewTokens) -> None:
         """Takes tokens from the decode side; their caller has them already."""

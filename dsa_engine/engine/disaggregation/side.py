@@ -85,7 +85,7 @@ class Side:
         meeting = Meeting(mesh.run_ranks, mesh.run_rank)
         return int(meeting.hold(str(pages), lambda texts: min(texts.values(), key=int), mesh.config.timeout))
 
-    def line(self, deliver: Callable[[list[Any]], None]) -> LeaderLine | None:
+    def line(self, deliver: Callable[[Any], None]) -> LeaderLine | None:
         """The line to the other side; None on ranks that do not lead theirs."""
         if not self._lines:
             return None

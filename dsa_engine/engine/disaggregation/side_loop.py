@@ -31,8 +31,8 @@ class SideLoop(EngineLoop):
         if self._line is not None:
             self._line.send(message)
 
-    def _delivered(self, arrived: list[Any]) -> None:
-        self.calls.put(*((message, None) for message in arrived))
+    def _delivered(self, message: Any) -> None:
+        self.calls.put((message, None))
 
     def _take(self, message: Message | Any) -> None:
         if isinstance(message, LineBroken):

@@ -20,7 +20,7 @@ from dsa_engine.engine.cache.sizes import TierSizes, page_folder
 from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.load_recorder import LoadRecorder, check_record, count_loads
+from dsa_engine.engine.load_recorder import LoadRecorder, count_loads
 from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
@@ -42,6 +42,7 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.quantization import Unquantized, quantization_name
+from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes
 
@@ -162,7 +163,7 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     max_model_len = limited_model_len(config, options)
     same, options = partial(start_facts, folder, options), own_options(options)
     mesh = create_mesh(options.parallel, options.device, same)
-    check_record(mesh)
+    check_outputs(options.parallel.record_expert_loads if mesh.is_leader else None)
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
     format = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))
     wanted, events = options.kv_events_config or {}, None

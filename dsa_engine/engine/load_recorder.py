@@ -17,25 +17,30 @@ logger = logging.getLogger(__name__)
 _EVERY = 500  # steps from one writing to the next
 
 
-def count_loads(model: Model, name: str) -> None:
+def count_loads(model: Model, name: str) -> LoadRecorder | None:
     """Lets the MoE layers of a model and of its MTP modules count their `topk_ids`, if an option needs that.
 
     Args:
         name: the model's.
 
+    Returns:
+        what writes the loads to a file, if the options ask for one.
+
     Raises:
         ValueError: loads are to be recorded, but the model has no routed experts.
     """
     mesh, layers = model.runtime.mesh, moe_layers(model)
-    if mesh.config.rebalance_every is None and mesh.config.record_expert_loads is None:
-        return
+    path = mesh.config.record_expert_loads
+    if path is None and mesh.config.rebalance_every is None:
+        return None
     if not layers:
-        option = "rebalance_every" if mesh.config.record_expert_loads is None else "record_expert_loads"
+        option = "rebalance_every" if path is None else "record_expert_loads"
         raise ValueError(f"{option}: this model has no routed experts; leave it out")
     counter = LoadCounter(name, [*layers], model.config.n_routed_experts, mesh.ep, mesh.device)
     for number, layer in layers.items():
         layer.counts = counter.counts(number)
     model.loads = counter
+    return None if path is None else LoadRecorder(counter, path if mesh.is_leader else None)
 
 
 class LoadRecorder:
@@ -49,15 +54,6 @@ class LoadRecorder:
     def __init__(self, counter: LoadCounter, path: str | Path | None, every: int = _EVERY):
         self._counter, self._path, self._every = counter, path, every
         self._steps = 0
-
-    @classmethod
-    def of(cls, model: Model) -> LoadRecorder | None:
-        """The recorder that the options ask for."""
-        mesh, counter = model.runtime.mesh, model.loads
-        path = mesh.config.record_expert_loads
-        if path is None or counter is None:
-            return None
-        return cls(counter, path if mesh.is_leader else None)
 
     def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
         """Called after every step that has been launched."""

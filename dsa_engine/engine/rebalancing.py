@@ -66,14 +66,6 @@ class Rebalancing:
         self._steps, self._received = 0, 0  # steps since the last look at the loads; bytes in this turn
         self._turns: Iterator[None] = iter(())  # what remains of a rebalancing
 
-    @classmethod
-    def of(cls, model: Model) -> Rebalancing | None:
-        """The rebalancing that the options ask for, by the loads that ``model`` counts; None: experts stay."""
-        every = model.runtime.mesh.config.rebalance_every
-        if every is None or model.loads is None:
-            return None
-        return cls(model, every, model.loads.take)
-
     @torch.inference_mode()  # as the weights were made
     def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
         """Called after every step that has been launched. An error in it ends the run."""
@@ -107,11 +99,9 @@ class Rebalancing:
         self.times += 1
         self.before, self.after = (sum(values) / len(loaded) for values in (before, after))
         if self._mesh.is_leader:
-            message = (
-                "experts of %s layers rebalanced in %s steps: the largest load of a rank over the mean %s; %s moved"
-            )
-            change, moved = f"{self.before:.2f} → {self.after:.2f}", format_bytes(self.moved_bytes - sent)
-            logger.info(message, len(loaded), self._steps + 1, change, moved)
+            what = f"experts of {len(loaded)} layers rebalanced in {self._steps + 1} steps"
+            message = "%s: the largest load of a rank over the mean %.2f → %.2f; %s moved"
+            logger.info(message, what, self.before, self.after, format_bytes(self.moved_bytes - sent))
 
     def _plans(self, loaded: Sequence[tuple[MoE, Sequence[float]]]) -> list[Held]:
         """Placements of no more layers than there are ranks, by their loads; each rank plans one."""

@@ -147,8 +147,7 @@ class PrefillLoop(SideLoop):
         super()._hand_over(sampled)  # a caller has its first token before the other side can send the second
         for request, _, _ in sampled:
             if request.ending is not None:
-                if self._withdraw(request):
-                    self.tell(Abort((request.id,)))
+                self._withdraw(request)
             elif request.id in self._journeys:
                 self._scheduler.depart(request)
                 output, drafts = list(request.output), list(request.drafts)
@@ -182,15 +181,13 @@ class PrefillLoop(SideLoop):
         for number in ids:
             if number in self._requests:
                 self._withdraw(self._requests[number])
-                self.tell(Abort((number,)))
         super()._abort(ids)
 
-    def _withdraw(self, request: Request) -> bool:
-        """Whether a request that ends is on a journey; that ends too, unless its pages are being sent."""
-        journey = self._journeys.get(request.id)
-        if journey is not None and request not in self._scheduler.sending:
-            del self._journeys[request.id]
-        return journey is not None
+    def _withdraw(self, request: Request) -> None:
+        """Tells the other side that a request has ended; its journey ends too, unless its pages are being sent."""
+        if request not in self._scheduler.sending:
+            self._journeys.pop(request.id, None)
+        self.tell(Abort((request.id,)))
 
     def _run(self, run: Run) -> None:
         if self._journeys:

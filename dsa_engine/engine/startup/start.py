@@ -29,12 +29,11 @@ from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.memory import affordable_pages, enough_memory
 from dsa_engine.engine.startup.start_facts import start_facts
-from dsa_engine.engine.startup.warm_up import DummySteps, capture_likely, step_bytes
+from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, step_bytes
 from dsa_engine.engine.startup.weights import limited_model_len, load_model, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
-from dsa_engine.kernels.attention.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
@@ -186,8 +185,8 @@ def load(prepared: Prepared) -> Loaded:
     what, dtype = f"{format_bytes(bytes_read)} in {seconds:.1f} s", str(prepared.dtype).removeprefix("torch.")
     logger.info("%s: %s, %s, %s on %s", prepared.folder, how, what, dtype, mesh.device)
     _log_slower_paths(prepared, model)
-    count_loads(model, prepared.folder.name)
-    rebalancing, recorder = Rebalancing.of(model), LoadRecorder.of(model)
+    recorder, every = count_loads(model, prepared.folder.name), mesh.config.rebalance_every
+    rebalancing = None if every is None or model.loads is None else Rebalancing(model, every, model.loads.take)
     waits = check_kernels(model, prepared.format, options)
     return Loaded(model, rebalancing, recorder, waits, bytes_read, seconds)
 
@@ -257,7 +256,12 @@ def capture(prepared: Prepared, engine: Engine) -> None:
     """Captures the likely graphs; loads of experts are counted from then on."""
     graphs, loads = engine.graphs, engine.model.loads
     if graphs is not None and prepared.mesh.static_decode:
-        capture_likely(engine.runner, prepared.dummy_steps, prepared.progress)
+        steps, runner = prepared.dummy_steps, engine.runner
+        buckets = steps.likely_buckets()  # other graphs are captured when they first occur
+        with prepared.progress(len(buckets), "graphs", "capturing") as bar:
+            for requests, context in buckets:
+                runner.launch(runner.plan(steps.decode(requests, context, GREEDY))).read()
+                bar.update(1)
         held = format_bytes(graphs.memory_bytes)
         logger.info("%s CUDA graphs captured, which hold %s", len(graphs.captured), held)
     if loads is not None:
@@ -266,18 +270,14 @@ def capture(prepared: Prepared, engine: Engine) -> None:
 
 def _log_cache(prepared: Prepared, cache: KVCache) -> None:
     tokens, ranks = cache.pages * cache.page_size, prepared.mesh.world_size
-    logger.info(
-        "cache of each rank: %s tokens in pages of %s, %s%s%s; room for %.2f requests of max_model_len %s "
-        "on %s rank(s)",
-        f"{tokens:,}",
-        cache.page_size,
-        format_bytes(cache.bytes),
-        " in FP8" if cache.format.fp8 else "",
-        "" if prepared.on_cuda else " (a limit: memory is taken as it fills)",
-        ranks * tokens / prepared.max_model_len,
-        f"{prepared.max_model_len:,}",
-        ranks,
+    fp8 = " in FP8" if cache.format.fp8 else ""
+    limit = "" if prepared.on_cuda else " (a limit: memory is taken as it fills)"
+    text = (
+        f"cache of each rank: {tokens:,} tokens in pages of {cache.page_size}, {format_bytes(cache.bytes)}{fp8}{limit}"
+        f"; room for {ranks * tokens / prepared.max_model_len:.2f} requests of max_model_len "
+        f"{prepared.max_model_len:,} on {ranks} rank(s)"
     )
+    logger.info("%s", text)
 
 
 def _log_slower_paths(prepared: Prepared, model: Model) -> None:
@@ -294,8 +294,6 @@ def _log_slower_paths(prepared: Prepared, model: Model) -> None:
             given = str(config.dtype).removeprefix("torch.")
             logger.info("dtype 'auto' is float32 on a CPU; the checkpoint says %s", given)
         return
-    if flash_attn_varlen_func is None and flash_attn_3_varlen_func is None:
-        logger.info("flash-attn is not installed: PyTorch's attention does its work where tokens see few others")
     lost = ["CUDA graphs"] * (not options.enforce_eager) + ["async scheduling"] * options.async_scheduling
     if lost and not mesh.static_decode:
         message = "decode runs without %s, as shapes change with decode_dispatch '%s'; 'all_gather' keeps them"

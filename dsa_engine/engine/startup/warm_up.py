@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -123,16 +122,6 @@ class DummySteps:
         return new
 
 
-def capture_likely(runner: ModelRunner, steps: DummySteps, progress: Callable[[int, str, str], Any]) -> None:
-    """Captures the likely decode steps by running one of each; other graphs are captured when they first occur. Every
-    rank calls it."""
-    buckets = steps.likely_buckets()
-    with progress(len(buckets), "graphs", "capturing") as bar:
-        for requests, context in buckets:
-            runner.launch(runner.plan(steps.decode(requests, context, GREEDY))).read()
-            bar.update(1)
-
-
 def step_bytes(
     model: Model, stored: CacheFormat, steps: DummySteps, relaxed: RelaxedAcceptance | None, graphs: bool
 ) -> int:
@@ -164,18 +153,14 @@ def step_bytes(
             f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
             "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
         ) from error
-    prefill += uneven_bytes(config, mesh, options.max_num_batched_tokens, runner.dtype, sends_words(model))
+    token = torch.empty(1, config.hidden_size, dtype=runner.dtype, device=mesh.device)
+    experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
+    words = any(one.quantize_for_dispatch(token).dtype != token.dtype for one in experts)
+    prefill += uneven_bytes(config, mesh, options.max_num_batched_tokens, runner.dtype, words)
     if not graphs:
         return max(prefill, decode)
     # Twice: for the pool of the graphs, and for the warm-up on their stream.
     return max(prefill, decode) + 2 * (decode - tables) + len(steps.likely_buckets()) * GRAPH_BYTES
-
-
-def sends_words(model: Model) -> bool:
-    """Whether tokens travel to experts in another form than sums travel back."""
-    token = torch.empty(1, model.config.hidden_size, dtype=model.runtime.dtype, device=model.runtime.mesh.device)
-    experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
-    return any(one.quantize_for_dispatch(token).dtype != token.dtype for one in experts)
 
 
 def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
@@ -188,7 +173,7 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
 
     Args:
         tokens: those of a rank.
-        words: see :func:`sends_words`.
+        words: whether tokens travel to experts in another form than sums travel back.
     """
     size, k, groups = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.node_groups
     method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size

@@ -92,15 +92,8 @@ def load_model(
     modules: int,
     progress: Callable[[int, str, str], Any],
 ) -> tuple[Model, int]:
-    """Makes a model and loads this rank's weights.
-
-    Args:
-        modules: number of MTP modules.
-        progress: makes a progress bar from a total, a unit and a title.
-
-    Returns:
-        the model, and the number of bytes read.
-    """
+    """Makes a model with ``modules`` MTP modules and loads this rank's weights, see :func:`load_weights`; returns the
+    model and the number of bytes read."""
     workspace = (1 << 30) if mesh.device.type == "cuda" else (256 << 20)
     if options.workspace is not None:
         workspace = parse_bytes(options.workspace, "workspace")

@@ -13,8 +13,10 @@ and these are right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 import torch
@@ -65,7 +67,7 @@ class DummySteps:
     options: EngineOptions
     max_model_len: int
     num_drafts: int = 0
-    _made: int = field(default=0, init=False)
+    _ids: Iterator[int] = field(default_factory=lambda: count(-1, -1), init=False)  # no other request has such a number
 
     def prefills(self) -> list[Step]:
         """The first and the last step of the longest prompt; with several such prompts if one does not fill a step."""
@@ -74,17 +76,17 @@ class DummySteps:
         lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
         lengths = lengths[: self.options.max_num_seqs]
         groups = [self.mesh.cp_ranks(group) for group in range(self.mesh.world_size // self.mesh.cp_size)]
+        parts = [(length, ranks) for ranks in groups for length in lengths]
         steps = []
         for start in dict.fromkeys((0, self.max_model_len - longest)):
-            new = self._requests(start + longest, WITH_HOST)
-            steps.append(Step([Chunk(new(), start, length, ranks) for ranks in groups for length in lengths]))
+            requests = self._requests(len(parts), start + longest, WITH_HOST)
+            steps.append(Step([Chunk(one, start, *part) for one, part in zip(requests, parts, strict=True)]))
         return steps
 
     def decode(self, requests: int, context: int, params: SamplingParams) -> Step:
         """A decode step of ``requests`` on every rank, which come to ``context`` tokens with their drafts."""
         rank, world, rows = self.mesh.rank, self.mesh.world_size, 1 + self.num_drafts
-        new = self._requests(max(1, context - 2 * self.num_drafts), params)
-        own = [new() for _ in range(requests)]
+        own = self._requests(requests, max(1, context - 2 * self.num_drafts), params)
         for request in own:
             request.num_prefill_tokens = request.num_computed_tokens  # it decodes its last token
             request.drafts = [0] * self.num_drafts
@@ -108,18 +110,14 @@ class DummySteps:
             sizes = [1 << i for i in range(of_rank.bit_length())]
         return sorted({(next_power_of_2(size), context) for size in sizes for context in contexts}, reverse=True)
 
-    def _requests(self, length: int, params: SamplingParams) -> Callable[[], Request]:
-        """Returns a function that makes requests of ``length`` tokens, with pages for their drafts. They have their
-        lists of tokens and pages in common, as there may be thousands of long requests."""
-        prompt, pages = [0] * length, [0] * pages_for(length + 2 * self.num_drafts, self.options.page_size)
-
-        def new() -> Request:
-            self._made += 1
-            request = Request(-self._made, prompt, params, pages=pages)
+    def _requests(self, number: int, length: int, params: SamplingParams) -> list[Request]:
+        """Requests of ``length`` tokens, with pages for their drafts. They have their lists of tokens and pages in
+        common, as there may be thousands of long requests."""
+        prompt, pages = array("i", [0]) * length, [0] * pages_for(length + 2 * self.num_drafts, self.options.page_size)
+        requests = [Request(next(self._ids), prompt, params, pages=pages) for _ in range(number)]
+        for request in requests:
             request.num_computed_tokens = length - 1
-            return request
-
-        return new
+        return requests
 
 
 def step_bytes(

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from dsa_engine.engine.cache.folder import PageFolder
 from dsa_engine.engine.cache.host import HostPages
+from dsa_engine.engine.cache.ledger import PageMoves
+from dsa_engine.engine.cache.pool import PageCopy
 from dsa_engine.engine.cache.prefix import PrefixCache
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.engine.requests.request import Chunk, Request
@@ -35,7 +37,7 @@ class _Copied(NamedTuple):
 class _Progress:
     """How far a request's pages have got on this rank."""
 
-    numbers: range  # the pages that this rank writes and has not come to
+    numbers: range  # the pages that this rank writes and has not copied
     copied: list[_Copied] = field(default_factory=list)
     succeeded: bool = False  # whether it has its first token
 
@@ -90,7 +92,8 @@ class DiskStores:
         self._copying = {one: progress for one, progress in self._copying.items() if one.pages and progress.numbers}
         if not new:
             return
-        wait = self._transfer.copy_out([(page, slot) for _, page, slot, _ in new])
+        self._transfer.begin(PageMoves([PageCopy(True, page, slot) for _, page, slot, _ in new]))
+        wait = self._transfer.copied
         for request, _, slot, digest in new:
             self._requests[request].copied.append(_Copied(digest, slot, wait))
             if self._requests[request].succeeded:

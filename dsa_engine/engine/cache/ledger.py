@@ -88,12 +88,12 @@ class PageLedger:
         """Gives a request ``count`` more pages on a rank.
 
         Raises:
-            RuntimeError: so many are not free.
+            RuntimeError: fewer are free.
         """
         self._give(request, rank, self.pools[rank].take(count))
 
     def give(self, request: Request, pages: int) -> bool:
-        """Gives a request that decodes more pages on its owner, if so many are free."""
+        """Gives a request that decodes ``pages`` more pages on its owner; returns whether these were free."""
         owner = request.owner
         pool, held = self.pools[owner], self._held[request][owner]
         if pages == 1 and pool.unused:  # as a rule
@@ -183,7 +183,7 @@ class PageLedger:
     def moves(self, chunks: Sequence[Chunk]) -> PageMoves:
         """What this rank copies, sends and receives before it computes these chunks; the next call has new copies."""
         copies = self.pools[self._rank].copies
-        for pool in self.pools:
+        for pool in self.pools if self.slots else ():
             pool.copies = []  # the other ranks make their own
         own = [chunk for chunk in chunks if chunk.fetches and self._rank in chunk.ranks]
         size = len(own[0].ranks) if own else 0

@@ -73,11 +73,6 @@ class HostSlots:
         """Digests and slots."""
         return iter(self._slot_of.items())
 
-    @property
-    def held(self) -> int:
-        """Number of slots with a copy."""
-        return len(self._slot_of)
-
     def use(self, digest: bytes) -> int:
         """The slot of a page that is here, which becomes the most recently used one."""
         self._slot_of.move_to_end(digest)
@@ -95,11 +90,10 @@ class HostSlots:
         if digest in self._slot_of:
             self.use(digest)
             return None
-        slots = self.reserve(1, locked)
-        if not slots:
-            return None
-        self._slot_of[digest] = slots[0]
-        return slots[0]
+        for slot in self.reserve(1, locked):
+            self._slot_of[digest] = slot
+            return slot
+        return None
 
     def reserve(self, count: int, locked: Container[bytes] = ()) -> list[int]:
         """Takes up to ``count`` slots, which hold nothing until :meth:`name` or :meth:`give_back`."""
@@ -168,11 +162,6 @@ class PagePool:
         """Number of pages that :meth:`take` can hand out: free and cached ones."""
         return len(self.unused) + len(self._cached)
 
-    @property
-    def cached(self) -> int:
-        """Number of pages that no request holds, with rows that may be used again."""
-        return len(self._cached)
-
     def take(self, count: int, locked: frozenset[bytes] = frozenset()) -> array[int]:
         """Hands out ``count`` pages. What they held is copied to host memory, if there is any.
 
@@ -180,7 +169,7 @@ class PagePool:
             locked: digests of copies in host memory that must stay.
 
         Raises:
-            RuntimeError: so many are not free.
+            RuntimeError: fewer are free.
         """
         unused = self.unused
         if count <= len(unused):
@@ -200,7 +189,8 @@ class PagePool:
             if self._slots:
                 if (slot := self.host.put(digest, locked)) is not None:
                     self.copies.append(PageCopy(True, page, slot))
-                self._lost(digest)
+                else:
+                    self._lost(digest)
             elif others := ranks_of.get(digest, 0) & not_here:
                 ranks_of[digest] = others
             else:

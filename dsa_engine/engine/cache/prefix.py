@@ -43,7 +43,7 @@ class PrefixCache:
             self.digests(request)  # those of a prompt are made as it arrives, not in the step that prefills it
 
     def usable(self, request: Request) -> list[bytes]:
-        """Digests of the first pages of a waiting request, as far as it need not compute them.
+        """Digests of the first pages of a waiting request: those that it need not compute.
 
         It computes its last tokens, and the tokens before those whose log-probabilities it still wants.
         """
@@ -72,7 +72,7 @@ class PrefixCache:
         return False
 
     def admitted(self, request: Request, pages: int) -> None:
-        """Records that a request starts with so many pages of the cache."""
+        """Records that a request starts with ``pages`` pages of the cache."""
         request.num_named_pages = request.num_found_pages = pages
         request.num_computed_tokens = pages * self._page_size
         if request.num_cached_tokens is None:
@@ -105,7 +105,7 @@ class PrefixCache:
             self.events.cleared()
 
     def digests(self, request: Request) -> list[bytes]:
-        """Digests of a request's pages, as far as its tokens are known."""
+        """Digests of those of a request's pages whose tokens are known."""
         assert request.digests is not None
         return request.digests.extend(request.num_known_tokens, request.tokens)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from dsa_engine.checkpoint.index import locate_tensors, open_shard
+from dsa_engine.checkpoint.index import checkpoint_digest
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.folder import VERSION, PageFolder
 from dsa_engine.engine.cache.host import HostPages, staging_bytes
@@ -27,7 +26,6 @@ from dsa_engine.version import __version__
 
 _EXCHANGED = 64 << 20  # bytes of a layer that a rank sends, or receives, in a step
 _TRANSIT = 2 << 30  # maximum bytes of host memory for pages on their way to the disk, or from it if there is no other
-_SAMPLE = 64  # bytes of every tensor in a checkpoint's digest
 
 
 class TierSizes(NamedTuple):
@@ -122,13 +120,12 @@ def page_folder(options: EngineOptions, path: Path, model: Model, format: CacheF
 
 
 def _folder_key(options: EngineOptions, path: Path, model: Model, format: CacheFormat) -> tuple[str, dict[str, object]]:
-    """The name of a model's subfolder, and what it stands for: all that rows depend on, but not the number of ranks."""
+    """The name of a model's subfolder, and what it means: all that rows depend on, without the number of ranks."""
     config, runtime, drafts = model.config, model.runtime, options.speculation
     random_weights = options.load_format == "dummy"
-    about: dict[str, object] = {
-        "model": str(options.model),
+    facts: dict[str, object] = {
         "model_type": config.model_type,
-        "configuration": _digest([repr(config)]),
+        "configuration": _digest(repr(config)),
         "checkpoint": f"random, seed {options.seed}" if random_weights else checkpoint_digest(path),
         "weights": type(runtime.weights).__name__,
         "dtype": str(runtime.dtype).removeprefix("torch."),
@@ -138,35 +135,8 @@ def _folder_key(options: EngineOptions, path: Path, model: Model, format: CacheF
         "format": VERSION,
         "dsa_engine": __version__,
     }
-    facts = {name: value for name, value in about.items() if name != "model"}
-    return _digest([json.dumps(facts, sort_keys=True)]), about
+    return _digest(json.dumps(facts, sort_keys=True)), {"model": str(options.model)} | facts
 
 
-def checkpoint_digest(folder: Path) -> str:
-    """A digest of names, types and shapes of all tensors, and of 64 bytes in the middle of each.
-
-    A fine-tuned model has other bytes nearly everywhere, so it has another digest. A change of single numbers
-    is not noticed, nor is a damaged byte.
-
-    Raises:
-        CheckpointError: see :func:`.locate_tensors`.
-    """
-    files = sorted(set(locate_tensors(folder).values()))
-    return _digest(text for path in files for text in _samples(path))
-
-
-def _samples(path: Path) -> Iterable[str]:
-    yield f"{path.name} {path.stat().st_size}"
-    shard = open_shard(path)
-    for name in sorted(shard.keys()):
-        tensor = shard.get_tensor(name)  # a view of the file
-        raw = tensor.reshape(-1).view(torch.uint8)
-        sample = raw[max(0, (raw.numel() - _SAMPLE) // 2) :][:_SAMPLE]
-        yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {sample.numpy().tobytes().hex()}"
-
-
-def _digest(texts: Iterable[str]) -> str:
-    digest = blake2b(digest_size=16)
-    for text in texts:
-        digest.update(text.encode() + b"\n")
-    return digest.hexdigest()
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()

@@ -9,7 +9,6 @@ import torch
 
 from dsa_engine.engine.cache.host import HostCopies, HostPages
 from dsa_engine.engine.cache.ledger import PageMoves
-from dsa_engine.engine.cache.pool import PageCopy
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel.group import Group
@@ -39,7 +38,7 @@ class PageTransfer:
 
     @torch.inference_mode()
     def begin(self, moves: PageMoves) -> None:
-        """Starts a step's moves, after all work that the current stream has been given."""
+        """Starts a step's moves, or copies between two steps, after all work that the current stream has been given."""
         if moves.copies:
             assert self.copies is not None, "copies need host memory"
             self.copies.start(moves.copies)
@@ -63,17 +62,6 @@ class PageTransfer:
         for layer in range(self._layers if self._under_way else 0):
             self.arrive(layer)
         self._under_way = False
-
-    def copy_out(self, copies: list[tuple[int, int]]) -> Callable[[], None]:
-        """Starts to copy pages to host memory, (page, slot) each, after the step that was launched last.
-
-        The layers of the next step wait for it in :meth:`arrive`, or the whole step in :meth:`finish`.
-
-        Returns:
-            a function that blocks until the slots are filled; any thread may call it.
-        """
-        self.begin(PageMoves([PageCopy(True, page, slot) for page, slot in copies]))
-        return self.copied
 
     @property
     def copied(self) -> Callable[[], None]:

@@ -78,10 +78,11 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         else:
             llm.follow()
         ledger = engine.scheduler.ledger
-        results |= {"pages": ledger.pages, "free": ledger.free, "cached": [pool.cached for pool in ledger.pools]}
+        results |= {"pages": ledger.pages, "free": ledger.free}
+        results |= {"cached": [pool.free - len(pool.unused) for pool in ledger.pools]}
         results |= {"fetched": ledger.fetched_pages, "preemptions": engine.scheduler.preemptions}
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
-        results |= {"in_host": [pool.host.held for pool in ledger.pools], "slots": ledger.slots}
+        results |= {"in_host": [len([*pool.host]) for pool in ledger.pools], "slots": ledger.slots}
         results["from_host"] = engine.cache_turns.transfer.copies.bytes_from_host // engine.cache.page_bytes
         if engine.cache_turns.loads is not None:
             results["read"], results["written"] = (

@@ -27,7 +27,7 @@ def test_cached_pages_are_found_until_they_are_needed() -> None:
     pool, (a, b, c) = PagePool(3), (b"a", b"b", b"c")
     pool.name(pool.take(2), [a, b])
     pool.release([0, 1])
-    assert pool.free == 3 and pool.cached == 2 and a in pool and b in pool and c not in pool
+    assert pool.free == 3 and len(pool.unused) == 1 and a in pool and b in pool and c not in pool
     assert pool.count_held([a, b]) == 0
     assert (
         pool.begin([a], 1) == pool.begin([a], 1) == (array("i", [0]), [])
@@ -40,9 +40,9 @@ def test_cached_pages_are_found_until_they_are_needed() -> None:
     assert pool.free == 0, "another request holds it"
     pool.release([0])
     pool.release([2, 1])
-    assert pool.free == 3 and pool.cached == 1
+    assert pool.free == 3 and len(pool.unused) == 2
     pool.evict_all()
-    assert pool.free == 3 and pool.cached == 0 and a not in pool
+    assert pool.free == len(pool.unused) == 3 and a not in pool
 
 
 def test_the_least_recently_used_request_is_evicted_first_from_its_last_page_on() -> None:

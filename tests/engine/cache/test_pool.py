@@ -304,7 +304,7 @@ def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False) -
         run.poll()
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):
         for pool in scheduler.ledger.pools:
-            assert pool.host.held + len(pool.host._free) == world.slots, "host memory is lost"
+            assert len([*pool.host]) + len(pool.host._free) == world.slots, "host memory is lost"
         assert scheduler.preemptions == run.ranks[0].preemptions
         assert scheduler.free_pages == [world.pages] * world.world
         for number, request in mine.items():

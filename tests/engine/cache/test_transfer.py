@@ -110,7 +110,8 @@ def test_parts_are_the_bytes_of_a_slot(dtype: torch.dtype) -> None:
     host = HostPages(cache, SLOTS)
     transfer = PageTransfer(cache, ALONE, host, 0)
     mark(cache.page_words(), 1000)
-    transfer.copy_out([(3, 2)])()
+    transfer.begin(PageMoves([PageCopy(True, 3, 2)]))
+    transfer.copied()
     pools = [pool for pair in zip(cache.latent, cache.index_keys, strict=True) for pool in pair if pool is not None]
     assert len(pools) == 2 * LAYERS - 1 and host.bytes == SLOTS * host.page_bytes == SLOTS * cache.bytes // PAGES
     parts = host.parts(2)
@@ -275,7 +276,8 @@ class TestOnCuda:
     def test_the_next_step_waits_for_pages_that_are_copied_out(self) -> None:
         with FakeDevice() as device:
             transfer = self.transfer(device)
-            done = transfer.copy_out([(0, 0), (4, 1)])
+            transfer.begin(PageMoves([PageCopy(True, 0, 0), PageCopy(True, 4, 1)]))
+            done = transfer.copied
             (stream,) = device.streams_used - {0}
             assert device.reached[stream][0] == device.reached[0][0], "it begins after the step"
             assert device.reached[0][stream] == 0, "and nothing waits for it yet"
@@ -318,7 +320,7 @@ class TestOnCuda:
                 for _ in range(2):
                     transfer.begin(moves)
                     transfer.finish()
-                    transfer.copy_out([(1, 1)])
+                    transfer.begin(PageMoves([PageCopy(True, 1, 1)]))
             assert device.peak == device.live == live
 
     def test_host_memory_that_cannot_be_pinned(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsa_engine.engine.cache.sizes import checkpoint_digest
+from dsa_engine.checkpoint.index import checkpoint_digest
 
 CHANGED = "model.layers.1.b"
 Tensors = dict[str, torch.Tensor]

@@ -26,7 +26,7 @@ NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES = (1 << bit for bit in range(5))
 class DecodeStep(NamedTuple):
     """The next tokens of n requests that decode; the arrays are about the requests of all ranks, by key."""
 
-    chunks: list[Chunk]  # of this rank's requests
+    chunks: list[Chunk]  # those of this rank
     samples: Samples  # every row has logits
     starts: Ints  # [n], position of each request's first row
     asks: int  # what any request asks of the sampler, see ``NEEDS_HOST`` and its neighbours
@@ -250,8 +250,8 @@ class Decoding:
 
     def launched(self, samples: Samples) -> None:
         """Records that a step with these samples has been launched."""
-        rows, kept = self._find(samples.keys)
-        first, counts = samples.indices[kept], samples.counts[kept]
+        rows, found = self._find(samples.keys)
+        first, counts = samples.indices[found], samples.counts[found]
         self.length[rows] += counts
         self.unread[rows] += counts
         self.unverified[rows] += counts - 1
@@ -269,9 +269,9 @@ class Decoding:
             those of requests that this rank owns or delivers, of new ones, and of those that may end with one of these:
             the caller appends them to the requests. All others are in the table.
         """
-        rows, kept = self._find(read.samples.keys)
-        counts, tokens = read.samples.counts[kept], read.tokens[kept]
-        accepted = counts - 1 if read.accepted is None else read.accepted[kept]
+        rows, found = self._find(read.samples.keys)
+        counts, tokens = read.samples.counts[found], read.tokens[found]
+        accepted = counts - 1 if read.accepted is None else read.accepted[found]
         self.length[rows] += 1 + accepted - counts
         self.unread[rows] -= counts
         self.unverified[rows] -= counts - 1
@@ -286,9 +286,9 @@ class Decoding:
         self.fresh[rows] = 0
         numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]
         if len(others):
-            offered = accepted if read.offered is None else read.offered[kept]
+            offered = accepted if read.offered is None else read.offered[found]
             self._buffer(self._all[rows][others], tokens[others], offered[others], accepted[others])
-        of_step = np.arange(len(read.tokens))[kept][numbers].tolist()
+        of_step = np.arange(len(read.tokens))[found][numbers].tolist()
         return [
             self._taken(row, number, count, read)
             for row, number, count in zip(

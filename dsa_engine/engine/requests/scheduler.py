@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # needs packages of the extra "serve"
 class Step(NamedTuple):
     """What is computed next: chunks to prefill, of all ranks, or the next tokens of all requests that decode."""
 
-    chunks: list[Chunk]  # of a decode step those of this rank
+    chunks: list[Chunk]  # those of this rank, in a decode step
     decode: DecodeStep | None = None
 
     def __bool__(self) -> bool:

@@ -212,14 +212,14 @@ def law(measured: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     for name, of_name in points.items():
         if of_name:
             sizes, ms = np.array([size for size, _ in of_name]), np.array([ms for _, ms in of_name])
-            kept = np.ones(sizes.shape[1], dtype=bool)
+            stored = np.ones(sizes.shape[1], dtype=bool)
             while True:  # a part that would be negative is left out
-                seconds = np.linalg.lstsq(sizes[:, kept] / ms[:, None], np.full(len(ms), 1e-3), rcond=None)[0]
+                seconds = np.linalg.lstsq(sizes[:, stored] / ms[:, None], np.full(len(ms), 1e-3), rcond=None)[0]
                 if (seconds >= 0).all():
                     break
-                kept[np.flatnonzero(kept)[seconds.argmin()]] = False
-            each = np.zeros(len(kept))
-            each[kept] = seconds
+                stored[np.flatnonzero(stored)[seconds.argmin()]] = False
+            each = np.zeros(len(stored))
+            each[stored] = seconds
             parts[name] = [float(f"{part:.3g}") for part in each]
     return parts
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.requests.decoding import NEEDS_HOST, DecodeStep
 from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.samples import NEEDS_HOST, DecodeStep
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.sampling.sampler import Sampler, StepResult

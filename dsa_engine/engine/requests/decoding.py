@@ -8,44 +8,26 @@ are preempted or fill a page. Until then their tokens stay in an array.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import DraftResult, Ints, ReadSamples, RequestTokens, Samples, key_of
+from dsa_engine.engine.requests.samples import (
+    NEEDS_HOST,
+    DecodeStep,
+    DraftResult,
+    Ints,
+    ReadSamples,
+    RequestTokens,
+    Samples,
+    asks_of,
+    key_of,
+    top_k_of,
+)
 
 _BUFFERED = 256  # tokens of a request in the array; when it is full, they go to the request
-
-# What a request asks of the sampler.
-NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES = (1 << bit for bit in range(5))
-
-
-class DecodeStep(NamedTuple):
-    """The next tokens of n requests that decode; the arrays are about the requests of all ranks, by key."""
-
-    chunks: list[Chunk]  # those of this rank
-    samples: Samples  # every row has logits
-    starts: Ints  # [n], position of each request's first row
-    asks: int  # what any request asks of the sampler, see ``NEEDS_HOST`` and its neighbours
-    top_k: int  # largest top_k of a request that draws
-
-
-def asks_of(request: Request) -> int:
-    """What a request asks of the sampler, ``NEEDS_HOST`` and its neighbours added up; without its ``min_tokens``."""
-    params = request.params
-    biased = params.allowed_token_ids or params.logit_bias or request.bad_words
-    asks = NEEDS_HOST * (params.logprobs is not None or bool(biased)) + PENALISES * params.penalises
-    if params.temperature > 0:
-        asks += DRAWS + MIN_P * (params.min_p > 0) + TOP_P * (params.top_p < 1)
-    return asks
-
-
-def top_k_of(request: Request) -> int:
-    """``top_k`` of a request that draws; 0: it has none."""
-    return max(0, request.params.top_k) if request.params.temperature > 0 else 0
 
 
 class Decoding:
@@ -227,31 +209,26 @@ class Decoding:
 
         If only the device knows the last token, it alone knows the drafts too: there are rows for as many as possible.
         """
-        rows = self._active.nonzero()[0]
-        if len(rows) == len(self):
-            owner, length, unread, requests = self.owner, self.length, self.unread, self.requests
-            drafts, keys = self.drafts, self.key
-        else:
-            owner, length, unread = self.owner[rows], self.length[rows], self.unread[rows]
-            drafts, keys = self.drafts[rows], self.key[rows]
-            requests = [self.requests[row] for row in rows.tolist()]
+        active = self._active
+        rows = slice(None) if active.all() else active.nonzero()[0]
+        length, unread = self.length[rows], self.unread[rows]
         on_device = (unread > 0) & (self._num_drafts > 0)
-        counts = 1 + np.where(on_device, self._num_drafts, drafts)
-        samples = Samples.by_rank(keys, owner, counts, self._world, int(self.logprobs.max(initial=-1)))
+        counts = 1 + np.where(on_device, self._num_drafts, self.drafts[rows])
+        max_logprobs = int(self.logprobs.max(initial=-1))
+        samples = Samples.by_rank(self.key[rows], self.owner[rows], counts, self._world, max_logprobs)
         asks = int(np.bitwise_or.reduce(self.asks)) | NEEDS_HOST * bool((length - unread < self.least[rows]).any())
         own, rank = samples.of_rank(self._rank), range(self._rank, self._rank + 1)
-        starts = length - 1
-        numbers = zip(starts[own].tolist(), counts[own].tolist(), on_device[own].tolist(), strict=True)
+        starts, of_own = length - 1, self._all[rows][own].tolist()
+        numbers = zip(of_own, starts[own].tolist(), counts[own].tolist(), on_device[own].tolist(), strict=True)
         chunks = [
-            Chunk(request, start, count, rank, count, follows)
-            for request, (start, count, follows) in zip(requests[own], numbers, strict=True)
+            Chunk(self.requests[row], start, count, rank, count, follows) for row, start, count, follows in numbers
         ]
         return DecodeStep(chunks, samples, starts, asks, int(self.top_k.max(initial=0)))
 
     def launched(self, samples: Samples) -> None:
         """Records that a step with these samples has been launched."""
-        rows, found = self._find(samples.keys)
-        first, counts = samples.indices[found], samples.counts[found]
+        rows, at = self._find(samples.keys)
+        first, counts = samples.indices[at], samples.counts[at]
         self.length[rows] += counts
         self.unread[rows] += counts
         self.unverified[rows] += counts - 1
@@ -269,26 +246,26 @@ class Decoding:
             those of requests that this rank owns or delivers, of new ones, and of those that may end with one of these:
             the caller appends them to the requests. All others are in the table.
         """
-        rows, found = self._find(read.samples.keys)
-        counts, tokens = read.samples.counts[found], read.tokens[found]
-        accepted = counts - 1 if read.accepted is None else read.accepted[found]
+        rows, at = self._find(read.samples.keys)
+        counts, tokens = read.samples.counts[at], read.tokens[at]
+        accepted = counts - 1 if read.accepted is None else read.accepted[at]
         self.length[rows] += 1 + accepted - counts
         self.unread[rows] -= counts
         self.unverified[rows] -= counts - 1
         if read.drafts is not None:
             # The last token that a request may have is not drafted, as no step would be saved.
             self.drafts[rows] = (self.limit[rows] - self.length[rows] - 1).clip(0, self._num_drafts)
-        ends = (tokens < 0) | np.isin(tokens, self._end_ids)
+        ending = (tokens < 0) | np.isin(tokens, self._end_ids)
         if self._num_drafts:
-            ends &= np.arange(tokens.shape[1]) <= accepted[:, None]
-        chosen = ends.any(axis=1) | (self.length[rows] - self.unread[rows] >= self.limit[rows])
+            ending &= np.arange(tokens.shape[1]) <= accepted[:, None]
+        chosen = ending.any(axis=1) | (self.length[rows] - self.unread[rows] >= self.limit[rows])
         chosen |= (self.fresh[rows] | self.direct[rows]) > 0
         self.fresh[rows] = 0
         numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]
         if len(others):
-            offered = accepted if read.offered is None else read.offered[found]
+            offered = accepted if read.offered is None else read.offered[at]
             self._buffer(self._all[rows][others], tokens[others], offered[others], accepted[others])
-        of_step = np.arange(len(read.tokens))[found][numbers].tolist()
+        of_step = np.arange(len(read.tokens))[at][numbers].tolist()
         return [
             self._taken(row, number, count, read)
             for row, number, count in zip(
@@ -326,5 +303,5 @@ class Decoding:
         if len(keys) == len(self) and (keys == self.key).all():
             return slice(None), slice(None)
         rows = self.key.searchsorted(keys)
-        found = (self.key[rows.clip(max=len(self) - 1)] == keys if len(self) else rows < 0).nonzero()[0]
-        return rows[found], found
+        numbers = (self.key[rows.clip(max=len(self) - 1)] == keys if len(self) else rows < 0).nonzero()[0]
+        return rows[numbers], numbers

@@ -71,7 +71,7 @@ class PageDigests:
         self.values: list[bytes] = []
         self._page_size, self._lookahead = page_size, lookahead
         start = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
-        # Of the salt and all tokens of the pages so far; the salt's own digest has one length, whatever the salt.
+        # The digest of the salt and of all tokens of the pages: the salt's own has one length, whatever the salt.
         self._so_far = blake2b(blake2b(start, digest_size=_DIGEST_BYTES).digest(), digest_size=_DIGEST_BYTES)
 
     def extend(self, known: int, tokens: Callable[[int, int], array[int]]) -> list[bytes]:

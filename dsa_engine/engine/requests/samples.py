@@ -1,4 +1,4 @@
-"""What a step samples: for which requests, where its tokens are, and what they are once the device has brought them.
+"""What a step computes and samples: for which requests, where its tokens are, and what they are once they are read.
 
 A request is named by its key here, an integer that contains its owner and its id: so a step can be about the requests
 of all ranks without a Python object for each.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dsa_engine.engine.requests.request import Request, SampledToken
+from dsa_engine.engine.requests.request import Chunk, Request, SampledToken
 from dsa_engine.outputs import Logprobs
 
 Ints = npt.NDArray[np.int64]
@@ -73,6 +73,34 @@ class Samples(NamedTuple):
 
 
 NO_SAMPLES = Samples.of([], [], [], 1)
+
+# What a request asks of the sampler.
+NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES = (1 << bit for bit in range(5))
+
+
+def asks_of(request: Request) -> int:
+    """What a request asks of the sampler, ``NEEDS_HOST`` and its neighbours added up; without its ``min_tokens``."""
+    params = request.params
+    biased = params.allowed_token_ids or params.logit_bias or request.bad_words
+    asks = NEEDS_HOST * (params.logprobs is not None or bool(biased)) + PENALISES * params.penalises
+    if params.temperature > 0:
+        asks += DRAWS + MIN_P * (params.min_p > 0) + TOP_P * (params.top_p < 1)
+    return asks
+
+
+def top_k_of(request: Request) -> int:
+    """``top_k`` of a request that draws; 0: it has none."""
+    return max(0, request.params.top_k) if request.params.temperature > 0 else 0
+
+
+class DecodeStep(NamedTuple):
+    """The next tokens of n requests that decode; the arrays are about the requests of all ranks, by key."""
+
+    chunks: list[Chunk]  # those of this rank
+    samples: Samples  # every row has logits
+    starts: Ints  # [n], position of each request's first row
+    asks: int  # what any request asks of the sampler, see ``NEEDS_HOST`` and its neighbours
+    top_k: int  # largest top_k of a request that draws
 
 
 class DraftResult(NamedTuple):

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from dsa_engine.engine.cache.disk_loads import DiskLoads
 from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.cache.prefix import PrefixCache
-from dsa_engine.engine.requests.decoding import DecodeStep, Decoding
+from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.limits import Capacity, pages_for
 from dsa_engine.engine.requests.prefill import Load, PrefillShare, PrefillStep, choose_group, choose_owner
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.samples import DecodeStep, Samples
 from dsa_engine.errors import CapacityError
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"

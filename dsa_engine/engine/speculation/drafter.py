@@ -76,8 +76,8 @@ class Drafter:
             request, missing = chunk.request, 1 + count - chunk.length
             offered = request.drafts[: chunk.length - 1]
             codes = [*range(first, first + chunk.length), *[0] * missing]
-            verified = [*offered, *[0] * (count - len(offered))]
-            table.append([chunk.end - len(offered), len(offered), 0, *codes, *verified, request.draw_key])
+            to_verify = [*offered, *[0] * (count - len(offered))]
+            table.append([chunk.end - len(offered), len(offered), 0, *codes, *to_verify, request.draw_key])
         on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count) + 1)
         on_device = upload(on_host, self._mesh.device)
         known, keys = Columns.of(on_device[:, :-1]), on_device[:, -1]  # known.tokens are indices into the samples

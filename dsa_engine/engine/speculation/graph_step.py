@@ -18,10 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.requests.decoding import DRAWS, MIN_P, PENALISES, TOP_P
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import NOT_FINITE
+from dsa_engine.engine.requests.samples import DRAWS, MIN_P, NOT_FINITE, PENALISES, TOP_P
 from dsa_engine.engine.sampling.draw import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampling.logits_processors import penalised, penalties_of
 from dsa_engine.engine.sampling.penalty_counts import PenaltyCounts, with_drafts

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.decoding import DecodeStep, asks_of, top_k_of
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.samples import DecodeStep, Samples, asks_of, top_k_of
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance

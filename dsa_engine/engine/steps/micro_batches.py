@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.decoding import DecodeStep
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import NO_SAMPLES
+from dsa_engine.engine.requests.samples import NO_SAMPLES, DecodeStep
 from dsa_engine.engine.steps.plan import RankPlan, SegmentTable, StepPlan
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh

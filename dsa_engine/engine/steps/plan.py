@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.decoding import DecodeStep
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.samples import DecodeStep, Samples
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.kernels.rows.slots_of import slots_of

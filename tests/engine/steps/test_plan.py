@@ -20,7 +20,7 @@ from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.model.forward_batch import BlockTables
 
 PAGE = 4
-# Of each chunk: the request's id, start, length, group, and where it is cut, as a part of its length.
+# A chunk: the request's id, start, length, group, and where it is cut, as a part of its length.
 PARTS = st.tuples(st.integers(0, 99), st.integers(0, 90), st.integers(0, 200), st.integers(0, 1), st.floats(0, 1))
 
 

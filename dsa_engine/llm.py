@@ -40,7 +40,8 @@ class LLM(AsyncCalls):
 
     Under ``torchrun`` every rank makes the same ``LLM``. Rank 0 calls, from any threads and event loops, and the other
     ranks :meth:`follow`. Or every rank runs the same program: the k-th call of another rank gets the outputs of the
-    k-th call of rank 0. Both count the calls of the thread that made the ``LLM``, which alone may call on other ranks.
+    k-th call of rank 0. Both count the calls of the thread that made the ``LLM``, which alone may call on other ranks;
+    :meth:`agenerate` and :meth:`astream` are for rank 0 only.
 
     A background thread runs the model until :meth:`close`, which is also called at the end of a ``with`` block, of the
     object and of the program.
@@ -121,16 +122,6 @@ class LLM(AsyncCalls):
         bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
         bar.update(sum(reply.ending is not None for reply in replies) - bar.n)
 
-    async def agenerate(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> list[RequestOutput]:
-        outputs = super().agenerate
-
-        async def once() -> AsyncGenerator[list[RequestOutput], None]:
-            yield await outputs(prompts, sampling_params)
-
-        return [result async for result in self._spmd.async_pieces(once)][0]
-
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
@@ -202,8 +193,8 @@ class LLM(AsyncCalls):
         A program that leaves a loop over it early closes it at once by ``contextlib.aclosing``. Raises what
         :meth:`agenerate` raises.
         """
-        self._spmd.check()
-        return self._spmd.async_pieces(lambda: self._async_pieces(prompt, sampling_params))
+        self._calls.check()
+        return self._async_pieces(prompt, sampling_params)
 
     async def _async_pieces(self, prompt: Prompt, params: SamplingParams | None) -> AsyncGenerator[StreamPiece, None]:
         prepared = await asyncio.to_thread(self._prepare_stream, prompt, params)

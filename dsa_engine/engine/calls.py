@@ -114,11 +114,13 @@ class CallQueue:
     """The messages of this process's callers on their way to the loop, and where their results go.
 
     Attributes:
+        here: whether this is rank 0, or the only process.
         ids: gives requests and jobs their numbers; a request without a seed gets one made from its number.
         closed: whether later calls are refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, here: bool):
+        self.here = here
         self.ids: Iterator[int] = count()
         self.closed = False
         self._messages: SimpleQueue[tuple[Sent, ...]] = SimpleQueue()
@@ -131,12 +133,14 @@ class CallQueue:
 
         Raises:
             BaseException: the error that has ended the loop.
-            RuntimeError: it was closed, or this is the loop's own thread.
+            RuntimeError: it was closed, this is the loop's own thread, or another rank than 0.
         """
         if threading.get_ident() == self._taker:
             raise RuntimeError("a call from within another call of the same thread, which would wait for it")
         if self.closed or self._refusal is not None:
             raise self._refusal or RuntimeError(CLOSED)
+        if not self.here:
+            raise RuntimeError("rank 0 calls in event loops; other ranks follow(), or generate(), chat() and stream()")
 
     def put(self, *messages: Sent) -> None:
         """Sends messages, each with the mailbox of its results; they take effect together.

@@ -58,7 +58,7 @@ class EngineLoop:
         self.steps = 0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
-        self.calls = CallQueue()
+        self.calls = CallQueue(engine.mesh.is_front or not self._several)
         self.spmd = SpmdCalls(engine.mesh, self.calls)
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
         self._unread = False  # whether a step launched here has not been read
@@ -86,7 +86,7 @@ class EngineLoop:
     def stop(self) -> None:
         """Ends the loop soon (on rank 0, the loops of all ranks) and aborts requests. A destructor may call it."""
         self.calls.closed = True
-        if self.spmd.calls_here:
+        if self.calls.here:
             self.calls.put((Shutdown(), None))
 
     def close(self) -> None:

@@ -7,12 +7,11 @@ other rank. It sends results until all others follow; those of its other threads
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from contextlib import aclosing, closing, contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -29,15 +28,10 @@ _engines: Counter[str] = Counter()  # engines of this process, by their ranks
 
 
 class SpmdCalls:
-    """See the module; made in the thread that makes the engine.
-
-    Attributes:
-        calls_here: whether this is rank 0, or the only process.
-    """
+    """See the module; made in the thread that makes the engine."""
 
     def __init__(self, mesh: Mesh, calls: CallQueue):
         self._mesh, self._calls = mesh, calls
-        self.calls_here = mesh.is_front or (mesh.host.alone and not mesh.has_counterpart)
         # With prefill_ranks, results would not reach the ranks that decode: all but rank 0 must follow.
         self._all_follow = mesh.host.alone or mesh.has_counterpart
         self._follows = False
@@ -51,7 +45,7 @@ class SpmdCalls:
 
     def check(self) -> None:
         """Raises ``RuntimeError`` if this thread cannot call on this rank, or what :meth:`.CallQueue.check` raises."""
-        if self.calls_here:
+        if self._calls.here:
             self._calls.check()
         elif self._calls.closed:
             raise RuntimeError(CLOSED)
@@ -77,51 +71,29 @@ class SpmdCalls:
             work: makes the call on rank 0; gets its number, or None if no other rank wants its results.
         """
         self.check()
-        if self.calls_here:
-            with self._sending() as (number, send), closing(work(number)) as pieces:
-                for piece in pieces:
-                    send(piece)
-                    yield piece
-        else:
+        if not self._calls.here:
             number = next(self._numbers)
             while (piece := self._next_result(number)) is not _END:
                 yield piece
-
-    async def async_pieces(self, work: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-        """Like :meth:`pieces`, for a call in an event loop."""
-        self.check()
-        if self.calls_here:
-            with self._sending() as (_, send):
-                async with aclosing(work()) as pieces:
-                    async for piece in pieces:
-                        send(piece)
-                        yield piece
-        else:
-            number = next(self._numbers)
-            while (piece := await asyncio.to_thread(self._next_result, number)) is not _END:
-                yield piece
-
-    @contextmanager
-    def _sending(self) -> Iterator[tuple[int | None, Callable[[object], None]]]:
-        """A call of rank 0: its number, if any, and what sends a result to the other ranks."""
+            return
         wanted = self._thread == threading.get_ident() and not self.all_follow
-        number = next(self._numbers) if wanted else None
-
-        def send(result: object) -> None:
-            # A tensor is the result of a job, which every rank has computed. Others are pickled before they may change.
-            if number is not None and not isinstance(result, torch.Tensor):
-                self._calls.put((CallResult(number, pickle.dumps(result)), None))
-
+        sent_as = next(self._numbers) if wanted else None
         try:
-            yield number, send
+            with closing(work(sent_as)) as pieces:
+                for piece in pieces:
+                    self._send(sent_as, piece)
+                    yield piece
         except BaseException as error:
-            send(_sendable(error))
+            self._send(sent_as, _sendable(error))
             raise
-        if number is not None:
-            self._calls.put((CallResult(number, _END), None))
+        self._send(sent_as, _END)
+
+    def _send(self, number: int | None, result: object) -> None:
+        # A tensor is the result of a job, which every rank has computed. Others are pickled before they may change.
+        if number is not None and not isinstance(result, torch.Tensor):
+            self._calls.put((CallResult(number, pickle.dumps(result)), None))
 
     def _next_result(self, number: int) -> Any:
-        """Waits for the next result of rank 0's call, on another rank."""
         results = self._results.setdefault(number, SimpleQueue())
         if self._refusal is not None:
             results.put(self._refusal)  # after those that have come
@@ -149,15 +121,15 @@ class SpmdCalls:
     @property
     def all_follow(self) -> bool:
         """Whether this is rank 0 and no other rank calls."""
-        if self.calls_here and not self._all_follow:
+        if self._calls.here and not self._all_follow:
             self._all_follow = store_of_run().add(self._followers, 0) == self._mesh.world_size - 1
-        return self.calls_here and self._all_follow
+        return self._calls.here and self._all_follow
 
     # Methods of the loop's thread.
 
     def take(self, result: CallResult) -> None:
         """Keeps a result for the caller of this rank, if it has one."""
-        if not (self.calls_here or self._follows):
+        if not (self._calls.here or self._follows):
             self._results.setdefault(result.number, SimpleQueue()).put(result.result)
 
     def end(self, refusal: BaseException) -> None:

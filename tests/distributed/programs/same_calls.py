@@ -63,7 +63,10 @@ def every_rank_calls(llm: LLM) -> dict[str, Any]:
         got["stream"] = [[piece.token_ids, piece.text, piece.finish_reason] for piece in pieces]
     with closing(llm.stream([4, 5], LONG)) as pieces:  # type: ignore[type-var]
         got["left"] = [next(pieces).token_ids for _ in range(3)]
-    got["gathered"] = asyncio.run(gathered(llm))
+    if RANK == 0:
+        got["gathered"] = asyncio.run(gathered(llm))
+    else:
+        got["in an event loop"] = error_of(lambda: asyncio.run(gathered(llm)))
     got["logits"] = llm.prompt_logits([5, 6, 7, 8]).tolist()
     got["reset"] = llm.reset_prefix_cache()
     return got

@@ -39,46 +39,31 @@ class Decoding:
     Attributes:
         requests: the object of each row. While it is here, the table knows its length and its number of pages, and
             only this rank's requests and those whose tokens are delivered as they come have a current ``output``.
-        key, owner: see :func:`.samples.key_of`.
-        length: number of tokens, with those that are not read.
-        limit: maximum number of tokens.
-        pages: pages held on the owner.
-        unread: tokens that have been sampled and not read.
-        unverified: unread tokens that turn out to be none if drafts are not accepted.
-        drafts: number of drafts of the next tokens that the host knows.
         num_taken: number of tokens read so far, without those that :meth:`take` returned.
     """
 
-    # The rows of ``_cells``: the attributes, and
-    #   least: number of tokens from which the request may end by a token
-    #   asks, top_k, logprobs: what it asks of the sampler
-    #   direct: whether its object has all tokens that have been read; slot: where they are buffered if not
-    #   fresh: whether no token of it has been read since it came
-    _COLUMNS = (
-        *("key", "owner", "length", "limit", "least", "pages", "unread", "unverified", "drafts"),
-        *("asks", "top_k", "logprobs", "direct", "slot", "fresh"),
-    )
-    key: Ints
+    # The columns, each with a number for every request.
+    key: Ints  # see ``samples.key_of``
     owner: Ints
-    length: Ints
-    limit: Ints
-    least: Ints
-    pages: Ints
-    unread: Ints
-    unverified: Ints
-    drafts: Ints
-    asks: Ints
+    length: Ints  # tokens, with those that are not read
+    limit: Ints  # maximum number of tokens
+    least: Ints  # number of tokens from which it may end by a token
+    pages: Ints  # held on the owner
+    unread: Ints  # tokens that have been sampled and not read
+    unverified: Ints  # unread tokens that turn out to be none if drafts are not accepted
+    drafts: Ints  # drafts of the next tokens that the host knows
+    asks: Ints  # what it asks of the sampler: this and the next two
     top_k: Ints
     logprobs: Ints
-    direct: Ints
-    slot: Ints
-    fresh: Ints
+    direct: Ints  # whether its object has all tokens that have been read
+    slot: Ints  # where they are buffered if not
+    fresh: Ints  # whether no token of it has been read since it came
+    _COLUMNS = tuple(__annotations__)
 
     def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
         self._rank, self._world, self._page_size = rank, capacity.world_size, capacity.page_size
         self._eos_token_ids, self._num_drafts = eos_token_ids, num_drafts
-        self._ends = set(eos_token_ids)  # tokens that end some request
-        self._end_ids = np.array(sorted(self._ends), np.int64)
+        self._set_ends(eos_token_ids)
         self.requests: list[Request] = []
         self._cells = np.empty((len(self._COLUMNS), 0), np.int64)
         self._slots = 0  # number of rows of the next two
@@ -101,6 +86,11 @@ class Decoding:
             setattr(self, name, cells)
         self._all = np.arange(len(self))
 
+    def _set_ends(self, tokens: Collection[int]) -> None:
+        """Sets the tokens that may end some request."""
+        self._ends = set(tokens)
+        self._end_ids = np.array(sorted(self._ends), np.int64)
+
     def requests_of(self, samples: Samples) -> list[Request]:
         """The requests of a step that are still here."""
         return [self.requests[row] for row in self._all[self._find(samples.keys)[0]].tolist()]
@@ -111,8 +101,7 @@ class Decoding:
         """Adds a request that is prefilled and holds ``pages`` pages on its owner."""
         params, length = request.params, len(request)
         if params.stop_token_ids and not self._ends.issuperset(params.stop_token_ids):
-            self._ends.update(params.stop_token_ids)
-            self._end_ids = np.array(sorted(self._ends), np.int64)
+            self._set_ends((*self._ends, *params.stop_token_ids))
         values = {
             "key": key_of(request),
             "owner": request.owner,
@@ -145,6 +134,8 @@ class Decoding:
         self._cells = np.delete(self._cells, row, axis=1)
         del self.requests[row]
         self._bind()
+        if not self.requests:
+            self._set_ends(self._eos_token_ids)
 
     def _row(self, request: Request) -> int:
         return int(self.key.searchsorted(key_of(request)))

@@ -24,6 +24,8 @@ _ADVICE = "lower host_cache_memory, which each rank takes"
 _STAGING_BYTES = 32 << 20
 _INDICES = 1 << 16  # copies whose page numbers are on the device at a time
 
+Spans = list[tuple[int, int, int]]  # runs of neighbours among pairs of numbers: the first number of each, and count
+
 
 class HostPages:
     """Room for ``slots`` pages of all layers of ``cache``, in pinned memory if its device is CUDA.
@@ -121,9 +123,9 @@ def independent_runs(copies: Iterable[PageCopy]) -> list[CopyRun]:
     return [run for run in runs if run.pairs]
 
 
-def neighbours(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Runs of sorted pairs in which both numbers are consecutive, as (first number of each, count)."""
-    spans: list[tuple[int, int, int]] = []
+def neighbours(pairs: Iterable[tuple[int, int]]) -> Spans:
+    """Runs of sorted pairs in which both numbers are consecutive."""
+    spans: Spans = []
     for one, other in pairs:
         first, second, count = spans[-1] if spans else (0, 0, -1)
         if (one, other) == (first + count, second + count):
@@ -191,15 +193,8 @@ class HostCopies:
                     self._copy(piece.to_host, its_pages, its_spans, pool, host)
             self._ends[layer] = self._end()
 
-    def _copy(
-        self,
-        to_host: bool,
-        pages: torch.Tensor,
-        spans: list[tuple[int, int, int]],
-        pool: torch.Tensor,
-        host: torch.Tensor,
-    ) -> None:
-        """Copies of one pool through the buffer; a span: first of neighbouring slots, index of its page, count."""
+    def _copy(self, to_host: bool, pages: torch.Tensor, spans: Spans, pool: torch.Tensor, host: torch.Tensor) -> None:
+        """Copies of one pool through the buffer; the spans are of slots and of indices in ``pages``."""
         staged = self._staging[: len(pages) * pool.shape[1]].view(-1, pool.shape[1])
         if to_host:
             torch.index_select(pool, 0, pages, out=staged)

@@ -230,6 +230,7 @@ class PageLedger:
         """Frees all cached pages and host memory, and forgets the digests of held pages."""
         for pool in self.pools:
             pool.evict_all()
+        self.index.ranks.clear()
 
     def _give(self, request: Request, rank: int, pages: array[int]) -> None:
         of_request = self._held.setdefault(request, {})

@@ -140,9 +140,11 @@ class _Transfers:
         bytes_moved: bytes of all transfers that have ended.
     """
 
-    def __init__(self, cache: KVCache, links: Mapping[int, Group], sends: bool):
+    _sends: bool
+
+    def __init__(self, cache: KVCache, links: Mapping[int, Group]):
         self._page_bytes, self._layers = cache.page_bytes, len(cache.latent)
-        self._links = {rank: PageLink(cache.page_words(), group, sends) for rank, group in links.items()}
+        self._links = {rank: PageLink(cache.page_words(), group, self._sends) for rank, group in links.items()}
         self._under_way: list[tuple[list[RankPages], Done]] = []
         self.bytes_moved = 0
 
@@ -198,8 +200,10 @@ class PageSender(_Transfers):
             by ``finish``.
     """
 
+    _sends = True
+
     def __init__(self, cache: KVCache, links: Mapping[int, Group], layers: int):
-        super().__init__(cache, links, sends=True)
+        super().__init__(cache, links)
         self._main_layers = layers
         self._step: list[tuple[PageLink, list[RankPages], list[list[int]]]] = []  # what the step sends that runs now
         self._next = 0  # the layer that is sent next
@@ -245,8 +249,7 @@ class PageReceiver(_Transfers):
     """Fills pages of ``cache`` with what the :class:`PageSender` of other ranks send; see there for the order of calls
     and for the memory of the buffers. No step may use the pages until :meth:`poll` returns them."""
 
-    def __init__(self, cache: KVCache, links: Mapping[int, Group]):
-        super().__init__(cache, links, sends=False)
+    _sends = False
 
     def post(self, receives: Iterable[RankPages]) -> None:
         """Starts to receive what one ``PageSender.begin`` of each of these ranks sends, after all work that the current

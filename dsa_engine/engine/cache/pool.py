@@ -263,15 +263,12 @@ class PagePool:
                 unused.append(page)
 
     def evict_all(self) -> None:
-        """Frees all cached pages and all host memory, and forgets the digests of held pages."""
-        gone = [*self._page_of, *(digest for digest, _ in self.host)]
+        """Frees all cached pages and all host memory, and forgets the digests of held pages; the index is not told."""
         self.unused.extend(reversed(self._cached))
         self._cached.clear()
         self._page_of.clear()
         self._digest_of.clear()
         self.host.clear()
-        for digest in gone:
-            self._lost(digest)
 
     def _lost(self, digest: bytes) -> None:
         if digest not in self:

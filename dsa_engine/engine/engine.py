@@ -31,8 +31,8 @@ from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens, Samples
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampling.draw import mixed_seed, seed_key
 from dsa_engine.engine.sampling.result import StepResult
+from dsa_engine.engine.sampling.sampler import mixed_seed, seed_key
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import has_hook

@@ -130,7 +130,7 @@ class Request:
     error: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # for the prompt's tokens so far, if requested
-    draw_key: int = 0  # fixes its random numbers, see ``draw.seed_key``
+    draw_key: int = 0  # fixes its random numbers, see ``sampler.seed_key``
     # What ``Engine.step`` returns of it on this rank: each of its tokens; its first token, and the others at its end;
     # or only that it has ended.
     delivery: Literal["tokens", "end", "nothing"] = "tokens"

@@ -11,9 +11,8 @@ import torch
 
 from dsa_engine.engine.requests.request import LastRows, Request
 from dsa_engine.engine.requests.samples import Ints, ReadSamples, Samples, key_of
-from dsa_engine.engine.sampling.draw import ranked
 from dsa_engine.kernels.runtime.transfer import to_host
-from dsa_engine.outputs import Logprobs
+from dsa_engine.outputs import Logprob, Logprobs
 
 
 class Columns(NamedTuple):
@@ -152,3 +151,12 @@ def drafted(
     outcome = Outcome.of(table, samples, world_size)
     whole = sampled or StepResult(samples, table.new_empty(0), lambda: table)
     return replace(whole, outcome=outcome, table=to_host(table), last_rows=last_rows, follows=follows)
+
+
+def ranked(token: int, row: list[float], count: int) -> Logprobs:
+    """A row of :func:`.log_probabilities` by token id: the ``count`` most likely tokens, and ``token``."""
+    logprob, rank, *best = row
+    available = len(best) // 2
+    by_token = {int(best[i]): Logprob(best[available + i], i + 1) for i in range(min(count, available))}
+    by_token.setdefault(token, Logprob(logprob, int(rank)))
+    return by_token

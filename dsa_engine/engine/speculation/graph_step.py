@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.requests.samples import DRAWS, MIN_P, NOT_FINITE, PENALISES, TOP_P
-from dsa_engine.engine.sampling.draw import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampling.logits_processors import penalised, penalties_of
 from dsa_engine.engine.sampling.penalty_counts import PenaltyCounts, with_drafts
 from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult, drafted
+from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule
 from dsa_engine.engine.speculation.passes import Passes
 from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows

@@ -14,8 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.draw import Limits, exponential_noise, log_probabilities, mixed_seed, sample, seed_key
 from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
+from dsa_engine.engine.sampling.sampler import (
+    Limits,
+    exponential_noise,
+    log_probabilities,
+    mixed_seed,
+    sample,
+    seed_key,
+)
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, LM head (DeepSeek-V3 report, section 2 and figure 2).
+"""The decoder: embedding, layers, LM head, MTP modules (DeepSeek-V3 report, section 2 and figure 2).
 
 One forward pass serves prefill and decode; they differ only in the batch.
 """
@@ -13,11 +13,13 @@ from torch import nn
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
+from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
+from dsa_engine.kernels.rows.rms_norm import rms_norm
+from dsa_engine.model.attention import Attention
 from dsa_engine.model.forward_batch import ForwardBatch, Pass, run_interleaved
 from dsa_engine.model.kv_cache import KVCache
-from dsa_engine.model.layers import Weighted
-from dsa_engine.model.mtp import MTPModule
+from dsa_engine.model.layers import MLP, Weighted
+from dsa_engine.model.moe import MoE
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.load_counter import LoadCounter
@@ -27,6 +29,142 @@ from dsa_engine.parallel.tensor_parallel import (
     vocab_parallel_embedding,
     vocab_parallel_logits,
 )
+
+
+class DecoderLayer(Weighted):
+    """A pre-norm layer: attention, then the feed-forward part, each added to the residual.
+
+    The next norm also adds to the residual, so a layer passes on its residual and, separately, one or two tensors that
+    are to be added to it.
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
+        super().__init__(runtime)
+        prefix = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.input_norm = self.weight(f"{prefix}.input_layernorm.weight", config.hidden_size)
+        self.attention = Attention(layer, config, runtime, streams)
+        self.post_attention_norm = self.weight(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
+        self.mlp: MLP | None = None
+        self.moe: MoE | None = None
+        if config.mlp_layer_types[layer] == "dense":
+            self.mlp = MLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, runtime)
+        else:
+            self.moe = MoE(layer, config, runtime, streams)
+
+    def forward(
+        self,
+        delta: list[torch.Tensor],
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        cache: KVCache,
+        topk_slots: torch.Tensor | None,
+    ) -> Pass[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]]:
+        """A pass through the layer.
+
+        Args:
+            delta: one or two tensors ``[T, hidden]`` that the layer before adds to ``residual``. The list is emptied,
+                so that their memory is free while this layer runs.
+            residual: ``[T, hidden]``; None before the first layer, whose one delta is the embedding.
+            topk_slots: the selection of the last layer with an indexer.
+
+        Returns:
+            this layer's delta, the residual to which it is to be added, and the selection that the layer used.
+        """
+        with stage("MLA prolog"):
+            if residual is None:
+                residual = delta.pop()
+                normed = rms_norm(residual, self.input_norm, self.eps)
+            else:
+                normed, residual = add_delta(delta, residual, self.input_norm, self.eps)
+        attended, topk_slots = self.attention(normed, batch, cache, topk_slots)
+        with stage("MLA epilog"):
+            normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
+        if self.moe is not None:
+            added = yield from self.moe(normed, batch)
+            return added, residual, topk_slots
+        assert self.mlp is not None
+        with stage("dense MLP"):
+            return [self.mlp(normed)], residual, topk_slots
+
+
+def add_delta(
+    delta: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of ``residual`` plus ``delta``, and the sum itself. Empties ``delta``."""
+    first, *second = delta
+    delta.clear()
+    return add_rms_norm(first, residual, weight, eps, *second)
+
+
+class MTPModule(Weighted):
+    """The Multi-Token Prediction module: drafts the token after the next one (DeepSeek-V3 report, section 2.2).
+
+    Equations 21 to 23, for the row at position i of module k::
+
+        h'_i = M [RMSNorm(Emb(t_{i+k})); RMSNorm(h_i)]     h_i: state of the main model, or of module k-1
+        h_i  = the decoder layer of the module, over h'_0 … h'_i
+        p    = OutHead(h_i): probabilities of the token at position i + k + 1
+
+    Open questions of the report, and the sources that answer them:
+
+    * ``eh_proj`` takes the embedding's half first: vLLM ``deepseek_mtp.py``, SGLang ``deepseek_nextn.py``.
+    * ``hnorm`` sees the main model's state *after* its final norm, and embedding and head are the main model's. In the
+      modelling code that AMD ships with R1-0528-MXFP4, the model's forward ends with the final norm and hands that on.
+    * Used again on its own state (eagle mode), the module passes on the state *after* ``shared_head.norm``: SGLang does
+      so; vLLM since pull request 47448; ATOM measured it on R1-0528 (pull request 1764: 64.6% instead of 61.4% accepted
+      with three drafts).
+    * ``eh_proj`` is not quantised in FP8 checkpoints: bfloat16, without scales.
+    * A row has the position of its hidden state, for RoPE and the causal mask; its cache rows lie in the slots of that
+      position, in the layer after the main model's last.
+
+    So every state that enters or leaves a module is a normed one.
+
+    It uses the main model's embedding and head, unless the checkpoint holds separate ones
+    (``engine/startup/weights.py``).
+
+    Attributes:
+        embed, head: separate tables ``[vocab of this rank, hidden]``; None: the main model's.
+
+    Args:
+        layer: the module's number in the checkpoint and in the caches, from ``num_hidden_layers`` on.
+        config: configuration of the model *with* its modules (``ModelConfig.with_mtp``).
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
+        super().__init__(runtime)
+        self.prefix = prefix = f"model.layers.{layer}"
+        hidden = config.hidden_size
+        self.embed: nn.Parameter | None = None
+        self.head: nn.Parameter | None = None
+        self.eps = config.rms_norm_eps
+        self.embedding_norm = self.weight(f"{prefix}.enorm.weight", hidden)
+        self.hidden_norm = self.weight(f"{prefix}.hnorm.weight", hidden)
+        self.projection = self.weight(f"{prefix}.eh_proj.weight", hidden, 2 * hidden)
+        self.layer = DecoderLayer(layer, config, runtime, streams)
+        self.norm = self.weight(f"{prefix}.shared_head.norm.weight", hidden)
+
+    def set_own(self, name: str, table: torch.Tensor) -> None:
+        """Sets a separate table, by its name in the checkpoint: "embed_tokens" or "shared_head.head"."""
+        setattr(self, "embed" if name == "embed_tokens" else "head", nn.Parameter(table, requires_grad=False))
+
+    def forward(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, batch: ForwardBatch, cache: KVCache
+    ) -> torch.Tensor:
+        """Runs the module over a step's rows and writes its cache rows.
+
+        Args:
+            hidden: ``[T, hidden]``, normed states of the main model, or the result of this or another module.
+            embedded: ``[T, hidden]``, embeddings of later tokens: for module k, those k positions after the row.
+
+        Returns:
+            ``[T, hidden]``, normed: the input of the head and of a further pass.
+        """
+        with stage("MLA prolog"):
+            joined = (rms_norm(embedded, self.embedding_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps))
+            x = F.linear(torch.cat(joined, dim=-1), self.projection)
+        ((delta, residual, _),) = run_interleaved([self.layer([x], None, batch, cache, None)])
+        return add_delta(delta, residual, self.norm, self.eps)[0]
 
 
 class Model(Weighted):
@@ -89,7 +227,7 @@ class Model(Weighted):
         return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def draft(self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """Runs an MTP module, counted from 0, over the step's rows; see :meth:`.mtp.MTPModule.forward`."""
+        """Runs an MTP module, counted from 0, over the step's rows; see :meth:`MTPModule.forward`."""
         one = self._module(module)
         return one(hidden, self._embedded(batch, self.embed if one.embed is None else one.embed), batch, cache)
 

@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.model.decoder_layer import DecoderLayer
-from dsa_engine.model.model import Model
-from dsa_engine.model.mtp import MTPModule
+from dsa_engine.model.model import DecoderLayer, Model, MTPModule
 
 Kind = tuple[str, str]  # a layer's entries of mlp_layer_types and indexer_types
 

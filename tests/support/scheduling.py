@@ -40,8 +40,8 @@ def read(scheduler: Scheduler, samples: Samples | None, token: Callable[[Request
     """Reads a step whose requests get the tokens that ``token`` chooses; ends those that have all of theirs."""
     if samples is None:
         return
-    kept = scheduler.decoding.requests_of(samples)
-    tokens = {(request.owner << 40) + request.id: token(request) for request in kept}
+    remaining = scheduler.decoding.requests_of(samples)
+    tokens = {(request.owner << 40) + request.id: token(request) for request in remaining}
     chosen = np.array([[tokens.get(key, 0)] for key in samples.keys.tolist()], np.int64).reshape(-1, 1)
     for request, new, _ in scheduler.decoding.take(ReadSamples(samples, chosen)):
         for one in new:

@@ -55,7 +55,7 @@ def read(step: StepResult) -> ReadSamples:
 def test_ranks_agree_on_owners_pages_and_requests(engines: list[Engine]) -> None:
     """Random arrivals and ends; prompts with a common beginning; caches too small for all requests."""
     rng, alive, number = random.Random(0), dict[int, list[Request]](), 0
-    step, found, counts = 0, 0, set[int]()
+    step, hits, counts = 0, 0, set[int]()
     while step < 30 or engines[0].has_work:
         step += 1
         for _ in range(rng.randint(0, 12) if step < 30 else 0):
@@ -79,12 +79,12 @@ def test_ranks_agree_on_owners_pages_and_requests(engines: list[Engine]) -> None
             own = {page for copies in alive.values() for page in copies[RANKS.index(rank)].pages}
             assert engine.scheduler.free_pages[rank] == PAGES - len(own)
         ended = [copies for copies in alive.values() if copies[0].finish_reason is not None]
-        found += sum(copies[0].num_cached_tokens or 0 for copies in ended)
+        hits += sum(copies[0].num_cached_tokens or 0 for copies in ended)
         counts |= {count for copies in ended for _, count in copies[0].draft_stats}
         alive = {n: copies for n, copies in alive.items() if copies[0].finish_reason is None}
     assert all(engine.scheduler.free_pages == [PAGES] * WORLD for engine in engines)
     assert number > 100 and engines[0].scheduler.preemptions > 3
-    assert (found > 0) == engines[0].options.enable_prefix_caching
+    assert (hits > 0) == engines[0].options.enable_prefix_caching
     assert counts == ({0, 1, 2} if engines[0].runner.num_drafts else set())
 
 
@@ -98,5 +98,5 @@ def state(engine: Engine, alive: dict[int, list[Request]], index: int) -> dict[s
         "ended": {n: copies[index].finish_reason for n, copies in alive.items()},
         "free": list(scheduler.free_pages),
         "preemptions": scheduler.preemptions,
-        "found": scheduler.prefix_cache.hits,
+        "hits": scheduler.prefix_cache.hits,
     }

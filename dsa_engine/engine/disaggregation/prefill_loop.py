@@ -155,12 +155,13 @@ class PrefillLoop(SideLoop):
 
     def _delivered(self, message: Any) -> None:
         """Gives callers their tokens at once: they would else wait for the end of a long step of this side."""
-        with waking_together():
-            for new in message.of if isinstance(message, messages.Tokens) else ():
-                receiver = self.calls.receiver(new.id)
-                if receiver is not None and receiver.request is not None and new.drafts is not None:
-                    receiver.request.draft_stats.append(new.drafts)
-                self.calls.answer(new.id, new.tokens, new.ending)
+        if isinstance(message, messages.Tokens):
+            with waking_together():
+                for new in message.of:
+                    receiver = self.calls.receiver(new.id)
+                    if receiver is not None and receiver.request is not None and new.drafts is not None:
+                        receiver.request.draft_stats.append(new.drafts)
+                    self.calls.answer(new.id, new.tokens, new.ending)
         super()._delivered(message)
 
     def _continue(self, new: messages.NewTokens) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.link import PageReceiver, PageSender
-from dsa_engine.engine.disaggregation.leader_line import LeaderLine
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache
@@ -25,13 +23,14 @@ class Side:
 
     Attributes:
         links: groups of this rank and each rank of the other part, by its number in the run.
+        lines: groups of both leaders, for messages to the other side and from there; none on other ranks.
         sender, receiver: of the pages; set by :meth:`connect`, one of them.
     """
 
     prefills: bool
     mesh: Mesh
     links: Mapping[int, Group]
-    _lines: list[Group]  # between the leaders, to the decode side and back; none on other ranks
+    lines: list[Group]
     sender: PageSender | None = None
     receiver: PageReceiver | None = None
 
@@ -52,12 +51,12 @@ class Side:
             )
         ranks, timeout = mesh.run_ranks, options.parallel.timeout
         links = pair_groups(mesh.run_rank, ranks[:prefill], ranks[prefill:], mesh.device, timeout)
-        leaders, lines = [0, prefill], []
-        for _ in range(2):
+        leaders, lines, prefills = [0, prefill], [], mesh.run_rank < prefill
+        for _ in range(2):  # to the decode side and back
             handle = new_group(leaders, timeout, "gloo")
             if mesh.run_rank in leaders:
                 lines.append(Group((0, 1), leaders.index(mesh.run_rank), handle))
-        return cls(mesh.run_rank < prefill, mesh, links, lines)
+        return cls(prefills, mesh, links, lines if prefills else lines[::-1])
 
     @property
     def scheduler(self) -> type[PrefillScheduler] | type[DecodeScheduler]:
@@ -84,13 +83,6 @@ class Side:
         mesh = self.mesh
         meeting = Meeting(mesh.run_ranks, mesh.run_rank)
         return int(meeting.hold(str(pages), lambda texts: min(texts.values(), key=int), mesh.config.timeout))
-
-    def line(self, deliver: Callable[[Any], None]) -> LeaderLine | None:
-        """The line to the other side; None on ranks that do not lead theirs."""
-        if not self._lines:
-            return None
-        outgoing, incoming = self._lines if self.prefills else reversed(self._lines)
-        return LeaderLine(outgoing, incoming, self.mesh.config.timeout, deliver)
 
 
 def own_options(options: EngineOptions) -> EngineOptions:

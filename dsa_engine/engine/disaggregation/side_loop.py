@@ -1,16 +1,92 @@
-"""What both loops have in common: messages of the other side come between two steps, as a caller's do."""
+"""What both loops have in common: messages of the other side come between two steps, as a caller's do.
+
+The leaders of the sides have a line, which runs while both run steps.
+"""
 
 from __future__ import annotations
 
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 from dsa_engine.engine.calls import Message
 from dsa_engine.engine.disaggregation.messages import LineBroken
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.loop import EngineLoop
+from dsa_engine.parallel.group import Group
 
+_HEARTBEAT_S = 5.0  # most seconds between two messages, so that an idle line is no broken one: None is sent
+_END = "end"  # the last message
 _CLOSE_S = 10.0  # longest wait for the last messages of the other side
+
+
+class LeaderLine:
+    """One leader's end. A thread sends, another receives; no call waits.
+
+    Args:
+        groups: of both leaders, one for the messages that go out and one for those that come in.
+        timeout: seconds after which a message that does not come ends the line.
+        deliver: called in a thread with each message; the last one is a ``LineBroken`` if an error ends the line.
+    """
+
+    def __init__(self, groups: Sequence[Group], timeout: float, deliver: Callable[[Any], None]):
+        self._outgoing, self._incoming = groups
+        self._pause = min(_HEARTBEAT_S, timeout / 4)
+        self._deliver = deliver
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._watched, args=(work,), name="dsa_engine leaders", daemon=True)
+            for work in (self._send_all, self._receive_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Any) -> None:
+        """Sends a message soon."""
+        self._queue.put(message)
+
+    def close(self, wait_s: float) -> None:
+        """Sends what is left, and waits for the end of the other leader's messages."""
+        self._closing = True
+        self._queue.put(_END)
+        for thread in self._threads:
+            thread.join(wait_s)
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            if not self._closing:
+                self._deliver(LineBroken(f"{type(error).__name__}: {error}"))
+
+    def _send_all(self) -> None:
+        to, message = 1 - self._outgoing.index, None
+        while message != _END:
+            try:
+                message = self._queue.get(timeout=self._pause)
+            except queue.Empty:
+                message = None
+            payload = pickle.dumps(message)
+            self._outgoing.send(torch.tensor([len(payload)]), to)
+            self._outgoing.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to)
+
+    def _receive_all(self) -> None:
+        source, message = 1 - self._incoming.index, None
+        while message != _END:
+            length = int(self._incoming.recv(torch.empty(1, dtype=torch.int64), source))
+            payload = self._incoming.recv(torch.empty(length, dtype=torch.uint8), source)
+            message = pickle.loads(bytes(payload.numpy()))
+            if message is not None and message != _END:
+                self._deliver(message)
+        if not self._closing:
+            raise RuntimeError("their leader has left")
 
 
 class SideLoop(EngineLoop):
@@ -23,7 +99,8 @@ class SideLoop(EngineLoop):
 
     def _main(self) -> None:
         # In the loop's thread, when all of the loop is made.
-        self._line = self.side.line(self._delivered)
+        lines, timeout = self.side.lines, self.side.mesh.config.timeout
+        self._line = LeaderLine(lines, timeout, self._delivered) if lines else None
         super()._main()
 
     def tell(self, message: Any) -> None:

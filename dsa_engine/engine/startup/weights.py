@@ -50,24 +50,16 @@ def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> in
     """Number of MTP modules that draft.
 
     Raises:
-        ValueError: the checkpoint lacks modules that ``speculative_config`` asks for, or the drafts do not fit.
+        ValueError: the checkpoint lacks modules that ``speculative_config`` asks for, or a step is too small for them.
     """
     speculation = options.speculation
     if speculation is None:
         return 0
-    available, layers = config.num_nextn_predict_layers, config.num_hidden_layers
-    modules = speculation.modules(available)
+    modules, layers = speculation.modules(config.num_nextn_predict_layers), config.num_hidden_layers
     if options.max_num_batched_tokens < modules:
         raise ValueError(
             f"max_num_batched_tokens {options.max_num_batched_tokens} is too small: {modules} MTP modules take as many "
             "tokens of a prompt in a step; raise it, or lower num_speculative_tokens"
-        )
-    # A prompt of one token, the token after it, drafts, and a last token, which is never drafted.
-    room = (options.max_model_len or config.max_position_embeddings) - 3
-    if speculation.num_speculative_tokens > room:
-        raise ValueError(
-            f"speculative_config: {speculation.num_speculative_tokens} drafts do not fit in a context of {room + 3} "
-            f"tokens (max_model_len); ask for at most {max(0, room)} num_speculative_tokens"
         )
     if options.load_format == "dummy":
         return modules

@@ -186,8 +186,6 @@ def test_a_checkpoint_without_the_module(drafting_oracle: Callable[..., Any], tm
         engine_of(folder, 2, **few)
     with pytest.raises(ValueError, match="max_num_batched_tokens 1 is too small: 2 MTP modules"):
         engine_of(folder, 2, max_num_batched_tokens=1, **few)
-    with pytest.raises(ValueError, match=r"6 drafts do not fit in a context of 8 tokens.*at most 5"):
-        engine_of(folder, 6, max_model_len=8)
     with pytest.raises(ValueError, match="layer 1 of .* is no MTP module"):
         engine_of(folder, 1, hf_overrides={"num_hidden_layers": 1})
     tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".layers.2." not in k}

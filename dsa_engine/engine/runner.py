@@ -128,7 +128,7 @@ class ModelRunner:
             samples = replace(samples, prompt_logprobs=of_prompts)
         if self.num_drafts == 0:
             return samples
-        assert self.drafter is not None
+        assert self.drafter is not None and batch is not None
         return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts)
 
     @torch.inference_mode()
@@ -167,10 +167,10 @@ class ModelRunner:
                 part = theirs[first : first + step]
                 into[part] = logits[rank * step : rank * step + len(part)]
 
-    def forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> tuple[ForwardBatch, torch.Tensor]:
-        """The batch of a step and its normed hidden states ``[T, hidden]``."""
+    def forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> tuple[ForwardBatch | None, torch.Tensor]:
+        """The batch of a step, None if it is padded, and the normed hidden states ``[T, hidden]``."""
         if self.graphs is not None and plan.bucket is not None:
-            return self.graphs.forward(plan, sampled)
+            return None, self.graphs.forward(plan, sampled)
         batch = build_batch(plan, self._config, self._mesh, self._cache.block_tables, sampled)
         return batch, self._model(batch, self._cache)
 

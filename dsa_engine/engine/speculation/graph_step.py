@@ -27,9 +27,10 @@ from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult, draf
 from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule
 from dsa_engine.engine.speculation.passes import Passes
-from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows
+from dsa_engine.engine.speculation.rows import ChunkColumns, StepRows
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
+from dsa_engine.engine.steps.static_rows import StaticRows, block_tables_of
 from dsa_engine.kernels.runtime.transfer import upload
 
 
@@ -64,14 +65,14 @@ class Inputs(NamedTuple):
 class _Buffers:
     """Tensors of a bucket with fixed addresses; the first three are overwritten in every step."""
 
-    def __init__(self, bucket: Bucket, passes: Passes, is_cut: bool):
+    def __init__(self, bucket: Bucket, passes: Passes):
         requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
         pages = pages_for(bucket.context, passes.cache.page_size)
         self.inputs = torch.zeros(13 + width, requests, dtype=torch.int64, device=device)  # see Inputs
         # Columns of the outcome before, for the requests that start from it.
         self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
         self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
-        self.rows = StaticRows.of(bucket, width, passes.model, is_cut=is_cut)  # the rows of the model
+        self.rows = StaticRows.of(bucket, width, passes.model, passes.cache.page_size, is_cut=bucket.is_cut)
         self.passes = passes.buffers(bucket)
         self.counts = torch.empty(0)  # PenaltyCounts.in_step, shared by buckets; empty until a request has penalties
 
@@ -104,19 +105,16 @@ class GraphStep:
         bucket = key.bucket
         buffers = self._buffers.get(bucket)
         if buffers is None:
-            # Whether a padded step is cut follows from its bucket.
-            buffers = self._buffers[bucket] = _Buffers(bucket, self._passes, is_cut=step.micro_batches is not None)
+            buffers = self._buffers[bucket] = _Buffers(bucket, self._passes)
         chunks = step.own.chunks
         upload(self._inputs(bucket, chunks, before).table(), self._mesh.device, out=buffers.inputs)
-        tables, (requests, width) = self._cache.block_tables, buffers.tables.shape
-        table_rows = tables.rows([chunk.request.pages for chunk in chunks])
-        tables.gather(table_rows + [0] * (requests - len(chunks)), width, out=buffers.tables)
+        block_tables_of(chunks, self._cache.block_tables, buffers.tables.shape, out=buffers.tables)
         if before is not None and any(chunk.starts_on_device for chunk in chunks):
             source = Inputs.of(buffers.inputs).source
             torch.index_select(before.table, 0, source.clamp(min=0), out=buffers.before)
         if key.penalises:
             if not buffers.counts.numel():
-                buffers.counts = self._counts.in_step(requests)
+                buffers.counts = self._counts.in_step(bucket.requests)
             self._counts.update(chunks, buffers.before, buffers.counts)
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])
         table = graphs.run(key, lambda: self._step(buffers, key))
@@ -149,7 +147,7 @@ class GraphStep:
         # A negative token is the code of an error; its request has ended.
         ids = torch.cat((before.last_token, before.drafts), dim=1).where(follows[:, None], known.ids).clamp(min=0)
         columns = known._replace(first=before.position.where(follows, known.first), ids=ids)
-        rows = StepRows.of(columns, buffers.rows, buffers.tables, model, self._cache.page_size)
+        rows = StepRows.of(columns, buffers.rows, buffers.tables)
         hidden = model(rows.batch, self._cache)
         logits = model.logits(hidden, rows.batch.rows)
         finite = logits.sum(dim=-1).isfinite()

@@ -28,14 +28,10 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.requests.samples import key_of
-from dsa_engine.engine.speculation.rows import (
-    ChunkColumns,
-    PassBuffers,
-    StaticRows,
-    StepRows,
-)
+from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StepRows
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
+from dsa_engine.engine.steps.static_rows import StaticRows, block_tables_of
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -150,21 +146,20 @@ class Passes(ABC):
     def _static_rows(self, step: StepPlan, own: list[Chunk], width: int) -> tuple[Bucket, StepRows, list[int]]:
         """This rank's chunks with logits in ``width`` rows of each request; their bucket, with this rank's context; and
         the maximum number of tokens that the rows of each request see."""
-        tables, page_size = self.cache.block_tables, self.cache.page_size
-        pages = [chunk.request.pages for chunk in own]
+        page_size = self.cache.page_size
         # Padding rows of a request come after its last one, in the passes too.
-        max_pages = max(map(len, pages), default=0) + pages_for(2 * width, page_size)
+        max_pages = max((len(chunk.request.pages) for chunk in own), default=0) + pages_for(2 * width, page_size)
         bucket = Bucket(int(step.samples.numbers.max()) + 1, width, max_pages * page_size)
         padded = RankPlan(own).padded(bucket, self.model.config.has_indexer)
         rows = np.full(len(step.rows), bucket.rows)
         plan = StepPlan(step.rank, padded, rows, step.samples, decodes=True, bucket=bucket)
         for hook in self._hooks:
             hook(plan)
-        in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), max_pages)
+        tables = block_tables_of(own, self.cache.block_tables, (bucket.requests, max_pages))
         columns = upload(ChunkColumns.on_host(own, page_size, width, bucket.requests), self.mesh.device)
         max_visible = [chunk.start + width for chunk in own] + [width] * (bucket.requests - len(own))
-        static = StaticRows.of(bucket, width, self.model, max_visible)
-        return bucket, StepRows.of(ChunkColumns.of(columns), static, in_step, self.model, page_size), max_visible
+        static = StaticRows.of(bucket, width, self.model, page_size, max_visible)
+        return bucket, StepRows.of(ChunkColumns.of(columns), static, tables), max_visible
 
     def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
@@ -179,7 +174,7 @@ class EagleChain(Passes):
 
     def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
         in_last_pass = [tokens + bucket.rows_per_request - 2 for tokens in max_visible]
-        return PassBuffers.of(bucket, each=1, saved=0, model=self.model, max_visible=in_last_pass)
+        return PassBuffers.of(StaticRows.of(bucket, 1, self.model, self.cache.page_size, in_last_pass), saved=0)
 
     def after_decode(
         self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
@@ -192,7 +187,7 @@ class EagleChain(Passes):
         for number in range(1, tokens.shape[1] - 1):
             at = position + number
             at, tables = at.where(at < rows.chunks.limit, -1), rows.batch.block_tables
-            one = buffers.rows.batch(self.model, self.cache.page_size, tables, at, drafts[-1])
+            one = buffers.rows.batch(tables, at, drafts[-1])
             state = self.model.draft(0, state, one, self.cache)
             drafts.append(self._best_tokens(state, 0))
         return torch.stack(drafts, dim=1)
@@ -203,7 +198,8 @@ class ModuleEach(Passes):
 
     def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
         count = bucket.rows_per_request - 1
-        return PassBuffers.of(bucket, each=2 * count, saved=count - 1, model=self.model, max_visible=max_visible)
+        rows = StaticRows.of(bucket, 2 * count, self.model, self.cache.page_size, max_visible)
+        return PassBuffers.of(rows, saved=count - 1)
 
     def after_decode(
         self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
@@ -222,7 +218,7 @@ class ModuleEach(Passes):
         state = _rows_at(states, (left_out + columns).clamp(max=2 * count - 1)).flatten(0, 1)
         last = (count - 1 - left_out + accepted[:, None]).clamp(min=0)
         tables, nothing = rows.batch.block_tables, torch.zeros_like(at)
-        batch = buffers.rows.batch(self.model, self.cache.page_size, tables, at, nothing)
+        batch = buffers.rows.batch(tables, at, nothing)
         drafts: list[torch.Tensor] = []
         for number in range(1, count + 1):
             embedded = ids.gather(1, (left_out + columns + number).clamp(max=ids.shape[1] - 1)).flatten()

@@ -1,4 +1,4 @@
-"""Builds one rank's tensors from the plan of a step; those of a padded step may be written into existing buffers."""
+"""Builds one rank's tensors from the plan of a step that is not padded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.micro_batches import row_order
-from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
@@ -25,70 +25,50 @@ def build_batch(
     mesh: Mesh,
     tables: BlockTables,
     sampled: torch.Tensor | None,
-    buffers: ForwardBatch | None = None,
 ) -> ForwardBatch:
     """This rank's tensors for a step.
 
     Args:
         tables: block tables of all requests; the rows of this step's requests are updated.
         sampled: tokens of the step before, if they have not been read; see :func:`known_ids`.
-        buffers: an earlier batch of the same bucket; its tensors are overwritten and returned.
     """
-    batch = _build(step, config, mesh, tables, sampled, buffers)
+    batch = _build(step, config, mesh, tables, sampled)
     if step.micro_batches is None:
         return batch
-    into = (None, None) if buffers is None or buffers.micro_batches is None else buffers.micro_batches.batches
-    first, second = (
-        _build(one, config, mesh, tables, sampled, of) for one, of in zip(step.micro_batches, into, strict=True)
-    )
-    order, first = row_order(step), replace(first, first_micro_batch=True)
-    pair = MicroBatchPair((first, second), None if order is None else upload(order, mesh.device))
-    return replace(batch, micro_batches=pair)
+    first, second = (_build(one, config, mesh, tables, sampled) for one in step.micro_batches)
+    order = upload(row_order(step, step.micro_batches), mesh.device)
+    return replace(batch, micro_batches=MicroBatchPair((replace(first, first_micro_batch=True), second), order))
 
 
 def _build(
-    step: StepPlan,
-    config: ModelConfig,
-    mesh: Mesh,
-    tables: BlockTables,
-    sampled: torch.Tensor | None,
-    buffers: ForwardBatch | None,
+    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None
 ) -> ForwardBatch:
     """The tensors of a step that is not cut, or of one micro-batch."""
-    plan, bucket, device, rows = step.own, step.bucket, mesh.device, step.rows
+    plan, device, rows = step.own, mesh.device, step.rows
     # At least one row: no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = [max(1, int(rows[[*group.ranks]].max())) for group in (mesh.tp, mesh.cp, mesh.ep)]
     pages = [chunk.request.pages for chunk in plan.chunks]
     table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
-    if bucket is not None:
-        table_rows += [0] * (bucket.requests - len(pages))  # padding; never read
-        width = pages_for(bucket.context, tables.page_size)
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
     slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else plan.slots(tables, table_rows)
-    cos, sin = config.rope.cos_sin(plan.positions.clamp(min=0))
-
-    def put(values: torch.Tensor, name: str) -> torch.Tensor:
-        return upload(values, device, out=None if buffers is None else getattr(buffers, name))
-
-    input_ids = mesh.tp.all_gather(known_ids(plan.token_ids(tp_rows), sampled, device)).view(-1, tp_rows)
+    cos, sin = config.rope.cos_sin(plan.positions)
     in_tables = [s._replace(sequence=table_rows[s.sequence]) for s in plan.mha]
-    dense_mqa, sparse_mqa = _mqa_segments(plan, bucket, config.has_indexer, device, buffers)
     return ForwardBatch(
         rows=plan.rows,
-        input_ids=input_ids if buffers is None else buffers.input_ids.copy_(input_ids),
-        cos=put(cos, "cos"),
-        sin=put(sin, "sin"),
+        input_ids=mesh.tp.all_gather(known_ids(plan.token_ids(tp_rows), sampled, device)).view(-1, tp_rows),
+        cos=upload(cos, device),
+        sin=upload(sin, device),
         mha=MHASegments.of(in_tables, tables.host, tables.page_size, device),
-        dense_mqa=dense_mqa,
-        sparse_mqa=sparse_mqa,
-        block_tables=tables.gather(table_rows, width, out=None if buffers is None else buffers.block_tables),
-        slot_mapping=put(slots, "slot_mapping"),
+        dense_mqa=_from_row_0(plan.dense_mqa, device),
+        sparse_mqa=_from_row_0(plan.sparse_mqa, device),
+        block_tables=tables.gather(table_rows, width),
+        slot_mapping=upload(slots, device),
         gathers=gathers,
         cp_rows=cp_rows,
         tp_rows=tp_rows,
         ep_rows=ep_rows,
         decodes=step.decodes,
-        token_mask=None if bucket is None else put(plan.positions >= 0, "token_mask"),
+        token_mask=None,
     )
 
 
@@ -120,27 +100,6 @@ def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows
         for at, count, to in zip(*columns, strict=True):
             slots[to : to + count] = in_order[at : at + count]
     return torch.from_numpy(slots)
-
-
-def _mqa_segments(
-    plan: RankPlan, bucket: Bucket | None, selects: bool, device: torch.device, buffers: ForwardBatch | None
-) -> tuple[Segments, Segments]:
-    """Segments of the two absorbed forms, dense and sparse.
-
-    On the host, the segments of a bucket never change: the rows of each request see the whole context. On the device
-    they see the tokens that are visible in this step.
-    """
-    if bucket is None:
-        return _from_row_0(plan.dense_mqa, device), _from_row_0(plan.sparse_mqa, device)
-    if buffers is None:
-        count = bucket.rows_per_request
-        each = [Segment(i * count, count, i, bucket.context - count) for i in range(bucket.requests)]
-        all_rows, none = Segments.of(each, device), Segments.of([], device)
-        dense, sparse = (none, all_rows) if selects else (all_rows, none)
-    else:
-        dense, sparse = buffers.dense_mqa, buffers.sparse_mqa
-    upload((plan.positions + 1).int(), device, out=(sparse if selects else dense).visible)
-    return dense, sparse
 
 
 def _from_row_0(segments: list[Segment], device: torch.device) -> Segments:

@@ -2,10 +2,10 @@
 
 A decode step has few tokens and many small kernels, and the host cannot launch them as fast as the GPU runs them. A
 graph launches a whole step at once, but repeats exactly what was captured: same shapes, same addresses. So a step is
-padded to a bucket, and its inputs are copied into buffers with fixed addresses. A bucket has a power of two of requests
-and one of a few context lengths (``context_buckets.py``). In a padded step all rows take one form of attention: with an
-indexer all rows select, and rows that see few tokens select all of them. A padded step can run without capturing too,
-also on a CPU, which is how it is tested.
+padded to a bucket, and its inputs are copied into buffers with fixed addresses (``static_rows.py``). A bucket has a
+power of two of requests and one of a few context lengths (``context_buckets.py``). In a padded step all rows take one
+form of attention: with an indexer all rows select, and rows that see few tokens select all of them. A padded step can
+run without capturing too, also on a CPU, which is how it is tested.
 
 Every rank knows the plans of all ranks, so all choose the same bucket, capture at the same time, and meet in
 collectives.
@@ -21,10 +21,12 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.engine.steps.batch import build_batch
+from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.engine.steps.static_rows import StaticRows, block_tables_of
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import has_hook
@@ -34,6 +36,15 @@ from dsa_engine.system.interrupts import uninterrupted
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor  # overwritten by every replay
+
+
+class _Inputs(NamedTuple):
+    """Tensors of a bucket with fixed addresses; all but the first are overwritten in every step."""
+
+    rows: StaticRows
+    tables: torch.Tensor  # [requests, pages] int32, block tables
+    positions: torch.Tensor  # [rows] int64, -1 for padding
+    token_ids: torch.Tensor  # [rows] int64
 
 
 class DecodeGraphs:
@@ -50,7 +61,7 @@ class DecodeGraphs:
         self._mesh = model.runtime.mesh
         self._capture = capture
         self.contexts = contexts or ContextBuckets()
-        self._batches: dict[Bucket, ForwardBatch] = {}  # their tensors are overwritten in every step
+        self._inputs: dict[Bucket, _Inputs] = {}
         self._graphs: dict[Hashable, _Captured] = {}  # by the name given to run()
         # One stream for all captures: cuBLAS keeps a workspace for every stream that it has run on, and the graphs of a
         # pool reuse each other's memory on the same stream only.
@@ -68,7 +79,7 @@ class DecodeGraphs:
             for captured in self._graphs.values():
                 captured.graph.reset()
         self._graphs.clear()
-        self._batches.clear()
+        self._inputs.clear()
         self.memory_bytes = 0
 
     @property
@@ -81,21 +92,24 @@ class DecodeGraphs:
         """Whether :meth:`run` has nothing to capture for this name; :meth:`forward` uses the step's bucket as name."""
         return not self._capture or name in self._graphs
 
-    def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> tuple[ForwardBatch, torch.Tensor]:
-        """Runs a padded step.
+    def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> torch.Tensor:
+        """Runs a padded step; returns hidden states ``[rows of the bucket, hidden]``, valid until the next call.
 
         Args:
             sampled: tokens of the step before, if they have not been read (``batch.known_ids``).
-
-        Returns:
-            the bucket's batch and hidden states ``[rows of the bucket, hidden]``, valid until the next call.
         """
-        bucket = step.bucket
+        bucket, device, cache = step.bucket, self._mesh.device, self._cache
         assert bucket is not None, "a step is padded before it is run here"
-        buffers = self._batches.get(bucket)
-        batch = build_batch(step, self._model.config, self._mesh, self._cache.block_tables, sampled, buffers)
-        self._batches[bucket] = batch
-        return batch, self.run(bucket, lambda: self._model(batch, self._cache))
+        if bucket not in self._inputs:
+            rows = StaticRows.of(bucket, bucket.rows_per_request, self._model, cache.page_size, is_cut=bucket.is_cut)
+            shape = bucket.requests, pages_for(bucket.context, cache.page_size)
+            tables = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._inputs[bucket] = _Inputs(rows, tables, *torch.zeros(2, bucket.rows, dtype=torch.int64, device=device))
+        rows, tables, positions, token_ids = self._inputs[bucket]
+        block_tables_of(step.own.chunks, cache.block_tables, tables.shape, out=tables)
+        upload(step.own.positions, device, out=positions)
+        token_ids.copy_(known_ids(step.own.token_ids(bucket.rows), sampled, device))
+        return self.run(bucket, lambda: self._model(rows.batch(tables, positions, token_ids), cache))
 
     def run(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Runs ``function``; its result is valid until the next call with this name.

@@ -45,7 +45,7 @@ class MicroBatches:
         if step.rows.max() < (self.decode_rows if step.decodes else self.prefill_rows):
             return step
         if step.bucket is not None:
-            return _cut_bucket(step, config)
+            return replace(step, bucket=replace(step.bucket, is_cut=step.bucket.requests > 1))
         if step.decode is not None:
             return _cut_decode(step, step.decode, config)
         first, second = cut_chunks(step.chunks, step.decodes)
@@ -86,14 +86,11 @@ def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[
     return first, second
 
 
-def row_order(step: StepPlan) -> torch.Tensor | None:
+def row_order(step: StepPlan, micro_batches: Sequence[StepPlan]) -> torch.Tensor:
     """int64 ``[rows of this rank]``: the index of each row among those of the first micro-batch and then of the
-    second one. None if that is the order of the step."""
-    assert step.micro_batches is not None, "the order of a step that is cut"
-    if step.bucket is not None:
-        return None
+    second one."""
     whole = _row_keys(step.own)
-    of_both = torch.cat([_row_keys(one.own) for one in step.micro_batches])
+    of_both = torch.cat([_row_keys(one.own) for one in micro_batches])
     assert len(whole) == len(of_both), "the micro-batches have the rows of the step"
     order = torch.empty_like(whole)
     order[whole.argsort()] = of_both.argsort()
@@ -107,23 +104,6 @@ def _row_keys(plan: RankPlan) -> torch.Tensor:
         first = plan.chunks[s.sequence].request.id << 32
         keys[s.row : s.row + s.length] = torch.arange(first + s.start, first + s.end)
     return keys
-
-
-def _cut_bucket(step: StepPlan, config: ModelConfig) -> StepPlan:
-    """The first and the second half of the requests of each rank's bucket; that of one request is not cut."""
-    bucket = step.bucket
-    assert bucket is not None, "a padded step"
-    count = bucket.requests // 2
-    if count == 0:
-        return step
-    micro_bucket = replace(bucket, requests=count)
-
-    def of(requests: slice) -> StepPlan:
-        own, rows = RankPlan(step.own.chunks[requests]), np.full(len(step.rows), micro_bucket.rows)
-        padded = own.padded(micro_bucket, config.has_indexer)
-        return StepPlan(step.rank, padded, rows, NO_SAMPLES, step.decodes, bucket=micro_bucket)
-
-    return replace(step, micro_batches=(of(slice(count)), of(slice(count, None))))
 
 
 def _cut_decode(step: StepPlan, decode: DecodeStep, config: ModelConfig) -> StepPlan:

@@ -46,6 +46,7 @@ class Bucket:
     requests: int
     rows_per_request: int
     context: int  # maximum number of tokens that a row sees
+    is_cut: bool = False  # in two micro-batches, each of half of the requests
 
     @property
     def rows(self) -> int:
@@ -240,7 +241,7 @@ class StepPlan:
     segments: SegmentTable | None = None
     decode: DecodeStep | None = None
     bucket: Bucket | None = None  # set if the step is padded
-    micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if the step is cut (``micro_batches.py``)
+    micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if a step that is not padded is cut
 
     @classmethod
     def of(

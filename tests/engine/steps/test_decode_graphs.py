@@ -21,13 +21,12 @@ from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import key_of
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.model.forward_batch import BlockTables
+from dsa_engine.model.forward_batch import BlockTables, ForwardBatch
 from fake_cuda import FakeDevice
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -276,19 +275,29 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
     assert plans[1].wanted == [(requests[2], 9, 1)] and not plans[2].wanted
 
 
-def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Request]) -> None:
-    """The tensors are the same, and have the values of a new batch."""
-    mesh = LLM(
-        "demo-random", device="cpu", kernels="triton", cache_memory="1MiB", max_model_len=64, progress=False
-    ).engine.mesh
+def test_inputs_of_a_padded_step_are_written_over(config: ModelConfig, requests: list[Request]) -> None:
+    """The tensors that a graph reads are the same, and have the values of new ones."""
+    llm = LLM("demo-random", device="cpu", kernels="triton", cache_memory="1MiB", max_model_len=64, progress=False)
+    runtime, batches = llm.engine.model.runtime, list[ForwardBatch]()
+
+    class Kept:
+        runtime, config = llm.engine.model.runtime, llm.engine.model.config
+
+        def __call__(self, batch: ForwardBatch, cache: Any) -> torch.Tensor:
+            batches.append(batch)
+            return batch.cos
+
+    model: Any = Kept()
+    cache: Any = SimpleNamespace(page_size=8, block_tables=BlockTables(8, runtime.mesh.device))
 
     def padded(*parts: tuple[int, int, int]) -> StepPlan:
         chunks = [Chunk(requests[i], start, length, range(1)) for i, start, length in parts]
         return StepPlan.of(chunks, 0, 1, config, max_decode_rows=2).padded(config, ContextBuckets(fewest=16))
 
     step, later = padded((0, 5, 2), (1, 4, 1), (2, 0, 2)), padded((2, 2, 1), (0, 7, 2), (1, 6, 1))
-    tables = BlockTables(8, mesh.device)
-    batch = build_batch(step, config, mesh, tables, None)
+    graphs, fresh = (DecodeGraphs(model, cache, capture=False) for _ in range(2))
+    graphs.forward(step, None)
+    (batch,) = batches
     assert batch.rows == batch.ep_rows == 8 and batch.token_mask is not None and batch.mha is None
     assert batch.input_ids.tolist() == [[5, 6, 4, 0, 0, 1, 0, 0]]
     assert batch.slot_mapping.tolist() == [5, 6, 20, -1, 32, 33, -1, -1]
@@ -297,8 +306,10 @@ def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Requ
     assert batch.sparse_mqa.sequences.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [s.end for s in batch.sparse_mqa] == [16] * 4, "on the host they see the whole context"
     assert later.bucket == step.bucket
-    again, fresh = (build_batch(later, config, mesh, tables, None, buffers) for buffers in (batch, None))
+    for one in (graphs, fresh):
+        one.forward(later, None)
+    _, again, new = batches
     for name in ("input_ids", "cos", "sin", "block_tables", "slot_mapping", "token_mask"):
-        assert getattr(again, name) is getattr(batch, name) and torch.equal(getattr(again, name), getattr(fresh, name))
-    assert again.sparse_mqa is batch.sparse_mqa
-    assert torch.equal(again.sparse_mqa.visible, fresh.sparse_mqa.visible)
+        assert torch.equal(getattr(again, name), getattr(new, name))
+    assert again.block_tables is batch.block_tables and again.sparse_mqa is batch.sparse_mqa
+    assert torch.equal(again.sparse_mqa.visible, new.sparse_mqa.visible)

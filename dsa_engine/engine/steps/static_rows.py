@@ -1,0 +1,108 @@
+"""Rows of static shape: the same number for every request, at positions that are on the device.
+
+The position of the next drafts depends on how many were accepted. So positions, slots and RoPE angles are computed on
+the device, without waiting, and passes over these rows can be part of a CUDA graph. A row without a page, or of no
+request, is padding and has position -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.steps.plan import Bucket
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.model.block_tables import BlockTables
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
+from dsa_engine.model.model import Model
+
+
+@dataclass(frozen=True)
+class StaticRows:
+    """``each`` rows of every request of a bucket; makes batches of them on the device."""
+
+    model: Model
+    page_size: int
+    each: int
+    is_cut: bool  # whether batches have two micro-batches, each of half of the requests
+    segments: Segments  # on the host rows see their maximum; on the device each batch writes what they see
+    sequences: torch.Tensor  # [requests · each] int64, rows of the block tables
+    offsets: torch.Tensor  # [each] int64: 0, 1, …
+    frequencies: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        bucket: Bucket,
+        each: int,
+        model: Model,
+        page_size: int,
+        max_visible: Sequence[int] = (),
+        is_cut: bool = False,
+    ) -> StaticRows:
+        """``max_visible``: maximum number of tokens that each request's rows see; default: the bucket's context."""
+        device = model.runtime.mesh.device
+        visible = max_visible or [bucket.context] * bucket.requests
+        segments = [Segment(i * each, each, i, max(0, tokens - each)) for i, tokens in enumerate(visible)]
+        return cls(
+            model,
+            page_size,
+            each,
+            is_cut,
+            Segments.of(segments, device),
+            torch.arange(bucket.requests, device=device).repeat_interleave(each),
+            torch.arange(each, device=device),
+            model.config.rope.inverse_frequencies().to(device),
+        )
+
+    def batch(self, tables: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor) -> ForwardBatch:
+        """The batch of these rows; always the same launches.
+
+        Args:
+            tables: block tables, int32 ``[requests, pages]``.
+            positions: int64 ``[requests · each]``, -1 for padding.
+            input_ids: int64 ``[requests · each]``.
+        """
+        config, rows = self.model.config, len(positions)
+        cos, sin = config.rope.cos_sin(positions.clamp(min=0), self.frequencies)
+        self.segments.visible.copy_(positions + 1)
+        ids = self.model.runtime.mesh.tp.all_gather(input_ids).view(-1, rows)
+        slots, token_mask = slots_of(positions, tables, self.sequences, self.page_size), positions >= 0
+
+        def part(first: int, last: int) -> ForwardBatch:
+            count, seen, none = last - first, self.segments.part(first, last), self.segments.part(0, 0)
+            return ForwardBatch(
+                rows=count,
+                input_ids=ids[:, first:last],
+                cos=cos[first:last],
+                sin=sin[first:last],
+                mha=None,
+                dense_mqa=none if config.has_indexer else seen,
+                sparse_mqa=seen if config.has_indexer else none,
+                block_tables=tables,
+                slot_mapping=slots[first:last],
+                gathers=False,
+                cp_rows=count,
+                tp_rows=count,
+                ep_rows=count,
+                decodes=True,
+                token_mask=token_mask[first:last],
+            )
+
+        if not self.is_cut:
+            return part(0, rows)
+        halves = part(0, rows // 2), part(rows // 2, rows)
+        return replace(part(0, rows), micro_batches=MicroBatchPair(halves, None))
+
+
+def block_tables_of(
+    chunks: Sequence[Chunk], tables: BlockTables, shape: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The block tables of these chunks on the device, int32 of ``shape`` ``[requests, pages]``; rows of padding are
+    never read."""
+    rows = tables.rows([chunk.request.pages for chunk in chunks])
+    return tables.gather(rows + [0] * (shape[0] - len(rows)), shape[1], out)

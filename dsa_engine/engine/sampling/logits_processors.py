@@ -56,9 +56,9 @@ class LogitsProcessors:
         if not rows:
             return
         requests = [wanted[i].request for i in rows]
-        biases = self._biases.of(requests, lambda request: _bias(request, logits.shape[1]), logits)
-        at = _indices(rows, logits)
-        logits[at] += biases
+        slots = self._biases.slots(requests, lambda request: _bias(request, logits.shape[1]), logits)
+        biases = self._biases.table[_indices([slots[request] for request in requests], logits)]
+        logits[_indices(rows, logits)] += biases
 
     def _forbid(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
         """Forbids tokens for ``min_tokens``, and for ``bad_words`` of several tokens."""
@@ -161,13 +161,6 @@ class PerRequestTable:
     def __init__(self, dtype: torch.dtype):
         self.table = torch.empty(0, 0, dtype=dtype)
         self._slots: dict[Request, int] = {}
-
-    def of(
-        self, requests: Sequence[Request], make: Callable[[Request], torch.Tensor], like: torch.Tensor
-    ) -> torch.Tensor:
-        """The rows of requests, ``[len(requests), vocab]``; see :meth:`slots`."""
-        slots = self.slots(requests, make, like)
-        return self.table[_indices([slots[request] for request in requests], like)]
 
     def slots(
         self, requests: Sequence[Request], make: Callable[[Request], torch.Tensor], like: torch.Tensor

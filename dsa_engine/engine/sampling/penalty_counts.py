@@ -51,7 +51,7 @@ class PenaltyCounts:
         for i, chunk in penalising:
             request = chunk.request
             table_rows[i] = slots[request]
-            known = len(request.prompt) + len(request.output)
+            known = request.num_known_tokens
             first = max(len(request.prompt), known - 2 * width)
             tokens, padding = request.tokens(first, known - first), [0] * (2 * width - known + first)
             table.append([i, slots[request], int(chunk.starts_on_device), first, known, *tokens, *padding])
@@ -66,12 +66,12 @@ class PenaltyCounts:
             del self._least[request]
         requests = [chunk.request for chunk in chunks]
         for request in requests:
-            if len(request.prompt) + len(request.output) - self._least.get(request, 0) > window:
+            if request.num_known_tokens - self._least.get(request, 0) > window:
                 self._rows.forget(request)
         slots = self._rows.slots(requests, self._counted, torch.empty(0, self._vocab + 1, device=device))
         for chunk in chunks:
-            known = len(chunk.request.prompt) + len(chunk.request.output)
-            self._least[chunk.request] = known + chunk.starts_on_device  # the step in flight adds at least one
+            # The step in flight adds at least one.
+            self._least[chunk.request] = chunk.request.num_known_tokens + chunk.starts_on_device
         return slots
 
     def _counted(self, request: Request) -> torch.Tensor:
@@ -79,7 +79,7 @@ class PenaltyCounts:
         counts = of_prompt(request, self._vocab)
         output = torch.tensor(request.output, dtype=torch.int64)
         counts.scatter_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
-        return torch.cat((counts, counts.new_tensor([len(request.prompt) + len(request.output)])))
+        return torch.cat((counts, counts.new_tensor([request.num_known_tokens])))
 
     def _add(self, about: torch.Tensor, known_ids: torch.Tensor, before: Columns) -> None:
         """Adds the tokens that each row lacks: the last ones that the host knows, and those of the outcome before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -51,13 +51,14 @@ class Outcome(NamedTuple):
     """The result of a step with drafts, for the requests of all ranks."""
 
     table: torch.Tensor  # [world · each, width] int64, see Columns
+    on_host: Callable[[], torch.Tensor]  # waits for the device and returns the table
     rows: Ints  # [n], row of each request of the samples, in their order
     keys: Ints  # [n], see ``Samples``
 
     @classmethod
     def of(cls, table: torch.Tensor, samples: Samples, world_size: int) -> Outcome:
         """``table``: the rows of all ranks, as many for each."""
-        return cls(table, samples.ranks * (len(table) // world_size) + samples.numbers, samples.keys)
+        return cls(table, to_host(table), samples.ranks * (len(table) // world_size) + samples.numbers, samples.keys)
 
     def rows_of(self, requests: Sequence[Request]) -> list[int]:
         """The row of each of these requests."""
@@ -88,7 +89,6 @@ class StepResult:
         codes: waits for the device and returns these.
         logprobs: the same for the rows of ``log_probabilities`` of each; None if no request wants any.
         outcome: the result of drafts; None without them.
-        table: waits for the device and returns the table of the outcome.
         follows: whether the next step may follow before this one is read.
         prompt_logprobs: new ones of requests in prefill, by position.
         last_rows: new ``Request.last_rows`` on this rank.
@@ -99,7 +99,6 @@ class StepResult:
     codes: Callable[[], torch.Tensor]
     logprobs: Callable[[], torch.Tensor] | None = None
     outcome: Outcome | None = None
-    table: Callable[[], torch.Tensor] | None = None
     follows: bool = True
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)
     last_rows: Mapping[Request, LastRows] = field(default_factory=dict)
@@ -119,38 +118,17 @@ class StepResult:
             first, asked = int(indices[number]), request.params.logprobs
             assert logprobs is not None and asked is not None
             rows = slice(first, first + int(samples.counts[number]))
-            both = zip(codes[rows].tolist(), logprobs[rows].tolist(), strict=True)
+            both = zip(self.codes()[rows].tolist(), logprobs[rows].tolist(), strict=True)
             return [ranked(code, row, asked) if code >= 0 else {} for code, row in both]
 
         of_each = None if logprobs is None else of_request
-        if self.outcome is None or self.table is None:
+        if self.outcome is None:
             codes = self.codes().numpy()
             at = indices[:, None] + np.arange(samples.counts.max(initial=1))
             return ReadSamples(samples, codes[at.clip(max=len(codes) - 1)], of_each)
-        codes = self.codes().numpy() if logprobs is not None else np.empty(0, np.int64)
-        columns = Columns.of(self.table()[torch.from_numpy(self.outcome.rows)])
+        columns = Columns.of(self.outcome.on_host()[torch.from_numpy(self.outcome.rows)])
         offered, accepted, tokens, drafts = (column.numpy() for column in columns[1:])
         return ReadSamples(samples, tokens, of_each, offered, accepted, drafts)
-
-
-def drafted(
-    samples: Samples,
-    table: torch.Tensor,
-    world_size: int,
-    last_rows: Mapping[Request, LastRows],
-    sampled: StepResult | None = None,
-    follows: bool = True,
-) -> StepResult:
-    """The result of a step with drafts.
-
-    Args:
-        table: int64 ``[rows of all ranks, width]``, see :class:`Columns`.
-        sampled: its result without drafts, if the sampler has made one.
-        follows: whether the next step may follow before this one is read.
-    """
-    outcome = Outcome.of(table, samples, world_size)
-    whole = sampled or StepResult(samples, table.new_empty(0), lambda: table)
-    return replace(whole, outcome=outcome, table=to_host(table), last_rows=last_rows, follows=follows)
 
 
 def ranked(token: int, row: list[float], count: int) -> Logprobs:

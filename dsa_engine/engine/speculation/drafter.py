@@ -24,15 +24,15 @@ and sampler as without drafts, then :meth:`Drafter.draft`. Both ways share the p
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.sampling.result import Columns, StepResult, drafted
+from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, count_equal
 from dsa_engine.engine.speculation.graph_step import GraphStep
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
-from dsa_engine.engine.speculation.rows import chunks_with_logits
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -70,7 +70,10 @@ class Drafter:
         Returns:
             the result with its drafts; after prefills the next step may follow before it is read.
         """
-        own, samples, rank = chunks_with_logits(step.own), step.samples, self._mesh.rank
+        samples, rank = step.samples, self._mesh.rank
+        chosen = {request for request, *_ in step.own.wanted}
+        chunks = [chunk for chunk in step.own.chunks if chunk.request in chosen]
+        own = [replace(c, start=c.end - c.num_logits, length=c.num_logits) for c in chunks]
         indices, table = samples.indices[samples.of_rank(rank)].tolist(), []
         for first, chunk in zip(indices, own, strict=True):
             request, missing = chunk.request, 1 + count - chunk.length
@@ -92,4 +95,5 @@ class Drafter:
         missing = int(samples.numbers.max()) + 1 - len(own)  # every rank has as many rows
         of_all_ranks = self._mesh.world.all_gather(F.pad(new, (0, 0, 0, missing)))
         follows = int(samples.counts.max()) == 1  # the host knows the tokens of no drafts
-        return drafted(samples, of_all_ranks, self._mesh.world_size, last_rows, sampled, follows)
+        outcome = Outcome.of(of_all_ranks, samples, self._mesh.world_size)
+        return replace(sampled, outcome=outcome, last_rows=last_rows, follows=follows)

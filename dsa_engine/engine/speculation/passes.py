@@ -18,7 +18,7 @@ all rows before it embed tokens of the prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.requests.samples import key_of
-from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StepRows
+from dsa_engine.engine.speculation.rows import PassBuffers, StepRows, chunk_columns
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, block_tables_of
@@ -125,23 +125,29 @@ class Passes(ABC):
             input_ids = self.mesh.tp.all_gather(known_ids(ids, sampled, self.mesh.device))
             of_group = replace(batch, input_ids=input_ids.view(-1, batch.tp_rows))
             states = self.model.draft(number - 1, states, of_group, self.cache)
-        return self._last_positions(step, hidden, codes, modules) if modules > 1 else {}
+        return self._last_positions(step, hidden, modules) if modules > 1 else {}
 
-    def _last_positions(
-        self, step: StepPlan, hidden: torch.Tensor, prefilled: Container[Request], count: int
-    ) -> Mapping[Request, LastRows]:
-        """The last ``count`` positions before the first chosen token of each request that this step has ``prefilled``,
-        gathered from the ranks of its context-parallel group."""
-        rows = [_rows_of_last_positions(step.of_rank(rank), prefilled, count) for rank in self.mesh.cp.ranks]
-        if (padded_rows := max(map(len, rows))) == 0:
+    def _last_positions(self, step: StepPlan, hidden: torch.Tensor, count: int) -> Mapping[Request, LastRows]:
+        """The last ``count`` positions before the first chosen token of each request that this step has prefilled, from
+        the ranks of its context-parallel group. Each has the states of some and adds zeros for the others."""
+        group, numbers, to, rows = self.mesh.cp, dict[Request, int](), list[int](), list[int]()
+        for chunk in step.chunks:
+            if chunk.num_logits and chunk.ranks.start in group.ranks:
+                numbers[chunk.request] = len(numbers)
+        for s in step.own.segments:
+            chunk = step.own.chunks[s.sequence]
+            first = chunk.end - chunk.num_logits + 1 - count
+            if chunk.request in numbers:
+                positions = range(max(s.start, first), min(s.end, first + count))
+                to += [numbers[chunk.request] * count + position - first for position in positions]
+                rows += [s.row + position - s.start for position in positions]
+        if not numbers:
             return {}
-        at = {key: rank * padded_rows + i for rank, keys in enumerate(rows) for i, key in enumerate(keys)}
-        own = hidden[self._indices([*rows[self.mesh.cp.index].values()])]
-        states = self.mesh.cp.all_gather(F.pad(own, (0, 0, 0, padded_rows - len(own))))
-        requests = list(dict.fromkeys(request for request, _ in at))
-        index = self._indices([[at.get((request, number), 0) for number in range(count)] for request in requests])
-        ids = [[*[0] * (count - len(r)), *r.tokens(max(0, len(r) - count), min(count, len(r)))] for r in requests]
-        return dict(zip(requests, map(LastRows, states[index], self._indices(ids)), strict=True))
+        own = hidden.new_zeros(len(numbers) * count, hidden.shape[1])
+        own.index_copy_(0, self._indices(to), hidden[self._indices(rows)])
+        states = group.all_gather(own).view(group.size, len(numbers), count, -1).sum(dim=0)
+        ids = [[*[0] * (count - len(r)), *r.tokens(max(0, len(r) - count), min(count, len(r)))] for r in numbers]
+        return dict(zip(numbers, map(LastRows, states, self._indices(ids)), strict=True))
 
     def _static_rows(self, step: StepPlan, own: list[Chunk], width: int) -> tuple[Bucket, StepRows, list[int]]:
         """This rank's chunks with logits in ``width`` rows of each request; their bucket, with this rank's context; and
@@ -156,10 +162,12 @@ class Passes(ABC):
         for hook in self._hooks:
             hook(plan)
         tables = block_tables_of(own, self.cache.block_tables, (bucket.requests, max_pages))
-        columns = upload(ChunkColumns.on_host(own, page_size, width, bucket.requests), self.mesh.device)
-        max_visible = [chunk.start + width for chunk in own] + [width] * (bucket.requests - len(own))
+        missing = bucket.requests - len(own)
+        columns = upload(F.pad(chunk_columns(own, page_size, width), (0, 0, 0, missing)), self.mesh.device)
+        max_visible = [chunk.start + width for chunk in own] + [width] * missing
         static = StaticRows.of(bucket, width, self.model, page_size, max_visible)
-        return bucket, StepRows.of(ChunkColumns.of(columns), static, tables), max_visible
+        first, length, limit = columns[:, :3].unbind(1)
+        return bucket, StepRows.of(first, length, limit, columns[:, 3:], static, tables), max_visible
 
     def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
@@ -182,11 +190,11 @@ class EagleChain(Passes):
         input_ids = self.mesh.tp.all_gather(tokens.flatten()).view(-1, rows.batch.rows)
         states = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
         state = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
-        position = rows.chunks.first + accepted
+        position = rows.first + accepted
         drafts = [self._best_tokens(state, 0)]
         for number in range(1, tokens.shape[1] - 1):
             at = position + number
-            at, tables = at.where(at < rows.chunks.limit, -1), rows.batch.block_tables
+            at, tables = at.where(at < rows.limit, -1), rows.batch.block_tables
             one = buffers.rows.batch(tables, at, drafts[-1])
             state = self.model.draft(0, state, one, self.cache)
             drafts.append(self._best_tokens(state, 0))
@@ -211,7 +219,7 @@ class ModuleEach(Passes):
         positions = first - (count - 1) + left_out + columns
         at = positions.where((first >= 0) & (positions < first + length), -1).flatten()
         states = torch.cat((buffers.before.states, hidden.view(requests, 1 + count, -1)), dim=1)
-        ids = torch.cat((buffers.before.tokens, rows.chunks.ids[:, :1], tokens, torch.zeros_like(tokens[:, 1:])), dim=1)
+        ids = torch.cat((buffers.before.tokens, rows.token_ids[:, :1], tokens, torch.zeros_like(tokens[:, 1:])), dim=1)
         keep = accepted[:, None] + 1 + columns[: count - 1]
         buffers.after.states.copy_(_rows_at(states, keep))
         buffers.after.tokens.copy_(ids.gather(1, keep))
@@ -228,20 +236,6 @@ class ModuleEach(Passes):
             drafts.append(self._best_tokens(after_last, number - 1))
             ids.scatter_(1, accepted[:, None] + count + number, drafts[-1][:, None])
         return torch.stack(drafts, dim=1)
-
-
-def _rows_of_last_positions(
-    plan: RankPlan, prefilled: Container[Request], count: int
-) -> dict[tuple[Request, int], int]:
-    """One rank's rows of :meth:`Passes._last_positions`, by request and number of the position."""
-    rows: dict[tuple[Request, int], int] = {}
-    for s in plan.segments:
-        chunk = plan.chunks[s.sequence]
-        first = chunk.end - chunk.num_logits + 1 - count
-        if chunk.request in prefilled:
-            last = range(max(s.start, first), min(s.end, first + count))
-            rows |= {(chunk.request, position - first): s.row + position - s.start for position in last}
-    return rows
 
 
 def _rows_at(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -3,58 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
-from dsa_engine.engine.steps.plan import RankPlan
 from dsa_engine.engine.steps.static_rows import StaticRows
 from dsa_engine.model.forward_batch import ForwardBatch
 
 
-class ChunkColumns(NamedTuple):
-    """A rank's chunks in a decode step, as columns of a table of n requests; int64."""
+def chunk_columns(chunks: Sequence[Chunk], page_size: int, rows: int) -> torch.Tensor:
+    """A rank's chunks in a decode step, int64 ``[chunks, 3 + rows]`` on the host, for :meth:`StepRows.of`.
 
-    first: torch.Tensor  # [n], position of the first row
-    length: torch.Tensor  # [n], number of rows
-    limit: torch.Tensor  # [n], tokens that may be computed: they have pages, and are not the request's very last
-    ids: torch.Tensor  # [n, rows]: token of each row; 0 for padding, or if only the device knows it
-
-    @classmethod
-    def of(cls, table: torch.Tensor) -> ChunkColumns:
-        """Views of ``table [n, 3 + rows]``."""
-        return cls(table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
-
-    @staticmethod
-    def on_host(chunks: Sequence[Chunk], page_size: int, rows: int, requests: int) -> torch.Tensor:
-        """The table ``[requests, 3 + rows]`` of these chunks, padded with zeros."""
-        table = [[0] * (3 + rows) for _ in range(requests)]
-        for i, chunk in enumerate(chunks):
-            request = chunk.request
-            limit = min(len(request.pages) * page_size, len(request.prompt) + request.max_tokens - 1)
-            ids = () if chunk.starts_on_device else request.tokens(chunk.start, chunk.length)
-            table[i][: 3 + len(ids)] = [chunk.start, chunk.length, limit, *ids]
-        return torch.tensor(table, dtype=torch.int64)
+    The columns: position of the first row; number of rows; limit of the tokens that may be computed, which have pages
+    and are not the request's very last; token of each row, 0 for padding or if only the device knows it.
+    """
+    table = []
+    for chunk in chunks:
+        request = chunk.request
+        limit = min(len(request.pages) * page_size, len(request.prompt) + request.max_tokens - 1)
+        ids = () if chunk.starts_on_device else request.tokens(chunk.start, chunk.length)
+        table.append([chunk.start, chunk.length, limit, *ids, *[0] * (rows - len(ids))])
+    return torch.tensor(table, dtype=torch.int64).view(-1, 3 + rows)
 
 
 class StepRows(NamedTuple):
     """The rows of a decode step, ``1 + count`` for each of this rank's requests; int64."""
 
     batch: ForwardBatch
-    chunks: ChunkColumns
+    first: torch.Tensor  # [requests], position of the first row
+    limit: torch.Tensor  # [requests], tokens that may be computed
+    token_ids: torch.Tensor  # [requests, 1 + count], 0 for padding
     positions: torch.Tensor  # [requests, 1 + count], -1 for padding
     offered: torch.Tensor  # [requests], number of drafts to verify
 
     @classmethod
-    def of(cls, columns: ChunkColumns, rows: StaticRows, tables: torch.Tensor) -> StepRows:
-        """``tables``: block tables, int32 ``[requests, pages]``."""
-        positions = columns.first[:, None] + rows.offsets
-        token_mask = (rows.offsets < columns.length[:, None]) & (positions < columns.limit[:, None])
+    def of(
+        cls,
+        first: torch.Tensor,
+        length: torch.Tensor,
+        limit: torch.Tensor,
+        token_ids: torch.Tensor,
+        rows: StaticRows,
+        tables: torch.Tensor,
+    ) -> StepRows:
+        """From the columns of :func:`chunk_columns`; ``tables``: block tables, int32 ``[requests, pages]``."""
+        positions = first[:, None] + rows.offsets
+        token_mask = (rows.offsets < length[:, None]) & (positions < limit[:, None])
         at = positions.where(token_mask, -1)
-        batch = rows.batch(tables, at.flatten(), columns.ids.flatten())
-        return cls(batch, columns, at, token_mask[:, 1:].sum(dim=1))
+        batch = rows.batch(tables, at.flatten(), token_ids.flatten())
+        return cls(batch, first, limit, token_ids, at, token_mask[:, 1:].sum(dim=1))
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,3 @@ class PassBuffers:
             return {}
         states, tokens = (part[: len(chunks)].clone() for part in self.after)
         return {chunk.request: LastRows(states[i], tokens[i]) for i, chunk in enumerate(chunks)}
-
-
-def chunks_with_logits(plan: RankPlan) -> list[Chunk]:
-    """A rank's rows with logits, as a chunk for each request, in the order of the sampler."""
-    wanted = {request for request, *_ in plan.wanted}
-    chunks = [chunk for chunk in plan.chunks if chunk.request in wanted]
-    return [replace(c, start=c.end - c.num_logits, length=c.num_logits) for c in chunks]

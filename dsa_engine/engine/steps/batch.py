@@ -11,8 +11,9 @@ import torch
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.micro_batches import row_order
-from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
 from dsa_engine.parallel import Mesh
@@ -20,37 +21,25 @@ from dsa_engine.parallel.group import Group
 
 
 def build_batch(
-    step: StepPlan,
-    config: ModelConfig,
-    mesh: Mesh,
-    tables: BlockTables,
-    sampled: torch.Tensor | None,
+    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None
 ) -> ForwardBatch:
-    """This rank's tensors for a step.
+    """This rank's tensors for a step, and those of its micro-batches.
 
     Args:
         tables: block tables of all requests; the rows of this step's requests are updated.
         sampled: tokens of the step before, if they have not been read; see :func:`known_ids`.
     """
-    batch = _build(step, config, mesh, tables, sampled)
-    if step.micro_batches is None:
-        return batch
-    first, second = (_build(one, config, mesh, tables, sampled) for one in step.micro_batches)
-    order = upload(row_order(step, step.micro_batches), mesh.device)
-    return replace(batch, micro_batches=MicroBatchPair((replace(first, first_micro_batch=True), second), order))
-
-
-def _build(
-    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None
-) -> ForwardBatch:
-    """The tensors of a step that is not cut, or of one micro-batch."""
-    plan, device, rows = step.own, mesh.device, step.rows
+    plan, device, rows, pair = step.own, mesh.device, step.rows, None
+    if step.micro_batches is not None:
+        first, second = (build_batch(one, config, mesh, tables, sampled) for one in step.micro_batches)
+        order = upload(row_order(step, step.micro_batches), device)
+        pair = MicroBatchPair((replace(first, first_micro_batch=True), second), order)
     # At least one row: no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = [max(1, int(rows[[*group.ranks]].max())) for group in (mesh.tp, mesh.cp, mesh.ep)]
     pages = [chunk.request.pages for chunk in plan.chunks]
     table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
-    slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else plan.slots(tables, table_rows)
+    slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
     cos, sin = config.rope.cos_sin(plan.positions)
     in_tables = [s._replace(sequence=table_rows[s.sequence]) for s in plan.mha]
     return ForwardBatch(
@@ -69,7 +58,15 @@ def _build(
         ep_rows=ep_rows,
         decodes=step.decodes,
         token_mask=None,
+        micro_batches=pair,
     )
+
+
+def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
+    """int32 ``[rows]``: slots of this rank's cache rows; ``table_rows`` are the rows of its chunks in ``tables``."""
+    columns = [(table_rows[s.sequence], s.length) for s in plan.segments]
+    row, length = torch.tensor(columns, dtype=torch.int64).view(-1, 2).T
+    return slots_of(plan.positions, tables.host, row.repeat_interleave(length), tables.page_size)
 
 
 def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:

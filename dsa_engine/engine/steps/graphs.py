@@ -101,7 +101,7 @@ class DecodeGraphs:
         bucket, device, cache = step.bucket, self._mesh.device, self._cache
         assert bucket is not None, "a step is padded before it is run here"
         if bucket not in self._inputs:
-            rows = StaticRows.of(bucket, bucket.rows_per_request, self._model, cache.page_size, is_cut=bucket.is_cut)
+            rows = StaticRows.of(bucket, bucket.rows_per_request, self._model, cache.page_size)
             shape = bucket.requests, pages_for(bucket.context, cache.page_size)
             tables = torch.zeros(shape, dtype=torch.int32, device=device)
             self._inputs[bucket] = _Inputs(rows, tables, *torch.zeros(2, bucket.rows, dtype=torch.int64, device=device))
@@ -117,7 +117,7 @@ class DecodeGraphs:
         The first call with a name captures the function, later calls replay the graph. So it must launch the same
         kernels on the same tensors every time.
         """
-        # Timing events and the log of collectives do not work in a graph: an has_hook step runs without.
+        # Timing events and the log of collectives do not work in a graph, so a step with such a hook runs without.
         if not self._capture or has_hook():
             return function()
         if name not in self._graphs:

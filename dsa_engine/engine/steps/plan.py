@@ -21,9 +21,7 @@ from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Samples
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.kernels.rows.segment import Segment
-from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.runtime.integers import next_power_of_2
-from dsa_engine.model.forward_batch import BlockTables
 from dsa_engine.parallel.context_parallel import pieces_of
 
 
@@ -101,18 +99,12 @@ class RankPlan:
         return torch.from_numpy(ids)
 
     @cached_property
-    def _by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Position (−1 for padding) and chunk index of each row; int64 ``[rows]`` each."""
-        positions, sequences = np.full(self.rows, -1), np.zeros(self.rows, dtype=np.int64)
+    def positions(self) -> torch.Tensor:
+        """Position of each row, int64 ``[rows]``, −1 for padding."""
+        positions = np.full(self.rows, -1)
         for s in self.segments:
             positions[s.row : s.row + s.length] = np.arange(s.start, s.end)
-            sequences[s.row : s.row + s.length] = s.sequence
-        return torch.from_numpy(positions), torch.from_numpy(sequences)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64 ``[rows]``, −1 for padding."""
-        return self._by_row[0]
+        return torch.from_numpy(positions)
 
     @cached_property
     def wanted(self) -> list[Wanted]:
@@ -128,13 +120,6 @@ class RankPlan:
     def rows_with_logits(self) -> torch.Tensor:
         """int64 ``[tokens to choose]``."""
         return torch.tensor([row for _, _, row in self.wanted], dtype=torch.int64)
-
-    def slots(self, tables: BlockTables, table_rows: Seq[int]) -> torch.Tensor:
-        """int32 ``[rows]``, −1 for padding; ``table_rows`` are the rows of the chunks in ``tables``."""
-        positions, chunks = self._by_row
-        if not table_rows:
-            return torch.full_like(positions, -1, dtype=torch.int32)
-        return slots_of(positions, tables.host, torch.tensor(table_rows)[chunks], tables.page_size)
 
     def padded(self, bucket: Bucket, selects: bool) -> RankPlan:
         """The same chunks in the rows of a bucket, all in one form of attention."""
@@ -271,13 +256,12 @@ class StepPlan:
         cls, step: DecodeStep, rank: int, world_size: int, config: ModelConfig, bucket: Bucket | None = None
     ) -> StepPlan:
         """The plan of a decode step, padded to a bucket if there is one."""
-        samples = step.samples
         if bucket is not None:
             rows, own = np.full(world_size, bucket.rows), RankPlan(step.chunks).padded(bucket, config.has_indexer)
         else:
-            rows = np.bincount(samples.ranks, samples.counts, world_size).astype(np.int64)
+            rows = np.bincount(step.samples.ranks, step.samples.counts, world_size).astype(np.int64)
             own = SegmentTable.of_decode(step.chunks, rank, config).of_rank(rank, step.chunks)
-        return cls(rank, own, rows, samples, True, decode=step, bucket=bucket)
+        return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket)
 
     def of_rank(self, rank: int) -> RankPlan:
         """The plan of any rank, without the padding of a bucket."""

@@ -35,15 +35,7 @@ class StaticRows:
     frequencies: torch.Tensor
 
     @classmethod
-    def of(
-        cls,
-        bucket: Bucket,
-        each: int,
-        model: Model,
-        page_size: int,
-        max_visible: Sequence[int] = (),
-        is_cut: bool = False,
-    ) -> StaticRows:
+    def of(cls, bucket: Bucket, each: int, model: Model, page_size: int, max_visible: Sequence[int] = ()) -> StaticRows:
         """``max_visible``: maximum number of tokens that each request's rows see; default: the bucket's context."""
         device = model.runtime.mesh.device
         visible = max_visible or [bucket.context] * bucket.requests
@@ -52,7 +44,7 @@ class StaticRows:
             model,
             page_size,
             each,
-            is_cut,
+            bucket.is_cut,
             Segments.of(segments, device),
             torch.arange(bucket.requests, device=device).repeat_interleave(each),
             torch.arange(each, device=device),

@@ -20,7 +20,7 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import Samples
-from dsa_engine.engine.sampling.result import Columns, StepResult, drafted
+from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
 from dsa_engine.engine.speculation.rows import StepRows
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -69,7 +69,7 @@ class Script:
 
     def after_decode(self, rows: StepRows, hidden: Any, tokens: Any, accepted: Any, buffers: Any) -> torch.Tensor:
         drafts = self._made(rows, hidden, tokens, accepted, buffers)
-        return self._scripted(drafts, (rows.chunks.first + accepted).where(rows.positions[:, 0] >= 0, -1))
+        return self._scripted(drafts, (rows.first + accepted).where(rows.positions[:, 0] >= 0, -1))
 
     def _scripted(self, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         count = drafts.shape[1]
@@ -304,7 +304,8 @@ def test_an_outcome() -> None:
     for one, other in zip(Columns.of(table), columns, strict=True):
         assert torch.equal(one, other)
     assert columns.last_token.tolist() == [[1], [3]]
-    result = drafted(Samples.of(requests, [0, 1], [3, 2], 2), table, 2, {})
+    samples = Samples.of(requests, [0, 1], [3, 2], 2)
+    result = StepResult(samples, table.new_empty(0), lambda: table, outcome=Outcome.of(table, samples, 2))
     read = result.read()
     assert read.tokens.tolist() == [[0, 1, 2], [3, 4, 5]] and read.drafts.tolist() == [[1, 1]] * 2
     assert read.offered.tolist() == [2, 1] and read.accepted.tolist() == [1, 0]

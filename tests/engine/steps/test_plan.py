@@ -15,7 +15,7 @@ from dsa_engine import SamplingParams
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.steps.batch import gathered_slots
+from dsa_engine.engine.steps.batch import gathered_slots, own_slots
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.model.forward_batch import BlockTables
 
@@ -56,6 +56,6 @@ def test_what_ranks_know_of_each_other(parts: list[tuple[int, int, int, int, flo
             continue
         group: Any = SimpleNamespace(ranks=tuple(ranks))
         longest = max(1, *(plans[other].rows for other in ranks))
-        one_by_one = [plans[other].slots(tables, table_rows) for other in ranks]
+        one_by_one = [own_slots(plans[other], tables, table_rows) for other in ranks]
         expected = torch.cat([F.pad(slots, (0, longest - len(slots)), value=-1) for slots in one_by_one])
         assert torch.equal(gathered_slots(step, group, tables, table_rows), expected)

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.requests.samples import DRAWS, MIN_P, NOT_FINITE, PENALISES, TOP_P
-from dsa_engine.engine.sampling.logits_processors import penalised, penalties_of
-from dsa_engine.engine.sampling.penalty_counts import PenaltyCounts, with_drafts
+from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, penalised, penalties_of, with_unread
 from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
 from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule
@@ -71,7 +70,7 @@ class _Buffers:
         self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
         self.rows = StaticRows.of(bucket, width, passes.model, passes.cache.page_size)
         self.passes = passes.buffers(bucket)
-        self.counts = torch.empty(0)  # PenaltyCounts.in_step, shared by buckets; empty until a request has penalties
+        self.counts = torch.empty(0)  # int32 [requests, vocab], shared by buckets; empty until a request has penalties
 
 
 class GraphStep:
@@ -80,7 +79,8 @@ class GraphStep:
     def __init__(self, passes: Passes):
         self._passes = passes
         self._model, self._cache, self._mesh = passes.model, passes.cache, passes.mesh
-        self._counts = PenaltyCounts(self._model.config.vocab_size, self._mesh.device)
+        self._counts = PenaltyCounts()
+        self._in_step = torch.empty(0, self._model.config.vocab_size, dtype=torch.int32, device=self._mesh.device)
         self._buffers: dict[Bucket, _Buffers] = {}
 
     def key(self, step: StepPlan, rule: AcceptanceRule) -> GraphKey:
@@ -110,8 +110,14 @@ class GraphStep:
             torch.index_select(before.table, 0, Inputs.of(buffers.inputs).source, out=buffers.before)
         if key.penalises:
             if not buffers.counts.numel():
-                buffers.counts = self._counts.in_step(bucket.requests)
-            self._counts.update(chunks, buffers.before, buffers.counts)
+                if len(self._in_step) < bucket.requests:
+                    self._in_step = self._in_step.new_zeros(bucket.requests, self._in_step.shape[1])
+                buffers.counts = self._in_step[: bucket.requests]
+            penalising = [chunk.request for chunk in chunks if chunk.request.params.penalises]
+            if penalising:  # on this rank
+                slots = self._counts.slots(penalising, buffers.counts)
+                rows = [slots.get(chunk.request, 0) for chunk in chunks] + [0] * (bucket.requests - len(chunks))
+                torch.index_select(self._counts.rows.table, 0, indices(rows, buffers.counts), out=buffers.counts)
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])
         # A copy: another graph may use the same memory before this table is read.
         table = graphs.run(key, lambda: self._step(buffers, key)).clone()
@@ -150,7 +156,7 @@ class GraphStep:
         finite = logits.sum(dim=-1).isfinite()
         if key.penalises:
             penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
-            logits = penalised(logits, with_drafts(buffers.counts[:, :-1], ids), penalties)
+            logits = penalised(logits, with_unread(buffers.counts, before, follows, ids), penalties)
         tokens = logits.argmax(dim=-1).view_as(ids)
         if key.limits is not None:
             of_rows = Draws(*(column.repeat_interleave(width) for column in draws))

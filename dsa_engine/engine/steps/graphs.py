@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.plan import Bucket, StepPlan

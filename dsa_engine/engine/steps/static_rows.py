@@ -16,8 +16,7 @@ from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.steps.plan import Bucket
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.slots_of import slots_of
-from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
+from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MicroBatchPair
 from dsa_engine.model.model import Model
 
 

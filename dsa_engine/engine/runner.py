@@ -72,11 +72,8 @@ class ModelRunner:
             if self.graphs is not None and not self.num_drafts and self._is_static(plan):
                 plan = plan.padded(config, self.graphs.contexts)
         else:
-            padded, bucket = (
-                self.graphs is not None and self._mesh.static_decode and self._fits_graph(step.decode),
-                None,
-            )
-            if padded and self.graphs is not None:
+            bucket = None
+            if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step.decode):
                 bucket = bucket_of(step.decode, self.graphs.contexts, self.num_drafts)
             plan = StepPlan.of_decode(step.decode, rank, world, config, bucket)
         if self._micro_batches is not None:

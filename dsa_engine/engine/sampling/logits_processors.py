@@ -102,13 +102,16 @@ class LogitsProcessors:
         rows = [i for i, (request, *_) in enumerate(wanted) if request.params.penalises]
         if not rows:
             return
-        requests = [wanted[i].request for i in rows]
-        slots = self._counts.slots(requests, logits)
+        requests, known = [wanted[i].request for i in rows], dict[Request, int]()
+        for i in rows:
+            request, position, _ = wanted[i]
+            known.setdefault(request, min(position, request.num_known_tokens))
+        slots = self._counts.slots(known, logits)
         counts = self._counts.rows.table[indices([slots[request] for request in requests], logits)]
         unknown = [
             (row, token)
             for row, (request, position, _) in enumerate(wanted[i] for i in rows)
-            for token in request.tokens(request.num_known_tokens, position - request.num_known_tokens)
+            for token in request.tokens(known[request], position - known[request])
         ]
         add_occurrences(counts, unknown, sampled)
         at = indices(rows, logits)

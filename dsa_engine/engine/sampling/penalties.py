@@ -6,7 +6,7 @@ single rows of logits: by :func:`add_occurrences` in eager steps, by :func:`with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -58,14 +58,15 @@ class PenaltyCounts:
         self.rows = PerRequestTable(torch.int32)
         self._counted: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # output tokens that are in the table
 
-    def slots(self, requests: Sequence[Request], like: torch.Tensor) -> dict[Request, int]:
-        """Counts the known tokens of requests, and returns the index of each one's row; see also
-        :meth:`PerRequestTable.slots`."""
+    def slots(self, until: Mapping[Request, int], like: torch.Tensor) -> dict[Request, int]:
+        """Counts the known tokens of requests that are before a position of each, and returns the index of each one's
+        row; see also :meth:`PerRequestTable.slots`. The position never falls."""
         new: list[tuple[int, int]] = []
-        slots = self.rows.slots(requests, lambda request: _of_prompt(request, like.shape[1]), like)
-        for request in dict.fromkeys(requests):
-            new += [(slots[request], token) for token in request.output[self._counted.get(request, 0) :]]
-            self._counted[request] = len(request.output)
+        slots = self.rows.slots([*until], lambda request: _of_prompt(request, like.shape[1]), like)
+        for request, position in until.items():
+            tokens = request.output[self._counted.get(request, 0) : position - len(request.prompt)]
+            new += [(slots[request], token) for token in tokens]
+            self._counted[request] = self._counted.get(request, 0) + len(tokens)
         add_occurrences(self.rows.table, new)
         return slots
 

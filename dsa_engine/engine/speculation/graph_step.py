@@ -113,9 +113,10 @@ class GraphStep:
                 if len(self._in_step) < bucket.requests:
                     self._in_step = self._in_step.new_zeros(bucket.requests, self._in_step.shape[1])
                 buffers.counts = self._in_step[: bucket.requests]
-            penalising = [chunk.request for chunk in chunks if chunk.request.params.penalises]
-            if penalising:  # on this rank
-                slots = self._counts.slots(penalising, buffers.counts)
+            requests = [chunk.request for chunk in chunks if chunk.request.params.penalises]
+            if requests:  # on this rank
+                known = {request: request.num_known_tokens for request in requests}
+                slots = self._counts.slots(known, buffers.counts)
                 rows = [slots.get(chunk.request, 0) for chunk in chunks] + [0] * (bucket.requests - len(chunks))
                 torch.index_select(self._counts.rows.table, 0, indices(rows, buffers.counts), out=buffers.counts)
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])

@@ -268,9 +268,9 @@ class StepPlan:
         assert self.segments is not None, "a step made of chunks"
         return self.segments.of_rank(rank, self.chunks)
 
-    def padded(self, config: ModelConfig, contexts: ContextBuckets, num_drafts: int = 0) -> StepPlan:
-        """The decode step in the smallest bucket that it fits in, which is the same on all ranks."""
-        bucket = bucket_of(self.decode or self.chunks, contexts, num_drafts)
+    def padded(self, config: ModelConfig, contexts: ContextBuckets) -> StepPlan:
+        """The decode step, made of chunks, in the smallest bucket that it fits in, which is the same on all ranks."""
+        bucket = bucket_of(self.chunks, contexts)
         own = self.own.padded(bucket, config.has_indexer)
         return replace(self, own=own, rows=np.full(len(self.rows), bucket.rows), bucket=bucket)
 
@@ -279,7 +279,7 @@ class StepPlan:
         return [sum(s.visible_pairs for s in self.of_rank(rank).segments) for rank in range(len(self.rows))]
 
 
-def bucket_of(step: DecodeStep | Seq[Chunk], contexts: ContextBuckets, num_drafts: int) -> Bucket:
+def bucket_of(step: DecodeStep | Seq[Chunk], contexts: ContextBuckets, num_drafts: int = 0) -> Bucket:
     """The smallest bucket that a decode step fits in.
 
     Args:

@@ -70,7 +70,7 @@ class Steps:
         for chunk in plan.chunks:
             self._rows.check(chunk.request, chunk.start)
             self._rows.write(chunk.request, chunk.start, chunk.end)
-        codes = torch.tensor([token(one.id, one.num_output_tokens) for one in requests], dtype=torch.int64)
+        codes = torch.tensor([token(one.id, len(one) - len(one.prompt)) for one in requests], dtype=torch.int64)
         return StepResult(Samples.of(requests, [0] * len(codes), [1] * len(codes), 1), codes, lambda: codes)
 
 

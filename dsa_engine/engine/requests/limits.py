@@ -115,7 +115,10 @@ def new_requests(
         CapacityError: the request does not fit in the caches even alone.
     """
     check_prompt(prompt, 1, limits.max_model_len, limits.vocab_size)
-    _check_token_ids(params, limits.vocab_size)
+    for name in ("allowed_token_ids", "logit_bias"):
+        for token in getattr(params, name) or ():
+            if token >= limits.vocab_size:
+                raise ValueError(f"{name} has token id {token}; the vocabulary has ids 0 … {limits.vocab_size - 1}")
     room = limits.max_model_len - len(prompt)
     # As in vLLM, a request that asks for more tokens ends at the model's length.
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -155,11 +158,3 @@ def check_prompt(prompt: Sequence[int], room: int, max_model_len: int, vocab_siz
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"token id {wrong} is out of range; the vocabulary has ids 0 … {vocab_size - 1}")
-
-
-def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ``ValueError`` if the parameters name tokens that the model lacks."""
-    for name in ("allowed_token_ids", "logit_bias"):
-        for token in getattr(params, name) or ():
-            if token >= vocab_size:
-                raise ValueError(f"{name} has token id {token}; the vocabulary has ids 0 … {vocab_size - 1}")

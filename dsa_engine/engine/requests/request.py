@@ -145,23 +145,13 @@ class Request:
             self.prompt_logprobs = [None]  # the first token follows no other
 
     def __len__(self) -> int:
-        return len(self.prompt) + self.num_output_tokens
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens, placeholders included."""
-        return len(self.output) + len(self.placeholders)
+        return len(self.prompt) + len(self.output) + len(self.placeholders)
 
     @property
     def max_tokens(self) -> int:
         """Maximum number of output tokens; ``limits.py`` sets it if the caller did not."""
         assert self.params.max_tokens is not None
         return self.params.max_tokens
-
-    @property
-    def num_known_tokens(self) -> int:
-        """Number of tokens whose ids the host knows: all but placeholders."""
-        return len(self.prompt) + len(self.output)
 
     @property
     def prefilled(self) -> bool:

@@ -140,7 +140,7 @@ def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], t
     def taken(sampled: RequestTokens) -> RequestTokens:
         result, request = take(sampled), sampled.request
         if request.finish_reason is None and sampled.draft_result is not None:
-            drafts, done = request.drafts, request.num_output_tokens
+            drafts, done = request.drafts, len(request) - len(request.prompt)
             made[request.id, len(request)] = sampled.draft_result.accepted, drafts
             right = outputs[request.id][done : done + len(drafts)]
             num_right = (done * 5 + len(request.prompt)) % (len(drafts) + 2)

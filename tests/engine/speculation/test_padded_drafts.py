@@ -71,7 +71,7 @@ def test_padded_steps_with_drafts(
         if request.finish_reason is None and sampled.draft_result is not None:
             accepted.append(sampled.draft_result.accepted)
             wanted = oracle.drafts([*request.prompt, *request.output], DRAFTS).argmax(dim=-1).tolist()
-            done = request.num_output_tokens
+            done = len(request) - len(request.prompt)
             assert request.drafts == wanted[: COUNT - done - 1]
             right = expected[tuple(request.prompt)][done : done + len(request.drafts)]
             num_right = (done + len(request.prompt)) % (DRAFTS + 1)

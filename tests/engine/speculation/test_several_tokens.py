@@ -91,7 +91,7 @@ def three_a_step(llm: LLM, codes: dict[int, list[int]]) -> Any:
     def launch(plan: Any, _: Any) -> StepResult:
         requests, tokens = [request for request, *_ in plan.own.wanted], list[int]()
         for request in requests:
-            first = request.num_output_tokens
+            first = len(request) - len(request.prompt)
             tokens += codes[request.prompt[0]][first : first + 3]
         samples, of_all = Samples.of(requests, [0] * len(requests), [3] * len(requests), 1), torch.tensor(tokens)
         return StepResult(samples, of_all, lambda: of_all)

@@ -107,7 +107,7 @@ class PrefixCache:
     def digests(self, request: Request) -> list[bytes]:
         """Digests of those of a request's pages whose tokens are known."""
         assert request.digests is not None
-        return request.digests.extend(len(request.prompt) + len(request.output), request.tokens)
+        return request.digests.extend(request.num_known_tokens, request.tokens)
 
 
 def _count_equal(digests: list[bytes], others: list[bytes]) -> int:

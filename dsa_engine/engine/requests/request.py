@@ -154,6 +154,11 @@ class Request:
         return self.params.max_tokens
 
     @property
+    def num_known_tokens(self) -> int:
+        """Number of tokens whose ids the host knows: all but placeholders."""
+        return len(self.prompt) + len(self.output)
+
+    @property
     def prefilled(self) -> bool:
         """Whether prefill is complete: the request decodes."""
         return self.num_computed_tokens >= self.num_prefill_tokens

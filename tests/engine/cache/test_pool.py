@@ -124,11 +124,7 @@ class Simulation:
             # It may enter in a step whose fetches are taken by requests that ran before it was preempted.
             assert oldest in [c.request for c in chunks] or any(c.fetches for c in chunks), "the oldest does not run"
         for chunk in chunks:
-            computed = (
-                chunk.request.num_computed_tokens
-                if prefills
-                else len(chunk.request.prompt) + len(chunk.request.output) - 1
-            )
+            computed = chunk.request.num_computed_tokens if prefills else chunk.request.num_known_tokens - 1
             assert chunk.start == computed, "a token is left out, or computed twice"
             if prefills and chunk.request.id not in self.admitted:
                 self.admitted.append(chunk.request.id)
@@ -138,7 +134,7 @@ class Simulation:
             self.check_pages(rank, of_rank)
             if self.world.caching:
                 self.check_rows(rank, of_rank)
-        positions = {chunk.request.id: len(chunk.request.prompt) + len(chunk.request.output) for chunk in chunks}
+        positions = {chunk.request.id: chunk.request.num_known_tokens for chunk in chunks}
         for rank, (scheduler, step, of_rank) in enumerate(zip(self.ranks, scheduled, steps, strict=True)):
             written = [(chunk, list(chunk.request.pages)) for chunk in of_rank if rank in chunk.ranks]
             read(scheduler, launch(scheduler, step), lambda request: positions[request.id])

@@ -44,7 +44,7 @@ def make_request(number: int, prompt: int, output: int = 4) -> Request:
 
 def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     """Runs a step; each token is its position, as no position may be sampled twice."""
-    return run_step(scheduler, lambda request: len(request.prompt) + len(request.output))
+    return run_step(scheduler, lambda request: request.num_known_tokens)
 
 
 def test_prefill_in_chunks_then_decode() -> None:

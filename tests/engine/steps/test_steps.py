@@ -294,7 +294,7 @@ def test_measured_tokens(llm: LLM, fill_cache: bool) -> None:
 
 def test_tokens_that_are_not_read_have_placeholders() -> None:
     request = Request(0, [1, 2, 3], SamplingParams(), output=[4], placeholders=[6])
-    assert len(request) == 5 and request.num_output_tokens == 2
+    assert len(request) == 5 and len(request.prompt) == 3
     assert [[*request.tokens(*part)] for part in ((1, 4), (4, 1), (2, 2))] == [[2, 3, 4, -7], [-7], [3, 4]]
     request.placeholders += [0, 2]
     assert len(request) == 7 and [[*request.tokens(*part)] for part in ((3, 4), (5, 1))] == [[4, -7, -1, -3], [-1]]

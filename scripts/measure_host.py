@@ -54,6 +54,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.case is not None:
+        logging.disable(logging.INFO)
         print(json.dumps(CASES[args.only](**json.loads(args.case))))
         return
     check_outputs(args.json, args.plot)
@@ -238,5 +239,4 @@ def draw(results: list[dict[str, Any]], path: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.INFO)
     run(main)

@@ -152,7 +152,7 @@ def test_drafts_change_no_token() -> None:
 def test_sizes_that_the_format_cannot_hold_are_refused_before_anything_loads(
     oracle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "load_weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(start, "load_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match=r"kv_lora_rank 32.*a multiple of 128, not 32; use kv_cache_dtype='auto'"):
         load(oracle("deepseek_v32").folder, hf_overrides={"index_head_dim": 64})
     with pytest.raises(ValueError, match=r"index_head_dim 24\).*a power of two, at most 128, not 24; use"):

@@ -173,7 +173,8 @@ class PagePool:
         """
         unused = self.unused
         if count <= len(unused):
-            pages = unused[len(unused) - count :][::-1]
+            pages = unused[len(unused) - count :]
+            pages.reverse()
             del unused[len(unused) - count :]
             return pages
         if count > self.free:

@@ -85,6 +85,7 @@ class Decoding:
         for name, cells in zip(self._COLUMNS, self._cells, strict=True):
             setattr(self, name, cells)
         self._all = np.arange(len(self))
+        self._samples: Samples | None = None  # those of a step of all requests, without drafts
 
     def _set_ends(self, tokens: Collection[int]) -> None:
         """Sets the tokens that may end some request."""
@@ -187,13 +188,10 @@ class Decoding:
         needed = np.maximum(self.length - self.unverified, wanted)
         lacks = -(-needed // self._page_size) - self.pages
         rows = ((lacks > 0) & self._active).nonzero()[0]
-        refused = []
-        for row, pages in zip(rows.tolist(), lacks[rows].tolist(), strict=True):
-            if give(self.requests[row], pages):
-                self.pages[row] += pages
-            else:
-                refused.append(self.requests[row])
-        return refused
+        lacks, requests = lacks[rows], [self.requests[row] for row in rows.tolist()]
+        given = [give(request, pages) for request, pages in zip(requests, lacks.tolist(), strict=True)]
+        self.pages[rows] += lacks * np.array(given, np.int64)
+        return [] if all(given) else [one for one, has in zip(requests, given, strict=True) if not has]
 
     def step(self) -> DecodeStep:
         """The next step of all requests that have one: for each its last token, and its drafts.
@@ -205,8 +203,11 @@ class Decoding:
         length, unread = self.length[rows], self.unread[rows]
         on_device = (unread > 0) & (self._num_drafts > 0)
         counts = 1 + np.where(on_device, self._num_drafts, self.drafts[rows])
-        max_logprobs = int(self.logprobs.max(initial=-1))
-        samples = Samples.by_rank(self.key[rows], self.owner[rows], counts, self._world, max_logprobs)
+        samples = self._samples
+        if samples is None or self._num_drafts or not isinstance(rows, slice):
+            max_logprobs = int(self.logprobs.max(initial=-1))
+            samples = Samples.by_rank(self.key[rows], self.owner[rows], counts, self._world, max_logprobs)
+            self._samples = samples if isinstance(rows, slice) else None
         asks = int(np.bitwise_or.reduce(self.asks)) | NEEDS_HOST * bool((length - unread < self.least[rows]).any())
         own, rank = samples.of_rank(self._rank), range(self._rank, self._rank + 1)
         starts, of_own = length - 1, self._all[rows][own].tolist()

@@ -36,8 +36,8 @@ LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
 COLLECTIVE = 20 / 132
 # Seconds of the host: a decode step, each request of the rank in it, each request of another rank; a prefill step
 # before its first launch, each token of the prompt. They are the "law" in benchmarks/results/host.json, an AMD EPYC's.
-HOST_DECODE = (1.32e-3, 0.257e-6, 10e-6)
-HOST_PREFILL = (0.0, 0.783e-6)
+HOST_DECODE = (0.508e-3, 14.8e-6, 0.0922e-6)
+HOST_PREFILL = (0.0, 0.369e-6)
 
 
 @dataclass(frozen=True, eq=False)

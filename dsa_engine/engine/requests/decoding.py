@@ -66,7 +66,7 @@ class Decoding:
         self._set_ends(eos_token_ids)
         self.requests: list[Request] = []
         self._cells = np.empty((len(self._COLUMNS), 0), np.int64)
-        self._slots = 0  # number of rows of the next two
+        # Each has a row for every slot.
         self._tokens = np.empty((0, _BUFFERED + num_drafts), np.int64)
         self._buffered = np.empty(0, np.int64)  # number of tokens in each
         self._accepted = np.empty((0, num_drafts + 1, num_drafts + 1), np.int64)  # [slot, offered, accepted]: steps
@@ -78,7 +78,7 @@ class Decoding:
         return len(self.requests)
 
     def __contains__(self, request: Request) -> bool:
-        row = int(self.key.searchsorted(key_of(request)))
+        row = self._row(request)
         return row < len(self) and self.requests[row] is request
 
     def _bind(self) -> None:
@@ -143,9 +143,9 @@ class Decoding:
 
     def _slot(self) -> int:
         if not self._free_slots:
-            more = max(64, self._slots)
-            self._free_slots = list(range(self._slots + more - 1, self._slots - 1, -1))
-            self._slots += more
+            slots = len(self._buffered)
+            more = max(64, slots)
+            self._free_slots = list(range(slots + more - 1, slots - 1, -1))
             for name in ("_tokens", "_buffered", "_accepted"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate((old, np.zeros((more, *old.shape[1:]), np.int64))))

@@ -3,7 +3,6 @@ it naively, and its tokens depend on nothing but the request."""
 
 from __future__ import annotations
 
-import copy
 import sys
 import types
 from collections.abc import Callable
@@ -16,10 +15,10 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import start
 from dsa_engine.kernels.formats.cache_format import FP8
+from oracles import in_float64, index_vectors
 
 # Sizes that the format holds: a latent block and an index key of a power of two.
 SIZES = {"kv_lora_rank": 128, "index_head_dim": 64}
-EPS = 1e-6
 
 
 def fp8(x: torch.Tensor) -> torch.Tensor:
@@ -37,26 +36,9 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return x @ matrix * x.shape[-1] ** -0.5
 
 
-def rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + getattr(self, "variance_epsilon", EPS)).rsqrt() * self.weight
-
-
-def latent_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return fp8(rms_norm(self, x))
-
-
 def index(self: Any, x: torch.Tensor, q_resid: torch.Tensor, turns: Any, mask: torch.Tensor, *_: Any, **__: Any) -> Any:
     """``DeepseekV32Indexer.forward`` of one sequence, with queries and keys transformed and quantised."""
-
-    def rotated(v: torch.Tensor) -> torch.Tensor:  # [L, heads, dim]
-        half = self.qk_rope_head_dim // 2
-        cos, sin = (t[0, :, None, :half] for t in turns)
-        a, b, rest = v[..., :half], v[..., half : 2 * half], v[..., 2 * half :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
-
-    q = rotated(self.wq_b(q_resid[0]).unflatten(-1, (self.n_heads, self.head_dim)))
-    k = rotated(self.k_norm(self.wk(x[0]))[:, None])[:, 0]
-    weights = self.weights_proj(x[0]) * self.n_heads**-0.5 * self.head_dim**-0.5
+    q, k, weights = index_vectors(self, x, q_resid, turns)
     products = torch.einsum("thd,sd->ths", fp8(hadamard(q)), fp8(hadamard(k))).relu()
     scores = torch.einsum("ths,th->ts", products, weights).tril()
     scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
@@ -65,12 +47,11 @@ def index(self: Any, x: torch.Tensor, q_resid: torch.Tensor, turns: Any, mask: t
 
 def quantised(model: Any, patch: pytest.MonkeyPatch) -> Any:
     """A float64 copy of the model that attends to what FP8 caches hold."""
-    naive = copy.deepcopy(model).double()
-    naive.set_experts_implementation("eager")  # the grouped product knows no float64
+    naive = in_float64(model)
     module = sys.modules[type(model).__module__]
     for name, part in naive.named_modules():
-        if type(part).__name__.endswith("RMSNorm"):  # which computes in float32 whatever it is given
-            part.forward = types.MethodType(latent_norm if name.endswith("kv_a_layernorm") else rms_norm, part)
+        if name.endswith("kv_a_layernorm"):
+            part.register_forward_hook(lambda _, __, out: fp8(out))
         elif name.endswith("indexer"):
             part.forward = types.MethodType(index, part)
     original = module.apply_rotary_pos_emb_interleave

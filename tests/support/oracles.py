@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,38 @@ def write_oracle(folder: Path, model_type: str, seed: int = 0, **overrides: Any)
                 tensor.normal_(mean=1.0, std=0.1)
     model.save_pretrained(folder)
     return Oracle(folder, model)
+
+
+def _rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * self.weight
+
+
+def in_float64(model: Any) -> Any:
+    """A copy of a model of ``transformers`` that computes in float64, but for the router and the indexer's scores; for
+    these see :func:`index_vectors`."""
+    wide = copy.deepcopy(model).double()
+    wide.set_experts_implementation("eager")  # the grouped product knows no float64
+    for part in wide.modules():
+        if type(part).__name__.endswith("RMSNorm"):  # which computes in float32 whatever it is given
+            part.forward = types.MethodType(_rms_norm, part)
+    return wide
+
+
+def index_vectors(
+    indexer: Any, x: torch.Tensor, q_resid: torch.Tensor, turns: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries ``[L, heads, dim]``, keys ``[L, dim]`` and head weights ``[L, heads]`` of a float64 indexer of
+    ``transformers``, by the definition, from the arguments of its ``forward`` for one sequence."""
+
+    def rotated(v: torch.Tensor) -> torch.Tensor:  # [L, heads, dim]
+        half = indexer.qk_rope_head_dim // 2
+        cos, sin = (t[0, :, None, :half] for t in turns)
+        a, b, rest = v[..., :half], v[..., half : 2 * half], v[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+    q = rotated(indexer.wq_b(q_resid[0]).unflatten(-1, (indexer.n_heads, indexer.head_dim)))
+    k = rotated(indexer.k_norm(indexer.wk(x[0]))[:, None])[:, 0]
+    return q, k, indexer.weights_proj(x[0]) * indexer.n_heads**-0.5 * indexer.head_dim**-0.5
 
 
 def check_logits(

@@ -22,8 +22,7 @@ import torch
 from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.host import HostPages
-from dsa_engine.engine.cache.ledger import PageMoves
-from dsa_engine.engine.cache.pool import PageCopy
+from dsa_engine.engine.cache.pool import PageCopy, PageMoves
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model.kv_cache import KVCache, cache_dtype, cache_format

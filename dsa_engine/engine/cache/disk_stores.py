@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from dsa_engine.engine.cache.folder import PageFolder
 from dsa_engine.engine.cache.host import HostPages
-from dsa_engine.engine.cache.ledger import PageMoves
-from dsa_engine.engine.cache.pool import PageCopy
-from dsa_engine.engine.cache.prefix import PrefixCache
+from dsa_engine.engine.cache.ledger import PrefixCache
+from dsa_engine.engine.cache.pool import PageCopy, PageMoves
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.engine.requests.request import Chunk, Request
 

@@ -10,32 +10,16 @@ number of them is limited, as their buffers are.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from typing import TYPE_CHECKING
 
-from dsa_engine.engine.cache.pool import PageCopy, PageIndex, PagePool
-from dsa_engine.engine.requests.request import Chunk, Fetch, Request
+from dsa_engine.engine.cache.pool import PageIndex, PageMoves, PagePool
+from dsa_engine.engine.requests.request import Chunk, Fetch, PageDigests, Request
 
-
-@dataclass
-class PageMoves:
-    """Everything that one step moves on this rank before its layers read pages.
-
-    Attributes:
-        copies: take effect in this order; pages and slots may occur several times.
-        sends: for each rank of the context-parallel group, the pages to send to it, as they are after the copies. A
-            page may occur several times.
-        receives: for each rank of the group, the pages to fill with what it sends, in the same order. A page occurs
-            once.
-        exchanges: whether any rank of the group sends; then all of them take part in one collective a layer.
-    """
-
-    copies: list[PageCopy] = field(default_factory=list)
-    sends: list[list[int]] = field(default_factory=list)
-    receives: list[list[int]] = field(default_factory=list)
-    exchanges: bool = False
+if TYPE_CHECKING:  # needs packages of the extra "serve"
+    from dsa_engine.engine.cache.kv_events import KVEvents
 
 
 class PageLedger:
@@ -50,7 +34,6 @@ class PageLedger:
     Attributes:
         pools: the pages of every rank.
         index: the ranks that have each page.
-        fetched_pages: number of pages that ranks have sent to others so far.
     """
 
     def __init__(
@@ -62,12 +45,9 @@ class PageLedger:
         max_fetched: int = 1,
         forgotten: Callable[[bytes], None] | None = None,
     ):
-        self.pages, self.slots = pages, slots
-        self._rank = rank
-        self.max_fetched = max_fetched
+        self.pages, self.slots, self.max_fetched, self._rank = pages, slots, max_fetched, rank
         self.index = PageIndex(forgotten)
         self.pools = [PagePool(pages, slots, self.index, number) for number in range(world_size)]
-        self.fetched_pages = 0
         self._held: dict[Request, dict[int, array[int]]] = {}  # by request and rank
         self._fetches: dict[Request, deque[Fetch]] = {}  # by request whose rows are not all there
 
@@ -85,11 +65,7 @@ class PageLedger:
         return [request for request, held in self._held.items() if rank in held]
 
     def take(self, request: Request, rank: int, count: int) -> None:
-        """Gives a request ``count`` more pages on a rank.
-
-        Raises:
-            RuntimeError: fewer are free.
-        """
+        """Gives a request ``count`` more pages on a rank; raises ``RuntimeError`` if fewer are free."""
         self._give(request, rank, self.pools[rank].take(count))
 
     def give(self, request: Request, pages: int) -> bool:
@@ -147,31 +123,15 @@ class PageLedger:
             self._fetches[request] = fetches
         return Counter(fetch.rank for fetch in fetches)
 
-    def fetching(self, request: Request) -> Iterable[Fetch]:
+    def fetching(self, request: Request) -> Sequence[Fetch]:
         """The fetches that a request still waits for."""
         return self._fetches.get(request, ())
-
-    def next_fetches(self, request: Request, taken: Sequence[Fetch]) -> tuple[Fetch, ...]:
-        """A request's next fetches, as many as fit in a step that already has those of ``taken``."""
-        sent, received = [0] * len(self.pools), [0] * len(self.pools)
-        for fetch in taken:
-            sent[fetch.source] += 1
-            received[fetch.rank] += 1
-        count, waiting = 0, self._fetches.get(request, ())
-        for fetch in waiting:
-            sent[fetch.source] += 1
-            received[fetch.rank] += 1
-            if max(sent[fetch.source], received[fetch.rank]) > self.max_fetched:
-                break
-            count += 1
-        return tuple(islice(waiting, count))
 
     def fetched(self, request: Request, fetches: Sequence[Fetch]) -> None:
         """Records that a step with a request's first fetches has been launched: others find these pages now."""
         waiting = self._fetches.get(request)
         if not fetches or waiting is None:
             return
-        self.fetched_pages += len(fetches)
         for fetch in fetches:
             waiting.popleft()
             page = self._held[request][fetch.rank][fetch.number]
@@ -226,12 +186,6 @@ class PageLedger:
             self._held.pop(request, None)
             self._fetches.pop(request, None)
 
-    def evict_all(self) -> None:
-        """Frees all cached pages and host memory, and forgets the digests of held pages."""
-        for pool in self.pools:
-            pool.evict_all()
-        self.index.ranks.clear()
-
     def _give(self, request: Request, rank: int, pages: array[int]) -> None:
         of_request = self._held.setdefault(request, {})
         if rank in of_request:
@@ -240,3 +194,107 @@ class PageLedger:
         of_request[rank] = pages
         if rank == self._rank:
             request.pages = pages  # the same array as long as it holds pages, see BlockTables.rows
+
+
+class PrefixCache:
+    """The pages that other requests have computed, found and named by the digests of their tokens.
+
+    Pages are named during the prefill, when their rows are complete, and those of the output when the request ends or
+    is preempted. While a prompt is prefilled, all ranks of its context-parallel group hold its pages, later its owner
+    does; the pages of the other ranks stay cached. A request uses the pages that any rank of its group has.
+
+    Attributes:
+        lookahead: number of tokens after a page that its rows depend on; to be changed only before a :meth:`reset`.
+        least_computed: number of last tokens of a request that are always computed.
+        events: publishes what is named and what is forgotten; None: nothing is published.
+        queries, hits: number of tokens of the requests admitted so far, and of those that were found.
+    """
+
+    def __init__(self, ledger: PageLedger, page_size: int, enabled: bool, events: KVEvents | None = None):
+        self._ledger = ledger
+        self._page_size = page_size
+        self._enabled = enabled
+        self.lookahead, self.least_computed = 0, 1
+        self.events = events
+        self.queries, self.hits = 0, 0
+
+    def enter(self, request: Request) -> None:
+        """Lets a new request find pages, and be found."""
+        if self._enabled:
+            request.digests = PageDigests(self._page_size, self.lookahead, request.cache_salt)
+            self.digests(request)  # those of a prompt are made as it arrives, not in the step that prefills it
+
+    def usable(self, request: Request) -> list[bytes]:
+        """Digests of the first pages of a waiting request: those that it need not compute.
+
+        It computes its last tokens, and the tokens before those whose log-probabilities it still wants.
+        """
+        if request.digests is None or not request.reads_prefix_cache:
+            return []
+        tokens = request.num_prefill_tokens - self.least_computed
+        if request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt):
+            tokens = min(tokens, len(request.prompt_logprobs) - 1)
+        return self.digests(request)[: max(0, tokens) // self._page_size]
+
+    def waits(self, request: Request, usable: list[bytes], prefilling: Iterable[Request]) -> bool:
+        """Whether an older request's prefill will compute at least half of what this request still has to compute, or
+        an older request fetches pages that this one would fetch too.
+
+        Only older requests are waited for, so the oldest never waits.
+        """
+        for other in prefilling:
+            if other.digests is None or other.id >= request.id:
+                continue
+            common = _count_equal(other.digests.values, usable)
+            if any(fetch.number < common for fetch in self._ledger.fetching(other)):
+                return True
+            gained = (common - other.num_named_pages) * self._page_size
+            if gained > 0 and 2 * gained >= request.num_prefill_tokens - other.num_named_pages * self._page_size:
+                return True
+        return False
+
+    def admitted(self, request: Request, pages: int) -> None:
+        """Records that a request starts with ``pages`` pages of the cache."""
+        request.num_named_pages = request.num_found_pages = pages
+        request.num_computed_tokens = pages * self._page_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.queries += request.num_prefill_tokens
+            self.hits += request.num_computed_tokens
+
+    def name(self, request: Request) -> None:
+        """Names a request's pages whose rows have been computed, or will be when the steps in flight are done."""
+        computed = request.num_computed_tokens // self._page_size
+        if request.digests is None or computed <= request.num_named_pages:
+            return
+        new = self.digests(request)[request.num_named_pages : computed]
+        self._ledger.name(request, new, request.num_named_pages)
+        if self.events is not None:
+            self.events.stored(request, self.digests(request)[:computed], request.num_named_pages)
+        request.num_named_pages += len(new)
+
+    def release(self, request: Request, *, failed: bool = False) -> None:
+        """Takes back all pages of a request; those that it has computed are forgotten if it has ``failed``."""
+        if not failed:
+            self.name(request)
+        self._ledger.release(request, forget_from=request.num_found_pages if failed else None)
+        request.num_named_pages = request.num_found_pages = 0
+
+    def reset(self) -> None:
+        """Forgets all pages, also those in host memory; requests keep the pages that they hold."""
+        for pool in self._ledger.pools:
+            pool.evict_all()
+        self._ledger.index.ranks.clear()
+        if self.events is not None:
+            self.events.cleared()
+
+    def digests(self, request: Request) -> list[bytes]:
+        """Digests of those of a request's pages whose tokens are known."""
+        assert request.digests is not None
+        return request.digests.extend(request.num_known_tokens, request.tokens)
+
+
+def _count_equal(digests: list[bytes], others: list[bytes]) -> int:
+    """Number of equal digests, from the first on. Each covers those before it, so that bisection finds it."""
+    shorter = range(min(len(digests), len(others)))
+    return bisect_left(shorter, True, key=lambda index: digests[index] != others[index])

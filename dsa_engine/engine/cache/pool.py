@@ -26,6 +26,25 @@ class PageCopy(NamedTuple):
 
 
 @dataclass
+class PageMoves:
+    """Everything that one step moves on this rank before its layers read pages.
+
+    Attributes:
+        copies: take effect in this order; pages and slots may occur several times.
+        sends: for each rank of the context-parallel group, the pages to send to it, as they are after the copies. A
+            page may occur several times.
+        receives: for each rank of the group, the pages to fill with what it sends, in the same order. A page occurs
+            once.
+        exchanges: whether any rank of the group sends; then all of them take part in one collective a layer.
+    """
+
+    copies: list[PageCopy] = field(default_factory=list)
+    sends: list[list[int]] = field(default_factory=list)
+    receives: list[list[int]] = field(default_factory=list)
+    exchanges: bool = False
+
+
+@dataclass
 class PageIndex:
     """The ranks that have each page, on the device or in host memory.
 

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 
 from dsa_engine.engine.cache.host import HostCopies, HostPages
-from dsa_engine.engine.cache.ledger import PageMoves
+from dsa_engine.engine.cache.pool import PageMoves
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel.group import Group

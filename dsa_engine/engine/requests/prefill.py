@@ -3,7 +3,9 @@ chunks of a step; and how often steps prefill."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -97,6 +99,8 @@ class PrefillStep:
         self.chunks: list[Chunk] = []
         self._groups, self._ledger, self._least_computed = groups, ledger, least_computed
         self._budget = [tokens] * len(groups)  # tokens that each group can still prefill
+        self._sent: Counter[int] = Counter()  # by rank, pages that it sends in the step
+        self._received: Counter[int] = Counter()
 
     def has_room(self, group: int) -> bool:
         """Whether a group can prefill more tokens."""
@@ -105,13 +109,12 @@ class PrefillStep:
     def add(self, request: Request) -> None:
         """Adds a request's chunk; none if no tokens and no fetches are left for it."""
         start, ranks = request.num_computed_tokens, self._groups[request.cp_group]
-        fetches: tuple[Fetch, ...] = ()
-        if waiting := list(self._ledger.fetching(request)):
-            fetches = self._ledger.next_fetches(request, [fetch for chunk in self.chunks for fetch in chunk.fetches])
-            if len(fetches) < len(waiting):
-                if fetches:
-                    self.chunks.append(Chunk(request, start, 0, ranks, fetches=fetches))
-                return
+        waiting = self._ledger.fetching(request)
+        fetches = tuple(takewhile(self._fits, waiting))
+        if len(fetches) < len(waiting):
+            if fetches:
+                self.chunks.append(Chunk(request, start, 0, ranks, fetches=fetches))
+            return
         remaining = request.num_prefill_tokens - start
         length = min(remaining, self._budget[request.cp_group])
         if 0 < remaining - length < self._least_computed:
@@ -119,6 +122,13 @@ class PrefillStep:
         if length or fetches:
             self._budget[request.cp_group] -= length
             self.chunks.append(Chunk(request, start, length, ranks, fetches=fetches))
+
+    def _fits(self, fetch: Fetch) -> bool:
+        """Whether the step has room for a fetch, which then counts."""
+        fits = max(self._sent[fetch.source], self._received[fetch.rank]) < self._ledger.max_fetched
+        self._sent[fetch.source] += fits
+        self._received[fetch.rank] += fits
+        return fits
 
 
 class PrefillShare:

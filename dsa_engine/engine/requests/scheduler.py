@@ -27,8 +27,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from dsa_engine.engine.cache.disk_loads import DiskLoads
-from dsa_engine.engine.cache.ledger import PageLedger
-from dsa_engine.engine.cache.prefix import PrefixCache
+from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
 from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.limits import Capacity, pages_for
 from dsa_engine.engine.requests.prefill import Load, PrefillShare, PrefillStep, choose_group, choose_owner

@@ -68,6 +68,8 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         engine = llm.engine
         half = len(work["conversations"]) // 2
         results: dict[str, Any] = {}
+        fetched: list[int] = []
+        engine.after_launch = (*engine.after_launch, lambda some: fetched.extend(len(chunk.fetches) for chunk in some))
         if engine.mesh.rank == 0:
             first = asyncio.run(soak(llm, work["conversations"][:half]))
             results["memory"] = [resident_bytes()]
@@ -80,7 +82,7 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         ledger = engine.scheduler.ledger
         results |= {"pages": ledger.pages, "free": ledger.free}
         results |= {"cached": [pool.free - len(pool.unused) for pool in ledger.pools]}
-        results |= {"fetched": ledger.fetched_pages, "preemptions": engine.scheduler.preemptions}
+        results |= {"fetched": sum(fetched), "preemptions": engine.scheduler.preemptions}
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
         results |= {"in_host": [len([*pool.host]) for pool in ledger.pools], "slots": ledger.slots}
         results["from_host"] = engine.cache_turns.transfer.copies.bytes_from_host // engine.cache.page_bytes

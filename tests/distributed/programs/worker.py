@@ -53,6 +53,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     engine.async_scheduling = case.get("ahead", False)
     ledger = engine.scheduler.ledger
     ledger.max_fetched = case.get("max_fetched", ledger.max_fetched)
+    fetched: list[int] = []
+    engine.after_launch = (*engine.after_launch, lambda chunks: fetched.extend(len(chunk.fetches) for chunk in chunks))
     log: list[Collective] = []
     engine.mesh.cp.log = log
     if case.get("padded"):
@@ -93,7 +95,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["drafts"] = drafts
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
-    result["fetched"], result["in_host"] = ledger.fetched_pages, sum(len([*pool.host]) for pool in ledger.pools)
+    result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
     result["read"] = engine.cache_turns.loads.pages_read if engine.cache_turns.loads else 0
     result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
     result["page_bytes"] = engine.cache.page_bytes

@@ -15,8 +15,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.cache import host as host_module
 from dsa_engine.engine.cache.host import HostCopies, HostPages, independent_runs, neighbours
-from dsa_engine.engine.cache.ledger import PageMoves
-from dsa_engine.engine.cache.pool import PageCopy
+from dsa_engine.engine.cache.pool import PageCopy, PageMoves
 from dsa_engine.engine.cache.sizes import TierSizes
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.errors import CapacityError

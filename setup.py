@@ -2,6 +2,9 @@
 
 The import names are ``dsa_engine.kernels`` and ``dsa_engine.parallel``: the top-level folders of those names are
 reached through symbolic links and are never installed as top-level packages.
+
+``src/`` holds nothing but a link to the package. An editable install puts it on Python's path: so the package is found
+there also in the folder that holds a clone named dsa_engine, and other folders of the clone are not found.
 """
 
 import re
@@ -10,12 +13,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+PACKAGE = ROOT / "src" / "dsa_engine"
 
 # A checkout without symbolic links has small text files in their place, and would build half a package.
-for link in ("kernels", "parallel"):
-    if not (ROOT / "dsa_engine" / link).is_dir():
+for link in (PACKAGE, PACKAGE / "kernels", PACKAGE / "parallel"):
+    if not link.is_dir():
         raise SystemExit(
-            f"dsa_engine/{link} is not a folder: it should be a symbolic link to ../{link}; "
+            f"{link} is not a folder: it should be a symbolic link; "
             "clone with symbolic links enabled (git config core.symlinks true)"
         )
 
@@ -36,7 +40,7 @@ SERVE = [
 
 
 def version() -> str:
-    text = (ROOT / "dsa_engine" / "version.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "version.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:
         raise SystemExit('dsa_engine/version.py must hold a line like __version__ = "0.1.0"')
@@ -58,7 +62,8 @@ setup(
     license_expression="MIT",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["dsa_engine", "dsa_engine.*"]),
+    package_dir={"": "src"},
+    packages=find_packages("src", include=["dsa_engine", "dsa_engine.*"]),
     package_data={
         "dsa_engine": ["py.typed", "demo_model/*"],
         "dsa_engine.kernels": ["native/*"],

@@ -46,17 +46,48 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {words})".replace("%", "%%")
 
 
+class Rare(str):
+    """The help of an option that only ``--help-all`` shows."""
+
+
+class _HelpAll(argparse._HelpAction):
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser.shows_all = True
+        super().__call__(parser, *rest)
+
+
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line, with the option that may have been meant.
+    """Reports a wrong option or command in one line, with the one that may have been meant.
 
     Attributes:
         add_when_parsing: adds the options of a subcommand, when its words are parsed.
+        shows_all: the help has all options, not only those that matter for a start.
     """
 
     add_when_parsing: Callable[[argparse.ArgumentParser], None] | None = None
+    shows_all = False
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **{"formatter_class": HelpFormatter} | named)
+        self.add_argument("--help-all", action=_HelpAll, help=argparse.SUPPRESS)
+
+    def format_help(self) -> str:
+        rare = [] if self.shows_all else [action for action in self._actions if isinstance(action.help, Rare)]
+        texts = [action.help for action in rare]
+        for action in rare:
+            action.help = argparse.SUPPRESS
+        shown = super().format_help()
+        for action, text in zip(rare, texts, strict=True):
+            action.help = text
+        return shown + (f"\n{len(rare)} more options: {self.prog} --help-all\n" if rare else "")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = difflib.get_close_matches(value, action.choices, n=1)
+            instead = f"did you mean {near[0]}?" if near else f"commands are {', '.join(action.choices)}"
+            self.error(f"there is no command {value!r}; {instead}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") != "0":  # all ranks have the same options; rank 0 reports
@@ -94,8 +125,8 @@ def argument_parser(description: str | None) -> Parser:
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of :class:`dsa_engine.LLM`; :func:`llm_from` reads them."""
-    add_options(parser.add_argument_group("engine"), EngineOptions)
-    add_options(parser.add_argument_group("parallel (under torchrun)"), ParallelConfig)
+    add_options(parser, EngineOptions)
+    add_options(parser, ParallelConfig)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -120,15 +151,21 @@ def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
     return LLM(**(engine_options(args) | changes))
 
 
-def add_options(group: argparse._ActionsContainer, options: type) -> None:
-    """Adds the options of a dataclass; :func:`options_from` reads them."""
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Adds the options of a dataclass in their groups; :func:`options_from` reads them."""
+    group: argparse._ActionsContainer = parser
     for f, hint in options_of(options):
+        if f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
         how = _argument(hint)
         if how is not None:
-            how = {"default": f.default, "help": f.metadata["doc"].rstrip(".").replace("``", "")} | how
+            about = f.metadata["doc"].rstrip(".").replace(":class:", "").replace("`", "")
+            how = {"default": f.default, "help": about} | how
             if f.metadata["metavar"]:
                 how["metavar"] = f.metadata["metavar"]
-            group.add_argument(_flag(f.name), **how)
+            action = group.add_argument(_flag(f.name), **how)
+            if not f.metadata["common"]:
+                action.help = Rare(action.help)
 
 
 def options_from(args: argparse.Namespace, options: type) -> dict[str, Any]:
@@ -198,10 +235,15 @@ def json_object(text: str, option: str) -> dict[str, Any]:
 
 
 def read_text(path: str) -> str:
-    """The text of a file; ``ValueError`` if it is empty."""
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    if not text:
-        raise ValueError(f"the file {path} is empty; give one with a text")
+    """The text of a file; ``ValueError`` if it cannot be read, is empty or holds something else than text in UTF-8."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the file {path} is no text in UTF-8: {error.reason} at byte {error.start:,}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read the file {path}: {error.strerror}") from error
+    if not text or "\0" in text:
+        raise ValueError(f"the file {path} {'holds zero bytes' if text else 'is empty'}; give one with a text")
     return text
 
 

@@ -37,10 +37,12 @@ class EngineOptions(Options):
         "a Hugging Face folder (config.json, safetensors, tokenizer files); a hub id whose files are in the local "
         'Hugging Face cache; "demo", a small trained model; "demo-random", an untrained one; or, with load_format '
         '"dummy", "deepseek_v32", "deepseek_v3" or "glm_moe_dsa" of the released sizes.',
+        common=True,
+        group="model and weights",
     )
     _: KW_ONLY
     dtype: Dtype = option("auto", '"auto" is the checkpoint\'s on CUDA and float32 on a CPU.')
-    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
+    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".', common=True)
     quantization: Quantization | None = option(
         None,
         "format in which the weights of linear layers and experts are held and multiplied. Default: the checkpoint's, "
@@ -50,9 +52,10 @@ class EngineOptions(Options):
     load_format: LoadFormat = option(
         "auto",
         '"auto" reads the checkpoint; "dummy" makes random weights of the right shape and reads only config.json.',
+        common=True,
     )
     hf_overrides: dict[str, Any] = option(
-        dict, 'keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.'
+        dict, 'keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.', common=True
     )
     generation_config: GenerationConfig = option(
         "auto",
@@ -62,15 +65,13 @@ class EngineOptions(Options):
     trust_remote_code: bool = option(
         False, "let the tokenizer run Python code of the model folder, as in vLLM; read that code first."
     )
-    kv_cache_dtype: KVCacheDtype = option(
-        "auto",
-        '"auto" caches in the dtype of the run; "fp8" takes 656 bytes per latent row and 132 per index key of '
-        'DeepSeek-V3.2, with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
-    )
     max_model_len: PositiveInt | None = option(
-        None, "maximum number of tokens of prompt and output together; default: the model's."
+        None,
+        "maximum number of tokens of prompt and output together; default: the model's.",
+        common=True,
+        group="requests",
     )
-    max_num_seqs: PositiveInt = option(64, "maximum number of requests that run at once.")
+    max_num_seqs: PositiveInt = option(64, "maximum number of requests that run at once.", common=True)
     stream_interval: PositiveInt = option(
         1, "tokens in each piece of a stream after the first; larger pieces cost the host less."
     )
@@ -81,6 +82,13 @@ class EngineOptions(Options):
         0.5,
         "maximum fraction of steps that prefill while any request decodes, in (0, 1]; 1 puts prefill first: best for "
         "the time to first token, worst for the time per token.",
+    )
+    kv_cache_dtype: KVCacheDtype = option(
+        "auto",
+        '"auto" caches in the dtype of the run; "fp8" takes 656 bytes per latent row and 132 per index key of '
+        'DeepSeek-V3.2, with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+        common=True,
+        group="caches and memory",
     )
     page_size: PositiveInt = option(64, "tokens per cache page.")
     enable_prefix_caching: bool = option(
@@ -129,6 +137,8 @@ class EngineOptions(Options):
         "draft several tokens a step and check them, as in vLLM: ``{}`` does not, "
         '``{"method": "mtp", "num_speculative_tokens": 1}`` does; see '
         ":class:`dsa_engine.config.speculative.SpeculativeConfig`.",
+        common=True,
+        group="decoding, kernels and the rest",
     )
     enforce_eager: bool = option(False, "run decode kernel by kernel on CUDA, without CUDA graphs.")
     cudagraph_capture_sizes: list[PositiveInt] | None = option(

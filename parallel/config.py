@@ -29,11 +29,13 @@ class ParallelConfig(Options):
         None,
         "context parallelism: ranks that prefill a sequence together; default: the whole world. It must divide the "
         "world size; with less than the world, several groups prefill different sequences.",
+        group="parallel (under torchrun)",
     )
     tp_size: PositiveInt = option(
         1,
         "neighbouring ranks that divide embedding, output projection and LM head. It is not attention TP: every rank "
         "computes all heads of its tokens.",
+        common=True,
     )
     moe_dispatch: MoeDispatch = option(
         "all_to_all",

@@ -25,8 +25,9 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout as git sees it: tracked and new files, links as links, nothing that is ignored."""
-    copy = tmp_path_factory.mktemp("tree")
+    """A copy of the checkout as git sees it: tracked and new files, links as links, nothing that is ignored. Its name
+    is that of a clone, and of the package."""
+    copy = tmp_path_factory.mktemp("tree") / "dsa_engine"
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in filter(None, set(listed.split("\0"))):
         source, target = ROOT / name, copy / name
@@ -75,31 +76,49 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Path], tre
     assert "dsa-engine = dsa_engine.cli:main" in commands
 
 
-@pytest.mark.parametrize("origin", ["tree", "sdist"])
-def test_an_installed_wheel_is_imported_under_our_name_only(
-    wheels: dict[str, Path], origin: str, tmp_path: Path
-) -> None:
-    clean = tmp_path / "venv"
-    run(sys.executable, "-m", "venv", "--without-pip", clean, cwd=tmp_path)
-    python = clean / "bin" / "python"
-    install = ("install", "--quiet", "--no-deps", "--no-index", wheels[origin])
-    run(sys.executable, "-m", "pip", "--python", python, *install, cwd=tmp_path)
+def installed(folder: Path, *what: str | Path) -> tuple[Path, Path]:
+    """Installs something into a new environment; its interpreter and its folder of packages."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
     # The dependencies are those of this environment. A folder added by a .pth file comes last on sys.path, and its own
     # .pth files (an editable install of dsa_engine) are not read, so what was just installed is what is imported.
-    site = Path(run(python, "-Ic", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    site = Path(run(python, "-Ic", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    install = ("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", *what)
+    run(sys.executable, "-m", "pip", "--python", python, *install, cwd=folder)
+    return python, site
 
-    program = (
-        "import importlib.metadata, importlib.util, dsa_engine, dsa_engine.kernels, dsa_engine.parallel\n"
-        "from dsa_engine.version import __version__\n"
-        "assert importlib.metadata.version('dsa-engine') == __version__\n"
-        "print(dsa_engine.__file__, dsa_engine.kernels.__file__, dsa_engine.parallel.__file__, sep='\\n')\n"
-    )
-    for line in run(python, "-Ic", program, cwd=tmp_path).splitlines():
-        assert Path(line).is_relative_to(site), line
+
+IMPORTED = (
+    "import importlib.metadata, dsa_engine, dsa_engine.kernels, dsa_engine.parallel\n"
+    "from dsa_engine.version import __version__\n"
+    "assert importlib.metadata.version('dsa-engine') == dsa_engine.__version__ == __version__\n"
+    "print(dsa_engine.__file__, dsa_engine.kernels.__file__, dsa_engine.parallel.__file__, sep='\\n')\n"
+)
+
+
+@pytest.mark.parametrize("origin", ["tree", "sdist"])
+def test_an_installed_wheel_is_imported_under_our_name_only(
+    wheels: dict[str, Path], tree: Path, origin: str, tmp_path: Path
+) -> None:
+    python, site = installed(tmp_path / "venv", wheels[origin])
+    for cwd in (tmp_path, tree.parent):  # the folder that holds the clone too
+        for line in run(python, "-c", IMPORTED, cwd=cwd).splitlines():
+            assert Path(line).is_relative_to(site), line
     for name in OTHERS:
         assert not (site / name).exists()
     assert_not_ours(python, tmp_path, site, ROOT)
+
+
+def test_an_editable_install_is_imported_from_anywhere(tree: Path, tmp_path: Path) -> None:
+    """In the folder that holds a clone named dsa_engine, ``import dsa_engine`` found the clone: an empty package."""
+    python, _ = installed(tmp_path / "venv", "--editable", tree)
+    for cwd in (tree, tree.parent, tmp_path):
+        for line in run(python, "-c", IMPORTED, cwd=cwd).splitlines():
+            assert Path(line).resolve().is_relative_to(tree), line
+        assert run(python, "-m", "dsa_engine", "--version", cwd=cwd).startswith("dsa_engine ")
+    for module in ("kernels", "parallel"):
+        assert_not_ours(python, tmp_path, tree / module)
 
 
 def test_the_interpreter_of_the_tests_sees_no_top_level_kernels(tmp_path: Path) -> None:

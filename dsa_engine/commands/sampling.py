@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from dsa_engine.arguments import json_object
+from dsa_engine.arguments import Rare, json_object
 from dsa_engine.config.fields import options_of
 from dsa_engine.sampling_params import SamplingParams
 
@@ -19,7 +19,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat-template-kwargs",
         type=_object,
         metavar="JSON",
-        help="variables of the chat template, such as '{\"thinking\": true}' for DeepSeek-V3.2",
+        help=Rare("variables of the chat template, such as '{\"thinking\": true}' for DeepSeek-V3.2"),
     )
 
 
@@ -36,6 +36,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         if f.name in _NAMES:
             default = _ELSE.get(f.name, f.default)
             about = f"{f.metadata['doc'].rstrip('.')}; default: that of generation_config.json, else {default}"
+            about = about if f.name in _ELSE else Rare(about)
             parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), help=about)
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="the model to serve, as --model takes it (default: demo)"
     )
-    add_options(parser.add_argument_group("server"), ServerOptions)
+    add_options(parser, ServerOptions)
     add_engine_arguments(parser)
 
 

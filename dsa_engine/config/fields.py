@@ -20,15 +20,19 @@ C = TypeVar("C")
 P = ParamSpec("P")
 
 
-def option(default: Any, doc: str, metavar: str | None = None) -> Any:
+def option(
+    default: Any, doc: str, metavar: str | None = None, *, common: bool = False, group: str | None = None
+) -> Any:
     """A dataclass field that is an option.
 
     Args:
         default: a class is called for each instance.
         doc: its text in the docstring and in ``--help``.
         metavar: the placeholder of its value in ``--help``.
+        common: ``--help`` shows it; ``--help-all`` shows all.
+        group: title of the group in ``--help-all`` that begins with it.
     """
-    metadata = {"doc": doc, "metavar": metavar}
+    metadata = {"doc": doc, "metavar": metavar, "common": common, "group": group}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -23,18 +23,21 @@ class ServerOptions(Options):
         TypeError, ValueError: an option is not possible; the text says what is.
     """
 
-    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's.")
-    port: Port = option(8000, "port to listen at; 0: any free one, which the log names.")
+    host: str = option(
+        "127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's.", common=True, group="server"
+    )
+    port: Port = option(8000, "port to listen at; 0: any free one, which the log names.", common=True)
     api_server_count: Annotated[int, at_least(1)] = option(
         1, "processes that speak HTTP at this address; make it 2 or more if one is busy all the time (docs/SERVING.md)."
     )
     served_model_name: list[str] | None = option(
-        None, "names of the model; default: MODEL as it is given.", metavar="NAME"
+        None, "names of the model; default: MODEL as it is given.", metavar="NAME", common=True
     )
     api_key: str | None = option(
         None,
         "key that clients must send (Authorization: Bearer …); default: that of the environment variable "
         "DSA_ENGINE_API_KEY, which other users of the machine do not see, or none.",
+        common=True,
     )
     max_body_size: BodySize = option("16MiB", "maximum size of a request's body.", metavar="SIZE")
     max_waiting_requests: Annotated[int, at_least(0)] = option(

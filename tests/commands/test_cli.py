@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import dsa_engine
 from dsa_engine import cli
+from dsa_engine.arguments import argument_parser, read_text
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tqdm", "matplotlib", "dsa_engine.llm", "dsa_engine.model")
 
@@ -32,6 +34,63 @@ def test_help_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2 + len(cli.COMMANDS) and [line for line in lines if not line.endswith(" []")] == []
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command prints about itself."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*words])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve"])
+def test_help_has_what_matters_and_help_all_everything(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It had 280 lines with 50 options."""
+    few, all_of_them = shown(capsys, name, "--help"), shown(capsys, name, "--help-all")
+    options, more = (set(re.findall(r"^  (--[a-z-]+)", text, re.M)) for text in (few, all_of_them))
+    assert 9 <= len(options) <= 15 and len(few.splitlines()) < 100
+    assert {"--model", "--device", "--load-format", "--max-model-len", "--tp-size"} <= options < more
+    assert few.endswith(f"\n{len(more - options)} more options: dsa-engine {name} --help-all\n")
+    parser = argument_parser(None)
+    cli.COMMANDS[name].add_arguments(parser)
+    assert {word for word in parser._option_string_actions if word[:5] not in ("-h", "--hel", "--no-")} == more
+    for title in ("model and weights", "requests", "caches and memory", "parallel (under torchrun)"):
+        assert f"\n{title}:\n" in few and f"\n{title}:\n" in all_of_them
+    parser.format_help()
+    assert parser.format_help().count("--help-all") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sreve demo", "there is no command 'sreve'; did you mean serve?; see dsa-engine --help"),
+        ("bench prefil", "there is no command 'prefil'; did you mean prefill?; see dsa-engine bench --help"),
+        ("zzz", "there is no command 'zzz'; commands are generate, chat, serve, "),
+    ],
+)
+def test_a_wrong_command_is_answered(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words.split())
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"^cannot read the file .*/text: No such file or directory$"),
+        (b"", "/text is empty"),
+        (b"\x7fELF\x02\x01\x01\0\0", "/text holds zero bytes; give one with a text"),
+        (b"caf\xe9 au lait", "/text is no text in UTF-8: invalid continuation byte at byte 3$"),
+    ],
+)
+def test_a_file_that_is_no_text(content: bytes | None, message: str, tmp_path: Path) -> None:
+    """Bytes that are no text became replacement characters, and the model went on from them."""
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_text(str(tmp_path / "text"))
+    with pytest.raises(ValueError, match="Is a directory$"):
+        read_text(str(tmp_path))
 
 
 PLAN = "--weights fp8 --cache fp8 --drafts 0 --chunk 8192 --tp-size 1"

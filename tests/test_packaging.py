@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -85,7 +89,8 @@ def installed(folder: Path, *what: str | Path) -> tuple[Path, Path]:
     site = Path(run(python, "-Ic", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     install = ("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", *what)
-    run(sys.executable, "-m", "pip", "--python", python, *install, cwd=folder)
+    if what:
+        run(sys.executable, "-m", "pip", "--python", python, *install, cwd=folder)
     return python, site
 
 
@@ -119,6 +124,67 @@ def test_an_editable_install_is_imported_from_anywhere(tree: Path, tmp_path: Pat
         assert run(python, "-m", "dsa_engine", "--version", cwd=cwd).startswith("dsa_engine ")
     for module in ("kernels", "parallel"):
         assert_not_ours(python, tmp_path, tree / module)
+
+
+# What a tiny machine changes in the README's lines.
+SMALLER = {
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "deepseek-ai/DeepSeek-V3.2": "demo",
+    "--tp-size 8": "--tp-size 2",
+    "FILE": "prompt.txt",
+    '{"num_hidden_layers": 4}': json.dumps(
+        {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+        | {"vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 16, "n_group": 4}
+    ),
+    "8192,32768": "64,256",
+    "--port 8000": "--port 0",
+}
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_readme(tree: Path, tmp_path: Path) -> None:
+    """Every line of its blocks, in the order of the page, typed where the clone lies, in a new environment."""
+    python, site = installed(tmp_path / "venv")
+    text = (tree / "README.md").read_text(encoding="utf-8")
+    quick = text.partition("## Quick start")[2].partition("## Features")[0]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", quick, flags=re.M | re.S)
+    assert [language for language, _ in blocks] == ["", "python", "", "", "", ""]
+    (tree.parent / "prompt.txt").write_text("def main():")
+    (tree.parent / "program.py").write_text(blocks[1][1])
+    (tmp_path / "venv" / "installed.stamp").touch()  # for make: this is its environment
+    for name, command in (("pip", "pip"), ("torchrun", "torch.distributed.run")):
+        (python.parent / name).write_text(f'#!/bin/sh\nexec {python} -m {command} "$@"\n')
+        (python.parent / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "VENV": str(tmp_path / "venv"),
+        "DSA_ENGINE_CACHE": str(tmp_path / "cache"),
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+    }
+    lines = [line for language, block in blocks if not language for line in block.splitlines()]
+    lines.insert(1, "python program.py")
+    assert len(lines) == 7
+    for line in lines:
+        for given, smaller in SMALLER.items():
+            line = line.replace(given, smaller)
+        serves = " serve " in line
+        with subprocess.Popen(
+            ["timeout", "--signal=KILL", "300", "bash", "-c", f"exec {line}"],
+            cwd=tree.parent,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            out = ""
+            for read in process.stdout:
+                out += read
+                if serves and "http://127.0.0.1:" in read:
+                    process.send_signal(signal.SIGINT)
+        assert process.returncode in ((0, 130) if serves else (0,)), f"{line}\n{out}"
+        assert not serves or "http://127.0.0.1:" in out
 
 
 def test_the_interpreter_of_the_tests_sees_no_top_level_kernels(tmp_path: Path) -> None:

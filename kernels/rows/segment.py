@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dsa_engine.kernels.runtime.transfer import upload
@@ -54,10 +55,10 @@ class Segments:
             if s.row != rows or s.length < 1:
                 raise ValueError(f"{s} must have a length and begin at row {rows}, where the segment before it ends")
             rows += s.length
-        row, length, sequence, start = torch.tensor(segments, dtype=torch.int32).view(-1, 4).T
-        sequences, before = torch.stack((sequence, start - row)).repeat_interleave(length, dim=1)
-        visible = before + torch.arange(1, rows + 1, dtype=torch.int32)
-        return cls(segments, upload(sequences, device), upload(visible, device))
+        row, length, sequence, start = np.array(segments, np.int32).reshape(-1, 4).T
+        visible = (start - row).repeat(length) + np.arange(1, rows + 1, dtype=np.int32)
+        of_rows = (torch.from_numpy(column) for column in (sequence.repeat(length), visible))
+        return cls(segments, *(upload(column, device) for column in of_rows))
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments)

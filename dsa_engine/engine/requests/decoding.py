@@ -15,6 +15,7 @@ import numpy.typing as npt
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import (
+    LAST_CODE,
     NEEDS_HOST,
     DecodeStep,
     DraftResult,
@@ -27,6 +28,7 @@ from dsa_engine.engine.requests.samples import (
     top_k_of,
 )
 
+_ALL = slice(None)
 _BUFFERED = 256  # tokens of a request in the array; when it is full, they go to the request
 
 
@@ -55,9 +57,8 @@ class Decoding:
     asks: Ints  # what it asks of the sampler: this and the next two
     top_k: Ints
     logprobs: Ints
-    direct: Ints  # whether its object has all tokens that have been read
+    direct: Ints  # its object gets, as they are read: 2 all tokens, 1 the next ones, 0 none
     slot: Ints  # where they are buffered if not
-    fresh: Ints  # whether no token of it has been read since it came
     _COLUMNS = tuple(__annotations__)
 
     def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
@@ -85,16 +86,20 @@ class Decoding:
         for name, cells in zip(self._COLUMNS, self._cells, strict=True):
             setattr(self, name, cells)
         self._all = np.arange(len(self))
-        self._samples: Samples | None = None  # those of a step of all requests, without drafts
+        self._samples: Samples | None = None  # those of the last step, if it was of all requests
+        self._asks = int(np.bitwise_or.reduce(self.asks))
+        self._top_k, self._max_logprobs = int(self.top_k.max(initial=0)), int(self.logprobs.max(initial=-1))
 
     def _set_ends(self, tokens: Collection[int]) -> None:
         """Sets the tokens that may end some request."""
         self._ends = set(tokens)
-        self._end_ids = np.array(sorted(self._ends), np.int64)
+        # By token; the one after all of these stands for those after it, and the last ones are the codes of errors.
+        self._is_end = np.zeros(max(self._ends, default=-1) + 2 - LAST_CODE, np.bool_)
+        self._is_end[[*self._ends, *range(LAST_CODE, 0)]] = True
 
     def requests_of(self, samples: Samples) -> list[Request]:
         """The requests of a step that are still here."""
-        return [self.requests[row] for row in self._all[self._find(samples.keys)[0]].tolist()]
+        return [self.requests[row] for row in self._all[self._find(samples)[0]].tolist()]
 
     # Requests come and leave.
 
@@ -116,9 +121,8 @@ class Decoding:
             "asks": asks_of(request),
             "top_k": top_k_of(request),
             "logprobs": -1 if params.logprobs is None else params.logprobs,
-            "direct": request.owner == self._rank or request.delivery == "tokens",
+            "direct": 2 if request.owner == self._rank or request.delivery == "tokens" else 1,
             "slot": self._slot(),
-            "fresh": 1,
         }
         row = int(self.key.searchsorted(values["key"]))
         self._cells = np.insert(self._cells, row, [int(values[name]) for name in self._COLUMNS], axis=1)
@@ -183,50 +187,58 @@ class Decoding:
         Returns:
             the requests that got none.
         """
-        drafts = self._num_drafts
-        wanted = np.minimum(self.length + drafts + max(0, drafts - 1), self.limit - 1)
-        needed = np.maximum(self.length - self.unverified, wanted)
+        drafts, needed = self._num_drafts, self.length
+        if drafts:
+            wanted = np.minimum(self.length + drafts + drafts - 1, self.limit - 1)
+            needed = np.maximum(self.length - self.unverified, wanted)
         lacks = -(-needed // self._page_size) - self.pages
+        if not (lacks > 0).any():
+            return []
         rows = ((lacks > 0) & self._active).nonzero()[0]
         lacks, requests = lacks[rows], [self.requests[row] for row in rows.tolist()]
         given = [give(request, pages) for request, pages in zip(requests, lacks.tolist(), strict=True)]
         self.pages[rows] += lacks * np.array(given, np.int64)
         return [] if all(given) else [one for one, has in zip(requests, given, strict=True) if not has]
 
-    def step(self) -> DecodeStep:
-        """The next step of all requests that have one: for each its last token, and its drafts.
+    def step(self) -> DecodeStep | None:
+        """The next step of all requests that have one: for each its last token, and its drafts. None: there is none.
 
         If only the device knows the last token, it alone knows the drafts too: there are rows for as many as possible.
         """
         active = self._active
-        rows = slice(None) if active.all() else active.nonzero()[0]
-        length, unread = self.length[rows], self.unread[rows]
-        on_device = (unread > 0) & (self._num_drafts > 0)
-        counts = 1 + np.where(on_device, self._num_drafts, self.drafts[rows])
-        samples = self._samples
-        if samples is None or self._num_drafts or not isinstance(rows, slice):
-            max_logprobs = int(self.logprobs.max(initial=-1))
-            samples = Samples.by_rank(self.key[rows], self.owner[rows], counts, self._world, max_logprobs)
-            self._samples = samples if isinstance(rows, slice) else None
-        asks = int(np.bitwise_or.reduce(self.asks)) | NEEDS_HOST * bool((length - unread < self.least[rows]).any())
+        rows: slice | Ints = _ALL if active.all() else active.nonzero()[0]
+        starts, samples, own_follows = self.length[rows] - 1, self._samples, None
+        if not len(starts):
+            return None
+        if samples is None or self._num_drafts or rows is not _ALL:
+            counts = np.ones_like(starts)
+            if self._num_drafts:
+                own_follows = self.unread[rows] > 0
+                counts += np.where(own_follows, self._num_drafts, self.drafts[rows])
+            samples = Samples.by_rank(self.key[rows], self.owner[rows], counts, self._world, self._max_logprobs)
+            self._samples = samples if rows is _ALL else None
+        asks = self._asks | NEEDS_HOST * bool((starts - self.unread[rows] + 1 < self.least[rows]).any())
         own, rank = samples.of_rank(self._rank), range(self._rank, self._rank + 1)
-        starts, of_own = length - 1, self._all[rows][own].tolist()
-        numbers = zip(of_own, starts[own].tolist(), counts[own].tolist(), on_device[own].tolist(), strict=True)
+        columns = (self._all[rows], starts, samples.counts)
+        numbers = zip(*(column[own].tolist() for column in columns), strict=True)
+        follows = [False] * len(starts) if own_follows is None else own_follows[own].tolist()
         chunks = [
-            Chunk(self.requests[row], start, count, rank, count, follows) for row, start, count, follows in numbers
+            Chunk(self.requests[row], start, count, rank, count, on_device)
+            for (row, start, count), on_device in zip(numbers, follows, strict=False)
         ]
-        return DecodeStep(chunks, samples, starts, asks, int(self.top_k.max(initial=0)))
+        return DecodeStep(chunks, samples, starts, asks, self._top_k)
 
     def launched(self, samples: Samples) -> None:
         """Records that a step with these samples has been launched."""
-        rows, at = self._find(samples.keys)
-        first, counts = samples.indices[at], samples.counts[at]
+        rows, at = self._find(samples)
+        counts = samples.counts[at]
         self.length[rows] += counts
         self.unread[rows] += counts
-        self.unverified[rows] += counts - 1
+        if self._num_drafts:
+            self.unverified[rows] += counts - 1
         own = (self.owner[rows] == self._rank).nonzero()[0]
-        numbers = self._all[rows][own].tolist()
-        for row, index, count in zip(numbers, first[own].tolist(), counts[own].tolist(), strict=True):
+        first = samples.indices[at][own].tolist()
+        for row, index, count in zip(_chosen(rows, own).tolist(), first, counts[own].tolist(), strict=True):
             self.requests[row].placeholders += range(index, index + count)
 
     # A step is read.
@@ -238,37 +250,32 @@ class Decoding:
             those of requests that this rank owns or delivers, of new ones, and of those that may end with one of these:
             the caller appends them to the requests. All others are in the table.
         """
-        rows, at = self._find(read.samples.keys)
+        rows, at = self._find(read.samples)
         counts, tokens = read.samples.counts[at], read.tokens[at]
-        accepted = counts - 1 if read.accepted is None else read.accepted[at]
-        self.length[rows] += 1 + accepted - counts
         self.unread[rows] -= counts
-        self.unverified[rows] -= counts - 1
-        if read.drafts is not None:
+        ending = self._is_end[tokens.clip(LAST_CODE, len(self._is_end) - 1 + LAST_CODE)]
+        accepted = offered = counts - 1
+        if read.accepted is not None and read.offered is not None:
+            accepted, offered = read.accepted[at], read.offered[at]
+            self.length[rows] += 1 + accepted - counts
+            self.unverified[rows] -= counts - 1
             # The last token that a request may have is not drafted, as no step would be saved.
             self.drafts[rows] = (self.limit[rows] - self.length[rows] - 1).clip(0, self._num_drafts)
-        ending = (tokens < 0) | np.isin(tokens, self._end_ids)
-        if self._num_drafts:
             ending &= np.arange(tokens.shape[1]) <= accepted[:, None]
         chosen = ending.any(axis=1) | (self.length[rows] - self.unread[rows] >= self.limit[rows])
-        chosen |= (self.fresh[rows] | self.direct[rows]) > 0
-        self.fresh[rows] = 0
+        chosen |= self.direct[rows] > 0
+        self.direct[rows] &= 2
         numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]
         if len(others):
-            offered = accepted if read.offered is None else read.offered[at]
-            self._buffer(self._all[rows][others], tokens[others], offered[others], accepted[others])
-        of_step = np.arange(len(read.tokens))[at][numbers].tolist()
-        return [
-            self._taken(row, number, count, read)
-            for row, number, count in zip(
-                self._all[rows][numbers].tolist(), of_step, (1 + accepted[numbers]).tolist(), strict=True
-            )
-        ]
+            self._buffer(_chosen(rows, others), tokens[others], offered[others], accepted[others])
+        columns = (_chosen(rows, numbers), _chosen(at, numbers), 1 + accepted[numbers])
+        of_each = zip(*(column.tolist() for column in columns), strict=True)
+        return [self._taken(row, number, count, read) for row, number, count in of_each]
 
     def _taken(self, row: int, number: int, count: int, read: ReadSamples) -> RequestTokens:
         """The ``count`` tokens of request ``number`` of a step, in this row."""
         request = self.requests[row]
-        if not self.direct[row]:
+        if self.direct[row] < 2:
             self._flush(row)
         del request.placeholders[: int(read.samples.counts[number])]
         sampled = read.of(request, number, count)
@@ -290,10 +297,16 @@ class Decoding:
         for row in rows[self._buffered[slots] >= _BUFFERED].tolist():
             self._flush(row)
 
-    def _find(self, keys: Ints) -> tuple[slice | Ints, slice | Ints]:
-        """The rows of those of these requests that are still here, and their numbers among ``keys``."""
-        if len(keys) == len(self) and (keys == self.key).all():
-            return slice(None), slice(None)
+    def _find(self, samples: Samples) -> tuple[slice | Ints, slice | Ints]:
+        """The rows of those of these requests that are still here, and their numbers in the step."""
+        keys = samples.keys
+        if samples is self._samples or (len(keys) == len(self) and (keys == self.key).all()):
+            return _ALL, _ALL
         rows = self.key.searchsorted(keys)
         numbers = (self.key[rows.clip(max=len(self) - 1)] == keys if len(self) else rows < 0).nonzero()[0]
         return rows[numbers], numbers
+
+
+def _chosen(of: slice | Ints, numbers: Ints) -> Ints:
+    """Some of these, which are all if it is a slice."""
+    return numbers if isinstance(of, slice) else of[numbers]

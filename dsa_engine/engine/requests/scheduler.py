@@ -245,7 +245,7 @@ class Scheduler:
         while refused := self.decoding.give_pages(self.ledger.give):
             for owner in {request.owner for request in refused}:
                 self.preempt(max(self._preemptible(owner), key=_arrival))
-        return self.decoding.step() if self.decoding.decodes else None
+        return self.decoding.step()
 
     def _preemptible(self, rank: int) -> Iterable[Request]:
         """Requests that hold pages on a rank and may lose them."""

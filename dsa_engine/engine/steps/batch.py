@@ -13,7 +13,6 @@ from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.micro_batches import row_order
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
-from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
 from dsa_engine.parallel import Mesh
@@ -64,9 +63,10 @@ def build_batch(
 
 def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
     """int32 ``[rows]``: slots of this rank's cache rows; ``table_rows`` are the rows of its chunks in ``tables``."""
-    columns = [(table_rows[s.sequence], s.length) for s in plan.segments]
-    row, length = torch.tensor(columns, dtype=torch.int64).view(-1, 2).T
-    return slots_of(plan.positions, tables.host, row.repeat_interleave(length), tables.page_size)
+    row = np.repeat([table_rows[s.sequence] for s in plan.segments], [s.length for s in plan.segments])
+    positions, size = plan.positions.numpy(), tables.page_size
+    pages = tables.host.numpy()[row.astype(np.int64), positions // size]
+    return torch.from_numpy(pages * size + (positions % size).astype(np.int32))
 
 
 def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.requests.samples import NO_SAMPLES, DecodeStep
-from dsa_engine.engine.steps.plan import RankPlan, SegmentTable, StepPlan
+from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 
@@ -115,7 +115,7 @@ def _cut_decode(step: StepPlan, decode: DecodeStep, config: ModelConfig) -> Step
     def of(chosen: np.ndarray, own: np.ndarray) -> StepPlan:
         rows = np.bincount(samples.ranks[chosen], samples.counts[chosen], world).astype(np.int64)
         chunks = [replace(chunk, num_logits=0) for chunk, mine in zip(decode.chunks, own.tolist(), strict=True) if mine]
-        plan = SegmentTable.of_decode(chunks, step.rank, config).of_rank(step.rank, chunks)
+        plan = RankPlan.of_decode(chunks, config)
         return StepPlan(step.rank, plan, rows, NO_SAMPLES, step.decodes)
 
     return replace(step, micro_batches=(of(first, own), of(~first, ~own)))

@@ -73,6 +73,22 @@ class RankPlan:
     sparse_mqa: list[Segment] = field(default_factory=list)
     rows: int = 0  # padding included
 
+    @classmethod
+    def of_decode(cls, chunks: list[Chunk], config: ModelConfig) -> RankPlan:
+        """The plan of a rank that computes these chunks alone."""
+        plan, few = cls(chunks), mha_min_queries(config)
+        pieces: tuple[list[tuple[int, int, int]], ...] = ([], [], [])
+        for number, chunk in enumerate(chunks):
+            dense = max(0, min(chunk.length, config.index_topk - chunk.start)) if config.has_indexer else chunk.length
+            pieces[dense < few].append((dense, number, chunk.start))
+            pieces[2].append((chunk.length - dense, number, chunk.start + dense))
+        for segments, of_form in zip((plan.mha, plan.dense_mqa, plan.sparse_mqa), pieces, strict=True):
+            for piece in of_form:
+                if piece[0]:
+                    segments.append(Segment(plan.rows, *piece))
+                    plan.rows += piece[0]
+        return plan
+
     @property
     def segments(self) -> list[Segment]:
         return self.mha + self.dense_mqa + self.sparse_mqa
@@ -157,20 +173,7 @@ class SegmentTable(NamedTuple):
         # Rotated by request, or the first ranks would get the leftover tokens of all short prompts.
         pieces = pieces_of(begin, count, (index - request_id) % ranks, ranks)
         start, length = (column.numpy().ravel() for column in pieces)
-        rank, chunk_of = (column.numpy().repeat(2) for column in (first_rank + index, number))
-        return cls._by_form(rank, chunk_of, start, length, config)
-
-    @classmethod
-    def of_decode(cls, chunks: Seq[Chunk], rank: int, config: ModelConfig) -> SegmentTable:
-        """The segments of one rank, which computes these chunks alone."""
-        start, length = np.array([(chunk.start, chunk.length) for chunk in chunks], np.int64).reshape(-1, 2).T
-        return cls._by_form(np.full_like(start, rank), np.arange(len(chunks)), start, length, config)
-
-    @classmethod
-    def _by_form(
-        cls, rank: np.ndarray, chunk: np.ndarray, start: np.ndarray, length: np.ndarray, config: ModelConfig
-    ) -> SegmentTable:
-        """Divides pieces of chunks by form of attention; those of a rank are in the order of its chunks."""
+        rank, chunk = (column.numpy().repeat(2) for column in (first_rank + index, number))
         # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
         dense = np.clip(config.index_topk - start, 0, length) if config.has_indexer else length
         form = (dense < mha_min_queries(config)).astype(np.int64)
@@ -260,7 +263,7 @@ class StepPlan:
             rows, own = np.full(world_size, bucket.rows), RankPlan(step.chunks).padded(bucket, config.has_indexer)
         else:
             rows = np.bincount(step.samples.ranks, step.samples.counts, world_size).astype(np.int64)
-            own = SegmentTable.of_decode(step.chunks, rank, config).of_rank(rank, step.chunks)
+            own = RankPlan.of_decode(step.chunks, config)
         return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket)
 
     def of_rank(self, rank: int) -> RankPlan:

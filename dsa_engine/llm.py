@@ -17,10 +17,9 @@ from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.calls import Call
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
-from dsa_engine.engine.jobs import Job
+from dsa_engine.engine.jobs import Job, check_finite
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.sampling.result import check_finite
 from dsa_engine.engine.startup.start import start
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions

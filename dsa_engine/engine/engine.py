@@ -28,10 +28,9 @@ from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import RequestTokens, Samples
+from dsa_engine.engine.requests.samples import RequestTokens, Samples, StepResult
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.engine.sampling.sampler import mixed_seed, seed_key
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model

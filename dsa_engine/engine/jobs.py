@@ -10,7 +10,6 @@ import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.result import check_finite
 from dsa_engine.sampling_params import SamplingParams
 
 Job = Literal["prefill", "prompt_logits", "reset_prefix_cache", "wait"]
@@ -88,3 +87,16 @@ def prefill(engine: Engine, prompt: list[int]) -> torch.Tensor:
             next(job)
         except StopIteration as end:
             return check_finite(end.value)
+
+
+def check_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Returns ``logits [vocab]`` or ``[len, vocab]`` on the host.
+
+    Raises:
+        ValueError: they are not finite; the text has the first position.
+    """
+    # The sum reads them once. Only if it is not finite (it may overflow), each is checked.
+    if not bool(logits.sum().isfinite()) and not bool((finite := logits.isfinite().all(dim=-1)).all()):
+        where = "after the prompt" if logits.dim() == 1 else f"at position {int((~finite).nonzero()[0])} of the prompt"
+        raise ValueError(f"the model's logits {where} are not finite (inf or nan)")
+    return logits

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import NEEDS_HOST, DecodeStep
+from dsa_engine.engine.requests.samples import NEEDS_HOST, DecodeStep, StepResult
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
-from dsa_engine.engine.sampling.sampler import Sampler, StepResult
+from dsa_engine.engine.sampling.sampler import Sampler
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch

@@ -57,8 +57,8 @@ class Segments:
             rows += s.length
         row, length, sequence, start = np.array(segments, np.int32).reshape(-1, 4).T
         visible = (start - row).repeat(length) + np.arange(1, rows + 1, dtype=np.int32)
-        of_rows = (torch.from_numpy(column) for column in (sequence.repeat(length), visible))
-        return cls(segments, *(upload(column, device) for column in of_rows))
+        on_device = [upload(torch.from_numpy(column), device) for column in (sequence.repeat(length), visible)]
+        return cls(segments, on_device[0], on_device[1])
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments)

@@ -86,7 +86,7 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
         for _ in range(2):  # launched before the previous step is read
             with device.watched():
                 engine.step()
-            assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
+            assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
         assert engine.launched_ahead == 2
         seen = replace(seen, replay=len(device.launches))
     print(model, world, quantization, seen)
@@ -115,7 +115,7 @@ def test_micro_batches(fake_engine: Callable[..., Any]) -> None:
             for _ in range(2):
                 with device.watched():
                     engine.step()
-                assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
+                assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
             wholes[enabled] = added, len(captured.launches)
     print(wholes)
     assert wholes[True][0] < 1.1 * wholes[False][0]
@@ -147,7 +147,7 @@ def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypat
             held = placements[0].held
             with device.watched():
                 engine.step()
-            assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
+            assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
             assert device.count("collective", "exchange") == (turn > 0), "planned after the second step of all"
             assert (placements[0].held != held) == (turn > 0)
             assert device.peak - before < 4 << 20
@@ -215,7 +215,7 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
         for ahead in (1, 2, 3):
             with device.watched():
                 engine.step()
-            assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
+            assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
             assert engine.launched_ahead == ahead
         seen = captured, len(device.launches)
     print(world, how, seen)
@@ -263,5 +263,5 @@ def test_micro_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
         for ahead in (1, 2):
             with device.watched():
                 engine.step()
-            assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
+            assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
             assert engine.launched_ahead == ahead and len(device.launches) <= WITH_DRAFTS[8, "greedy"][1]

@@ -21,9 +21,8 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.limits import Add, Capacity
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
-from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.samples import Samples, StepResult
 from dsa_engine.engine.requests.scheduler import Step
-from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.sampling_params import SamplingParams
 
 SIZE, EOS, STOP = 4, 5, 9  # tokens of a page; a stop token; a token whose text is a stop string

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.result import Columns
+from dsa_engine.engine.requests.samples import Columns
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload

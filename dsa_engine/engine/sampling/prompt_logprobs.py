@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.result import ranked
+from dsa_engine.engine.requests.samples import ranked
 from dsa_engine.engine.sampling.sampler import log_probabilities
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan, Wanted
 from dsa_engine.kernels.runtime.transfer import upload

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.samples import NOT_FINITE, NOTHING_LEFT
+from dsa_engine.engine.requests.samples import NOT_FINITE, NOTHING_LEFT, StepResult
 from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
-from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.engine.steps.plan import StepPlan, Wanted
 from dsa_engine.kernels.runtime.transfer import to_host, upload
 from dsa_engine.parallel import Mesh

@@ -29,7 +29,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
+from dsa_engine.engine.requests.samples import Columns, Outcome, StepResult
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, count_equal
 from dsa_engine.engine.speculation.graph_step import GraphStep
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import DRAWS, MIN_P, NOT_FINITE, PENALISES, TOP_P
+from dsa_engine.engine.requests.samples import DRAWS, MIN_P, NOT_FINITE, PENALISES, TOP_P, Columns, Outcome, StepResult
 from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, penalised, penalties_of, with_unread
-from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
 from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule
 from dsa_engine.engine.speculation.passes import Passes

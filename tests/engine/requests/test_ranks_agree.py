@@ -13,8 +13,7 @@ import pytest
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.samples import ReadSamples
-from dsa_engine.engine.sampling.result import StepResult
+from dsa_engine.engine.requests.samples import ReadSamples, StepResult
 from dsa_engine.measure.host import host_world
 from dsa_engine.sampling_params import SamplingParams
 

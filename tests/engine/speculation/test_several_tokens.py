@@ -15,9 +15,8 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Chunk, Request, SampledToken
-from dsa_engine.engine.requests.samples import Samples
+from dsa_engine.engine.requests.samples import Samples, StepResult
 from dsa_engine.engine.requests.scheduler import Step
-from dsa_engine.engine.sampling.result import StepResult
 
 PROMPTS = [[5, 6, 7, 8], [9, 30, 31, 32] * 11]  # the second is longer than its selection
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)

@@ -19,8 +19,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.samples import Samples
-from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
+from dsa_engine.engine.requests.samples import Columns, Outcome, Samples, StepResult
 from dsa_engine.engine.speculation.rows import StepRows
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs

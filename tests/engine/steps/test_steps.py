@@ -16,8 +16,7 @@ import torch
 
 from dsa_engine import LLM, RequestOutput, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.samples import ReadSamples, key_of
-from dsa_engine.engine.sampling.result import StepResult
+from dsa_engine.engine.requests.samples import ReadSamples, StepResult, key_of
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.measure.timed_generation import generate_batch
 

@@ -6,15 +6,18 @@ Texts go through the store of the run: ranks that differ could wait for each oth
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from dsa_engine.parallel.failure import run_store
 
+T = TypeVar("T")
 _meetings_held: Counter[str] = Counter()  # by the ranks that took part
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05  # between two questions to the store
 
@@ -66,22 +69,15 @@ class Meeting:
         _meetings_held[str(self._ranks)] += 1
 
     def texts(self, wait_s: float, check: Callable[[], None] = lambda: None) -> dict[int, str]:
-        """The texts of all other ranks, by rank; waits for them as :meth:`hold` does."""
+        """The texts of all other ranks, by rank; ``check``, called during the wait, may raise."""
         return {rank: self._get(rank, rank, wait_s, check) for rank in self._ranks if rank != self._rank}
 
-    def hold(
-        self,
-        text: str,
-        judge: Callable[[Mapping[int, str]], str],
-        wait_s: float,
-        check: Callable[[], None] = lambda: None,
-    ) -> str:
+    def hold(self, text: str, judge: Callable[[Mapping[int, str]], str], wait_s: float) -> str:
         """Leaves ``text`` and returns the verdict; the next meeting of these ranks is another one.
 
         Args:
             judge: makes the verdict from the texts of all ranks; runs on the first rank.
             wait_s: longest wait for another rank.
-            check: called now and then during the wait; raises when there is nothing to wait for.
 
         Raises:
             TimeoutError: a rank does not come.
@@ -90,19 +86,56 @@ class Meeting:
         self.say(text)
         first = self._ranks[0]
         if self._rank != first:
-            return self._get("verdict", first, wait_s, check)
-        verdict = judge({first: text, **self.texts(wait_s, check)})
+            return self._get("verdict", first, wait_s)
+        verdict = judge({first: text, **self.texts(wait_s)})
         self._store.set(self._key("verdict"), verdict)
+        self._delete_last()
+        return verdict
+
+    def all_succeed(self, work: Callable[[], T], wait_s: float) -> T:
+        """Returns what ``work`` returns on this rank, when it has returned on all ranks. If it raises, the error of the
+        first rank to fail is raised on every rank; a rank whose ``work`` fails waits for no other.
+
+        Args:
+            wait_s: longest wait for another rank, after this rank's ``work``.
+
+        Raises:
+            TimeoutError: a rank does not come.
+        """
+        self.leave()
+        verdict = self._key("verdict")
+
+        def check() -> None:
+            if self._store.check([verdict]):
+                raise pickle.loads(bytes.fromhex(self._store.get(verdict).decode()))
+
+        try:
+            result = work()
+        except Exception as error:
+            mine = _pickled(error)
+            if self._store.compare_set(verdict, "", mine).decode() == mine:
+                raise
+            check()
+        first = self._ranks[0]
+        if self._rank == first:
+            self.texts(wait_s, check)
+            self._delete_last()
+        self.say("")
+        if self._rank != first:
+            self._get(first, first, wait_s, check)
+        return result
+
+    def _delete_last(self) -> None:
+        """Deletes what the meeting before this one has left in the store."""
         names: list[int | str] = [*self._ranks, "verdict"]
         for name in names:
             with suppress(RuntimeError):  # a store that cannot delete keeps a few hundred bytes
                 self._store.delete_key(self._key(name, self._number - 1))
-        return verdict
 
     def _key(self, name: int | str, number: int | None = None) -> str:
         return f"agreement {self._number if number is None else number} of {self._ranks}: {name}"
 
-    def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None]) -> str:
+    def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None] = lambda: None) -> str:
         """What ``rank`` leaves under a name."""
         key, begun, pause = self._key(name), time.monotonic(), _FIRST_PAUSE_S
         while not self._store.check([key]):
@@ -112,6 +145,16 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
         return self._store.get(key).decode()
+
+
+def _pickled(error: Exception) -> str:
+    """An error for the store; another one, with its text, if it cannot be sent."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return data.hex()
 
 
 def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[str]:

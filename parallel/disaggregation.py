@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel.agreement import compare
 from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.group import Group, new_group
 from dsa_engine.parallel.mesh import Mesh
@@ -61,11 +60,7 @@ def create_mesh(
     rank, prefill, size = position(config)
     members = range(prefill) if rank < prefill else range(prefill, size)
     own = config if rank < prefill else replace(config, cp_size=1)
-    mesh = Mesh.create(own, device, members, same)
-    mesh.run_ranks = list(range(size))
-    if same is not None:
-        compare(same(), mesh.run_ranks, rank, config.timeout)
-    return mesh
+    return Mesh.create(own, device, members, same, range(size))
 
 
 def position(config: ParallelConfig) -> tuple[int, int, int]:

@@ -21,13 +21,14 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel.agreement import compare
+from dsa_engine.parallel.agreement import Meeting, compare
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.by_node import NodeGroups
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EXPERTS = 1  # number of the communicators that carry tokens to experts and back; 0: all others
 
@@ -107,6 +109,7 @@ class Mesh:
         device: str = "auto",
         ranks: Sequence[int] | None = None,
         same: Callable[[], Mapping[str, str]] | None = None,
+        run_ranks: Sequence[int] | None = None,
     ) -> Mesh:
         """Joins the world that ``torchrun`` describes in the environment, or makes a mesh of one process.
 
@@ -117,7 +120,8 @@ class Mesh:
             device: "cpu", "cuda", "cuda:N", or "auto" (CUDA if there is one).
             ranks: the ranks of the run that form this mesh, ascending; default: all. Meshes of different ranks know
                 nothing of each other and may run different requests at the same time.
-            same: returns texts by name that must be the same on all ranks of the mesh; called only if it has several.
+            same: returns texts by name that must be the same on all of ``run_ranks``; called only if they are several.
+            run_ranks: those of this mesh and of its counterpart, which are made together; default: ``ranks``.
 
         Raises:
             ValueError: the ranks differ in a text of ``same``, the sizes do not divide the mesh, the device does not
@@ -129,8 +133,8 @@ class Mesh:
         if ranks is not None:
             _check_ranks(ranks, size, rank)
         members = list(range(size)) if ranks is None else list(ranks)
+        run = members if run_ranks is None else list(run_ranks)
         chosen = choose_device(device)
-
         if size > 1 and not dist.is_initialized():
             if rank > 0 or launched_store():  # else rank 0 is to hold the store itself
                 report_failures(connect_s=config.timeout)
@@ -142,11 +146,13 @@ class Mesh:
             )
             report_failures(connect_s=config.timeout)
             atexit.register(_leave)  # runs while failures are still watched for, as it may wait for a peer
-        if same is not None and len(members) > 1:
-            compare({"the kind of device": chosen.type, **same()}, members, rank, config.timeout)
+        if same is not None and len(run) > 1:
+            compare({"the kind of device": chosen.type, **same()}, run, rank, config.timeout)
         if ranks is not None:
             agree_on_names(members, rank, config.timeout)
-        mesh = cls(config, members.index(rank), len(members), chosen, ranks)
+        make = partial(cls, config, members.index(rank), len(members), chosen, ranks)
+        mesh = Meeting(run, rank).all_succeed(make, config.timeout) if len(run) > 1 else make()
+        mesh.run_ranks = run
         mesh.set_nodes(mesh._exchange_nodes())
         return mesh
 
@@ -228,14 +234,10 @@ class Mesh:
         """Every rank's ``value`` (below 2⁶³), in order of rank; every rank calls it."""
         return self.world.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).tolist()
 
-    def barrier(self, wait_s: float) -> None:
-        """Waits until all ranks of the mesh have called this. It uses no collective, as that might time out sooner.
-
-        Raises:
-            TimeoutError: a rank has not called it within this many seconds.
-        """
-        if not self.world.alone:
-            compare({}, self.global_ranks, self.global_ranks[self.rank], wait_s)
+    def together(self, work: Callable[[], T], wait_s: float) -> T:
+        """See :meth:`.Meeting.all_succeed`, over ``run_ranks``; it uses no collective, which might time out sooner."""
+        alone = self.host.alone and not self.has_counterpart
+        return work() if alone else Meeting(self.run_ranks, self.run_rank).all_succeed(work, wait_s)
 
     def experts_per_token(self, top_k: int) -> int:
         """Number of experts of a token: those that its router chooses, and the shared one if that is routed."""

@@ -58,7 +58,7 @@ def test_the_slowest_is_waited_for(meshes: list[Rank]) -> None:
     def run(mesh: Rank) -> None:
         time.sleep(0.3 * mesh.rank)
         came.append(mesh.rank)
-        mesh.barrier(30.0)
+        mesh.together(lambda: None, 30.0)
         assert len(came) == 3
 
     with ThreadPoolExecutor(3) as pool:
@@ -67,11 +67,40 @@ def test_the_slowest_is_waited_for(meshes: list[Rank]) -> None:
 
 def test_who_does_not_come_is_named(meshes: list[Rank]) -> None:
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(mesh.barrier, wait) for mesh, wait in zip(meshes[:2], (0.2, 1.0), strict=True))
+        first, second = (pool.submit(meshes[rank].together, lambda: None, wait) for rank, wait in ((0, 0.2), (1, 1.0)))
         with pytest.raises(TimeoutError, match="rank 2 has not come to the start of the run for 0.2 seconds"):
             first.result()
         with pytest.raises(TimeoutError, match="rank 0 has not come"):
             second.result()
+
+
+def test_an_error_of_one_rank_is_raised_on_all(meshes: list[Rank]) -> None:
+    """Also one that cannot be sent, and that of the first rank; the rank that fails does not wait for the others."""
+
+    class Local(Exception):
+        pass
+
+    failed, errors = threading.Barrier(3), (KeyError("a"), Local("b"), ValueError("c"))
+
+    def work(mesh: Rank, failing: int) -> int:
+        if mesh.rank == failing:
+            raise errors[failing]
+        return mesh.rank
+
+    def run(mesh: Rank) -> list[str]:
+        raised = []
+        for failing in range(3):
+            with pytest.raises(Exception) as caught:
+                mesh.together(lambda failing=failing: work(mesh, failing), 30.0)  # type: ignore[misc]
+            raised.append(repr(caught.value))
+            failed.wait(30.0)
+        assert mesh.together(lambda: mesh.rank, 30.0) == mesh.rank
+        return raised
+
+    with ThreadPoolExecutor(3) as pool:
+        raised = list(pool.map(run, meshes))
+    sent = ["KeyError('a')", "RuntimeError('Local: b')", "ValueError('c')"]
+    assert raised == [sent, [sent[0], "Local('b')", sent[2]], sent]
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp"])
@@ -94,6 +123,8 @@ def test_the_store_keeps_the_keys_of_the_last_meeting_only(
             time.sleep(rng.random() * 0.01)
             meeting = agreement.Meeting(range(3), mesh.rank)
             verdicts.append(meeting.hold(f"{number} {mesh.rank}", lambda texts: repr(sorted(texts.items())), 30.0))
+            if number % 3 == 0:
+                mesh.together(lambda: None, 30.0)
         return verdicts
 
     with ThreadPoolExecutor(3) as pool:

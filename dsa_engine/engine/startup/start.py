@@ -66,9 +66,11 @@ def start(folder: Path, options: EngineOptions) -> tuple[Engine, Side | None]:
         CheckpointError, CapacityError, ValueError: see :class:`dsa_engine.LLM`.
     """
     prepared = prepare(folder, options)
-    loaded = load(prepared)
-    sized = size(prepared, loaded)
-    engine = make(prepared, loaded, sized)
+    together = partial(prepared.mesh.together, wait_s=_LOADING_S)
+    loaded = together(partial(load, prepared))
+    sized = together(partial(size, prepared, loaded))
+    fewest = sized.side.fewest(sized.pages) if sized.side else None
+    engine = together(partial(make, prepared, loaded, sized, fewest))
     capture(prepared, engine)
     return engine, sized.side
 
@@ -122,14 +124,12 @@ class Loaded:
 
     Attributes:
         rebalancing, recorder: by the loads of its experts, if options ask for them.
-        waits: whether a kernel's reference waits for the device.
         bytes_read, seconds: what loading took on this rank.
     """
 
     model: Model
     rebalancing: Rebalancing | None
     recorder: LoadRecorder | None
-    waits: bool
     bytes_read: int
     seconds: float
 
@@ -157,47 +157,48 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     """Reads the configuration and joins the other ranks; refuses what is impossible before anything is loaded."""
     config = ModelConfig.from_pretrained(folder, options.hf_overrides)
     refuse_extra_layers(folder, config, options)
-    modules = mtp_modules(folder, config, options)
+    modules, max_model_len = mtp_modules(folder, config, options), limited_model_len(config, options)
     relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
-    max_model_len = limited_model_len(config, options)
     same, options = partial(start_facts, folder, options), own_options(options)
-    mesh = create_mesh(options.parallel, options.device, same)
-    check_outputs(options.parallel.record_expert_loads if mesh.is_leader else None)
+    mesh, wanted = create_mesh(options.parallel, options.device, same), options.kv_events_config or {}
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
     format = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))
-    wanted, events = options.kv_events_config or {}, None
-    if wanted.get("enable_kv_cache_events") and mesh.is_front:
-        from dsa_engine.engine.cache.kv_events import KVEvents  # needs packages of the extra "serve"
 
-        events = KVEvents(wanted, options.page_size)
+    def of_one_rank() -> KVEvents | None:
+        check_outputs(options.parallel.record_expert_loads if mesh.is_leader else None)
+        if wanted.get("enable_kv_cache_events") and mesh.is_front:
+            from dsa_engine.engine.cache.kv_events import KVEvents  # needs packages of the extra "serve"
+
+            return KVEvents(wanted, options.page_size)
+        return None
+
+    events = mesh.together(of_one_rank, options.parallel.timeout)
     return Prepared(folder, options, config, modules, relaxed, max_model_len, mesh, dtype, format, events)
 
 
 def load(prepared: Prepared) -> Loaded:
-    """Loads this rank's weights, and compares the kernels that they need with their references."""
+    """Loads this rank's weights; runs no collective, as ranks take different times."""
     options, mesh = prepared.options, prepared.mesh
     begun = time.perf_counter()
     arguments = prepared.config, mesh, options, prepared.dtype, prepared.modules
     model, bytes_read = load_model(prepared.folder, *arguments, prepared.progress)
     seconds = time.perf_counter() - begun
-    mesh.barrier(_LOADING_S)
     how = "random weights made" if options.load_format == "dummy" else "weights loaded on this rank"
     what, dtype = f"{format_bytes(bytes_read)} in {seconds:.1f} s", str(prepared.dtype).removeprefix("torch.")
     logger.info("%s: %s, %s, %s on %s", prepared.folder, how, what, dtype, mesh.device)
     _log_slower_paths(prepared, model)
     recorder, every = count_loads(model, prepared.folder.name), mesh.config.rebalance_every
     rebalancing = None if every is None or model.loads is None else Rebalancing(model, every, model.loads.take)
-    waits = check_kernels(model, prepared.format, options)
-    return Loaded(model, rebalancing, recorder, waits, bytes_read, seconds)
+    return Loaded(model, rebalancing, recorder, bytes_read, seconds)
 
 
 def size(prepared: Prepared, loaded: Loaded) -> Sized:
     """Counts the memory that everything but the caches takes, and divides what is left into pages."""
     options, mesh, format, cached = prepared.options, prepared.mesh, prepared.format, prepared.cached
+    captures = not check_kernels(loaded.model, format, options) and prepared.on_cuda and not options.enforce_eager
+    side = Side.of(options, mesh, prepared.modules)
     tiers = TierSizes.of(options, mesh, cached, format, prepared.max_model_len)
     tiers.warm_up(mesh)
-    side = Side.of(options, mesh, prepared.modules)
-    captures = prepared.on_cuda and not loaded.waits and not options.enforce_eager
     for_steps = None
     if prepared.on_cuda and options.cache_memory is None:
         static = captures and mesh.static_decode
@@ -210,8 +211,8 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
     return Sized(pages, tiers, side, captures, for_steps)
 
 
-def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
-    """Makes the caches, the scheduler of their pages, what moves pages, the runner, and of all these the engine."""
+def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -> Engine:
+    """Makes the engine and its parts; ``fewest``: of the pages of all ranks, if one part prefills and one decodes."""
     options, mesh, model, side = prepared.options, prepared.mesh, loaded.model, sized.side
     with enough_memory("the caches", "lower cache_memory"):
         cache = KVCache(prepared.cached, prepared.format, sized.pages, options.page_size, mesh.device)
@@ -219,7 +220,6 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized) -> Engine:
     transfer = sized.tiers.transfer(cache, mesh)
     if side:
         side.connect(cache, len(model.layers))
-    fewest = side.fewest(cache.pages) if side else None
     scheduler = (side.scheduler if side else Scheduler)(
         Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, fewest),
         rank=mesh.rank,

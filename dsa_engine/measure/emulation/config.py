@@ -135,9 +135,6 @@ class EmulatedMesh(Mesh):
         super().__init__(config, config.emulate_rank, config.emulate_world, device)
         self.set_nodes([rank // config.node_size for rank in range(self.world_size)])
 
-    def barrier(self, wait_s: float) -> None:
-        """An emulated rank is the only process."""
-
     @property
     def processes(self) -> Group:
         return self.host

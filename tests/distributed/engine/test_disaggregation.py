@@ -106,10 +106,11 @@ def test_one_rank_each(disaggregated: Callable[..., Any]) -> None:
     assert results[1]["preemptions"] > 0 and results[1]["prefilled"] == 0
 
 
-def test_two_engines_in_a_row(disaggregated: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_two_engines_in_a_row(disaggregated: Callable[..., Any], prefill: int) -> None:
     """The leaders of a part are in more process groups than its other ranks when the second engine makes its own."""
-    case = {"options": SMALL, "generate": requests(4), "engines": 2}
-    check(1, disaggregated(1, 2, case), single(case))
+    case = {"options": SMALL | {"max_num_batched_tokens": 16}, "generate": requests(4), "engines": 2}
+    check(prefill, disaggregated(prefill, 2, case), single(case))
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,26 @@ def test_ranks_that_differ_are_told_in_what(failing: Failing) -> None:
     assert "RuntimeError: the end" in done.stderr
 
 
+def test_what_one_part_refuses_is_refused_by_all(failing: Failing) -> None:
+    """With ``prefill_ranks``, at each step of the start: no rank waits for those that have refused."""
+    done = failing("one_part_refuses")
+    for what, message in (
+        ("facts", "ValueError: the ranks were started differently: seed is 0 on rank 0, 2 and 1 on rank 1"),
+        ("rebalance", "ValueError: rebalance_every 3: experts move between ranks, and there is only one"),
+        ("record", "ValueError: cannot write /dev/null/loads.json"),
+        ("events", "ValueError: kv_events_config: endpoint"),
+        ("loads", "ValueError: expert_loads: cannot read nowhere.json"),
+        ("replicas", "ValueError: redundant_experts 1000"),
+        ("host", "ValueError: host_cache_memory 1 is 1 bytes"),
+        ("caches", "CapacityError: the cache is too small"),
+        ("folder", "ValueError: cache_folder '/dev/null/pages' cannot be made"),
+        ("record of all", "ValueError: cannot write /dev/null/loads.json"),
+    ):
+        told = [line.partition(f" {what}: ")[2] for line in done.stdout.splitlines() if f" {what}: " in line]
+        assert len(told) == 3 and len(set(told)) == 1 and told[0].startswith(message), (what, told)
+    assert "RuntimeError: the end" in done.stderr
+
+
 def test_an_interrupt_that_is_caught_concerns_one_rank(failing: Failing) -> None:
     done = failing("an_interrupt_is_caught")
     for rank, became in enumerate(("was not interrupted", "was interrupted", "was not interrupted")):

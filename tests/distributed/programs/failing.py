@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dsa_engine import LLM, CapacityError, ParallelConfig, SamplingParams
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
@@ -88,7 +89,7 @@ def refused(what: str, call: Callable[[], object]) -> None:
     try:
         call()
     except (ValueError, RuntimeError) as error:
-        print(f"rank {RANK} {what}: {error}\n", end="", flush=True)
+        print(f"rank {RANK} {what}: {type(error).__name__}: {error}\n", end="", flush=True)
         return
     raise AssertionError(f"{what} was taken")
 
@@ -112,6 +113,33 @@ def ranks_that_differ() -> None:
     llm.wait_idle()
     refused("benchmark", lambda: measure_prefill(llm.engine, [4 + mine] * 9))
     assert len(llm.generate([[2, 3, 4]], GREEDY)[0].token_ids) == 8
+    raise RuntimeError("the end")
+
+
+def one_part_refuses() -> None:
+    """Options that the rank that prefills refuses, both that decode, or one rank; then a run that answers."""
+    rank_1 = RANK == 1
+    parallel: dict[str, Any] = {"prefill_ranks": 1, "timeout": 20}
+    for what, options, of_mesh in (
+        ("facts", {"seed": int(rank_1)}, {}),
+        ("rebalance", {}, {"rebalance_every": 3}),
+        ("record", {}, {"record_expert_loads": "/dev/null/loads.json"}),
+        ("events", {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": "tcp://*:none"}}, {}),
+        ("loads", {"decode_options": {"expert_loads": "nowhere.json"}}, {}),
+        ("replicas", {"decode_options": {"redundant_experts": 1000}}, {}),
+        ("host", {"host_cache_memory": 1}, {}),
+        ("caches", {"decode_options": {"cache_memory": 1}}, {}),
+        ("folder", {"cache_folder": "/dev/null/pages"}, {}),
+    ):
+        refused(what, partial(LLM, FOLDER, **OPTIONS | options, parallel=ParallelConfig(**parallel | of_mesh)))
+    record = ParallelConfig(timeout=20, record_expert_loads="/dev/null/loads.json")
+    refused("record of all", lambda: LLM(FOLDER, **OPTIONS, parallel=record))
+    llm = LLM(FOLDER, **OPTIONS, parallel=ParallelConfig(**parallel))
+    if RANK == 0:
+        assert len(llm.generate([[2, 3, 4]], GREEDY)[0].token_ids) == 8
+        llm.close()
+    else:
+        llm.follow()
     raise RuntimeError("the end")
 
 

@@ -27,11 +27,11 @@ rows = torch.full((ROWS,), mesh.rank, dtype=torch.uint8)
 parts, equal = [], []
 for group in (ring, mesh.cp):
     group.all_gather(rows)  # makes the connections
-    mesh.barrier(60)
+    mesh.together(lambda: None, 60)
     before = sent()
     for _ in range(TIMES):
         gathered = group.all_gather_async(rows)()
-    mesh.barrier(60)
+    mesh.together(lambda: None, 60)
     parts.append((sent() - before) / (TIMES * ROWS))
     equal.append(torch.equal(gathered, torch.arange(mesh.world_size, dtype=torch.uint8).repeat_interleave(ROWS)))
 if mesh.is_leader:

@@ -49,9 +49,6 @@ class FakeMesh(Mesh):
     def all_gather_int(self, value: int) -> list[int]:
         return [value] * self.world_size
 
-    def barrier(self, wait_s: float) -> None:
-        pass
-
     def _host_group(self) -> Group:
         return Group((0,), 0, None)
 

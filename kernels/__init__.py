@@ -5,7 +5,7 @@
     moe/         routing, packing and ordering of tokens, experts
     linear/      linear layers of all weight formats
     grouped/     products of groups of rows, which `moe/` and `linear/` launch
-    rows/        what is done to the rows of a step; segments; rows of paged pools
+    rows/        what is done to the rows of a step; segments and slots; rows of paged pools
     formats/     how numbers are stored, and operations that convert them
     runtime/     how operations run, launch and are compared
     native/      C++ sources of the CPU's kernels

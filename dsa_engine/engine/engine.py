@@ -24,8 +24,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from dsa_engine.engine.cache.turns import CacheTurns
-from dsa_engine.engine.load_recorder import LoadRecorder
-from dsa_engine.engine.rebalancing import Rebalancing
+from dsa_engine.engine.expert_loads import LoadRecorder, Rebalancing
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens, Samples, StepResult

@@ -101,7 +101,7 @@ class ModelRunner:
             return self.graphs.ready(plan.bucket)
         if plan.bucket is None or plan.decode is None or self.drafter is None or not before.follows:
             return False
-        return self.graphs.ready(self.drafter.graph.key(plan, self.drafter.rule))
+        return self.graphs.ready(self.drafter.key(plan))
 
     def _is_static(self, plan: StepPlan) -> bool:
         """Whether the host knows every shape of this step: a decode step whose dispatch does not depend on routing."""
@@ -116,8 +116,7 @@ class ModelRunner:
         """
         if self.num_drafts and plan.bucket is not None:
             assert self.drafter is not None and self.graphs is not None
-            key = self.drafter.graph.key(plan, self.drafter.rule)
-            return self.drafter.graph.run(plan, key, None if before is None else before.outcome, self.graphs)
+            return self.drafter.run(plan, None if before is None else before.outcome, self.graphs)
         sampled = None if before is None else before.tokens
         batch, hidden = self.forward(plan, sampled)
         samples = self._sampler.sample(plan, self.sampled_logits(plan, hidden), sampled)

@@ -32,8 +32,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments
-from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_of
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload
 

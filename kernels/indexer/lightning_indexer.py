@@ -20,8 +20,7 @@ from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.indexer._arguments import check_indexer_arguments
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.topk import select_topk
-from dsa_engine.kernels.rows.segment import Segments
-from dsa_engine.kernels.rows.slots_of import Paging, slots_of_reference
+from dsa_engine.kernels.rows.segment import Paging, Segments, slots_of_reference
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import runs_triton

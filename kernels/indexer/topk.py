@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.kernels.indexer._topk_kernel import select_topk_kernel
-from dsa_engine.kernels.rows.slots_of import Paging, slots_of
+from dsa_engine.kernels.rows.segment import Paging, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -173,7 +173,7 @@ def select_topk(
         k: number of positions to select. The kernel takes up to 4096; beyond, the reference runs.
         lengths: ``[R]`` int32, the number of columns of each row that count; all if not given. The reference overwrites
             the columns after them, the kernel does not.
-        paging: the pages of the rows' sequences: slots are the result, as :func:`.slots_of.slots_of` gives them.
+        paging: the pages of the rows' sequences: slots are the result, as :func:`.segment.slots_of` gives them.
         out: int32 ``[R, k]``, contiguous: gets the positions, or slots; default: a new tensor.
 
     Returns:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
-from dsa_engine.engine.load_recorder import LoadRecorder
-from dsa_engine.engine.rebalancing import moe_layers
+from dsa_engine.engine.expert_loads import LoadRecorder, moe_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.measure.emulation.config import EmulatedConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.engine.rebalancing import Rebalancing
+from dsa_engine.engine.expert_loads import Rebalancing
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel

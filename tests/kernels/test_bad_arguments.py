@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, LatentFormat
-from dsa_engine.kernels.rows.segment import Segment, Segments
-from dsa_engine.kernels.rows.slots_of import Paging
+from dsa_engine.kernels.rows.segment import Paging, Segment, Segments
 from dsa_engine.kernels.runtime.operation import OPERATIONS
 from operation_cases import BF16, CASES, Make, T
 

@@ -41,35 +41,32 @@ class _Progress:
     succeeded: bool = False  # whether it has its first token
 
 
+@dataclass(eq=False)
 class DiskStores:
     """Writes the pages of prompts on one rank.
 
     Args:
-        slots: the slots of host memory for pages on their way.
+        free: the slots of host memory for pages on their way.
 
     Attributes:
         pages_written: number of pages handed to the disk.
     """
 
-    def __init__(
-        self,
-        folder: PageFolder,
-        prefix_cache: PrefixCache,
-        transfer: PageTransfer,
-        host: HostPages,
-        slots: Sequence[int],
-        rank: int,
-        page_size: int,
-    ):
-        self.pages_written = 0
-        self._folder, self._prefix_cache, self._transfer, self._host = folder, prefix_cache, transfer, host
-        self._rank, self._page_size = rank, page_size
+    folder: PageFolder
+    prefix_cache: PrefixCache
+    transfer: PageTransfer
+    host: HostPages
+    free: list[int]
+    rank: int
+    page_size: int
+    pages_written: int = 0
+    _requests: dict[Request, _Progress] = field(default_factory=dict)
+    _copying: dict[Request, _Progress] = field(default_factory=dict)  # those of them that hold pages to be copied
+    _stored: set[bytes] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "dsa_engine page writer")
-        self._free = list(slots)
         self._returned: SimpleQueue[tuple[_Copied, bool]] = SimpleQueue()  # from the writer, and whether it is written
-        self._requests: dict[Request, _Progress] = {}
-        self._copying: dict[Request, _Progress] = {}  # those of them that hold pages to be copied
-        self._stored: set[bytes] = set()
 
     def launched(self, chunks: Sequence[Chunk]) -> None:
         """Copies complete pages of prompts; called when a step has been launched and its requests hold their pages."""
@@ -79,8 +76,8 @@ class DiskStores:
         computed = {}
         for chunk in chunks:
             request, ranks = chunk.request, chunk.ranks
-            if not request.prefilled and request.digests is not None and self._rank in ranks:
-                numbers = range(self._rank - ranks[0], len(request.prompt) // self._page_size, len(ranks))
+            if not request.prefilled and request.digests is not None and self.rank in ranks:
+                numbers = range(self.rank - ranks[0], len(request.prompt) // self.page_size, len(ranks))
                 self._copying[request] = self._requests.setdefault(request, _Progress(numbers))
                 computed[request] = chunk.end
         new = [
@@ -91,8 +88,8 @@ class DiskStores:
         self._copying = {one: progress for one, progress in self._copying.items() if one.pages and progress.numbers}
         if not new:
             return
-        self._transfer.begin(PageMoves([PageCopy(True, page, slot) for _, page, slot, _ in new]))
-        wait = self._transfer.copied
+        self.transfer.begin(PageMoves([PageCopy(True, page, slot) for _, page, slot, _ in new]))
+        wait = self.transfer.copied
         for request, _, slot, digest in new:
             self._requests[request].copied.append(_Copied(digest, slot, wait))
             if self._requests[request].succeeded:
@@ -125,16 +122,16 @@ class DiskStores:
         """Page, slot and digest of a request's next pages to copy: complete, not on the disk, and with room."""
         if not request.pages:
             return
-        digests = self._prefix_cache.digests(request)
-        complete = min(len(digests), max(end, request.num_computed_tokens) // self._page_size)
+        digests = self.prefix_cache.digests(request)
+        complete = min(len(digests), max(end, request.num_computed_tokens) // self.page_size)
         while progress.numbers and (number := progress.numbers[0]) < complete:
             digest = digests[number]
             # For a page that was found this rank's memory is enough; one that had to be computed was perhaps deleted.
             known = number < request.num_found_pages and digest in self._stored
-            if not (known or self._folder.has(digest)):
-                if not self._free:
+            if not (known or self.folder.has(digest)):
+                if not self.free:
                     return
-                yield request.pages[number], self._free.pop(), digest
+                yield request.pages[number], self.free.pop(), digest
             if len(self._stored) == _REMEMBERED:
                 self._stored.clear()
             self._stored.add(digest)
@@ -143,9 +140,9 @@ class DiskStores:
     def _write(self, one: _Copied) -> None:
         """Writes a page in the writer's thread, and returns its slot."""
         one.wait()
-        self._returned.put((one, self._folder.write(one.digest, self._host.parts(one.slot))))
+        self._returned.put((one, self.folder.write(one.digest, self.host.parts(one.slot))))
 
     def _drop(self, one: _Copied, written: bool) -> None:
-        self._free.append(one.slot)
+        self.free.append(one.slot)
         if not written:
             self._stored.discard(one.digest)

@@ -48,7 +48,7 @@ class CacheTurns:
             assert transfer is not None and transfer.host is not None, "a folder needs host memory"
             host, ledger, page_size = transfer.host, scheduler.ledger, scheduler.capacity.page_size
             self.loads = DiskLoads(folder, ledger, host, mesh.host, self.flush)
-            slots = range(ledger.slots, host.slots)
+            slots = list(range(ledger.slots, host.slots))
             self.stores = DiskStores(folder, scheduler.prefix_cache, transfer, host, slots, mesh.rank, page_size)
             scheduler.page_sources.append(self.loads)
 
@@ -91,9 +91,7 @@ class CacheTurns:
     def flush(self) -> Callable[[], None]:
         """Makes the copies that the next step would begin with; returns a function that waits until they are done."""
         assert self.transfer is not None, "only pages of the disk need it"
-        computes = self._computes
-        with self.moving([]):
-            self._computes = computes
+        self.transfer.begin(self._ledger.moves([]))
         return self.transfer.copied
 
     def launched(self, chunks: Sequence[Chunk]) -> None:

@@ -1,11 +1,8 @@
 """The loop of a rank that prefills: callers' requests come in here, and their results go out from here.
 
-A request is offered to the decode side when its prefill begins. When that has room for it, its pages leave under the
-steps that fill them, or, if these are over, at once. Room is for requests with pages on this side only: those that are
-prefilled and wait for room could otherwise fill the caches here, while room is kept for one that cannot enter. With its
-first token the request is handed over, and its further tokens come from the decode side. A request that loses its pages
-there comes back, and is prefilled with all tokens that it has. Pages stay as they are until the decode side says that
-they have come, also if the request ends meanwhile.
+A request's way is drawn in docs/architecture/disaggregation.md. Room is for requests with pages on this side only:
+those that are prefilled and wait for room could otherwise fill the caches here, while room is kept for one that cannot
+enter. Pages stay as they are until the decode side says that they have come, also if the request ends meanwhile.
 
 All ranks of this side take the same decisions, as they take the same messages. Only the leader's callers get tokens of
 the decode side before that, in the thread that receives them.

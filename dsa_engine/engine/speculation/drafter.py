@@ -17,27 +17,80 @@ Its step is:
 So the caches of model and module hold the same positions, and one ``num_computed_tokens`` serves both. In prefill the
 rows are those of a prompt and only 3 and 4 follow; under context parallelism they run on the ranks that have the rows.
 
-A step runs as one graph (``graph_step.py``) if the device alone can choose its tokens. Otherwise it runs eagerly: model
-and sampler as without drafts, then :meth:`Drafter.draft`. Both ways share the passes and the rule of acceptance.
+A step runs as one CUDA graph (:meth:`Drafter.run`) if the device alone can choose its tokens: all shapes are a
+bucket's. Its result for every request is a row of an :class:`Outcome`: the number of accepted drafts, the tokens, the
+next drafts, and the position of the last token. The next step may start from an outcome before the host has read it.
+For this the host provides the request's row of the outcome, its pages, and the limit of its tokens, all for the case
+that every draft is accepted. A request that turns out to have ended is part of one step too many. Its rows from its
+limit on are padding, and its tokens are dropped.
+
+Other steps run eagerly: model and sampler as without drafts, then :meth:`Drafter.draft`. Both ways share the passes and
+the rule of acceptance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.requests.samples import Columns, Outcome, StepResult
+from dsa_engine.engine.requests.limits import pages_for
+from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.samples import DRAWS, MIN_P, NOT_FINITE, PENALISES, TOP_P, Columns, Outcome, StepResult
+from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, penalised, penalties_of, with_unread
+from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, count_equal
-from dsa_engine.engine.speculation.graph_step import GraphStep
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
-from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.plan import Bucket, StepPlan
+from dsa_engine.engine.steps.static_rows import StaticRows, StepRows, block_tables_of, chunk_columns
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
+
+
+class GraphKey(NamedTuple):
+    """Name of a graph: everything that the launches of a step depend on."""
+
+    bucket: Bucket
+    limits: Limits | None  # None: all requests are greedy
+    penalises: bool
+    rule: AcceptanceRule
+
+
+class Inputs(NamedTuple):
+    """Inputs from the host for the n requests of a step, int64."""
+
+    follows: torch.Tensor  # [n], 1 if the request starts from the outcome before, 0 if the host knows its tokens
+    source: torch.Tensor  # [n], the request's row of that outcome
+    drawn: torch.Tensor  # [n], 1 if tokens are drawn, 0 if they are the most likely
+    draws: torch.Tensor  # [5, n], see ``Draws.of_columns``
+    penalties: torch.Tensor  # [3, n], bits of float64, see ``penalties_of``
+    chunks: torch.Tensor  # [3 + rows, n], see ``chunk_columns``
+
+    @classmethod
+    def of(cls, table: torch.Tensor) -> Inputs:
+        """Views of ``table [11 + 3 + rows, n]``."""
+        return cls(table[0], table[1], table[2], table[3:8], table[8:11], table[11:])
+
+
+class _Buffers:
+    """Tensors of a bucket with fixed addresses; the first three are overwritten in every step."""
+
+    def __init__(self, bucket: Bucket, passes: Passes):
+        requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
+        pages = pages_for(bucket.context, passes.cache.page_size)
+        self.inputs = torch.zeros(14 + width, requests, dtype=torch.int64, device=device)  # see Inputs
+        # Columns of the outcome before, for the requests that start from it.
+        self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
+        self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
+        self.rows = StaticRows.of(bucket, width, passes.model, passes.cache.page_size)
+        self.passes = passes.buffers(bucket)
+        self.counts = torch.empty(0)  # int32 [requests, vocab], shared by buckets; empty until a request has penalties
 
 
 class Drafter:
@@ -48,15 +101,16 @@ class Drafter:
 
     Attributes:
         passes: runs the MTP modules.
-        graph: runs a whole step, with its sampling and drafts, as one graph.
         rule: decides how many drafts are accepted.
     """
 
     def __init__(self, model: Model, cache: KVCache, hooks: list[Callable[[StepPlan], None]]):
-        self._mesh = model.runtime.mesh
+        self._model, self._cache, self._mesh = model, cache, model.runtime.mesh
         self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, hooks)
-        self.graph = GraphStep(self.passes)
         self.rule: AcceptanceRule = count_equal
+        self._counts = PenaltyCounts()
+        self._in_step = torch.empty(0, model.config.vocab_size, dtype=torch.int32, device=self._mesh.device)
+        self._buffers: dict[Bucket, _Buffers] = {}
 
     def draft(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: StepResult, count: int
@@ -97,3 +151,89 @@ class Drafter:
         follows = int(samples.counts.max()) == 1  # the host knows the tokens of no drafts
         outcome = Outcome.of(of_all_ranks, samples, self._mesh.world_size)
         return replace(sampled, outcome=outcome, last_rows=last_rows, follows=follows)
+
+    def key(self, step: StepPlan) -> GraphKey:
+        """The name of the graph that runs a padded step."""
+        assert step.bucket is not None and step.decode is not None
+        asks, vocab = step.decode.asks, self._model.config.vocab_size
+        limits = None
+        if asks & DRAWS:
+            limits = Limits(bool(asks & MIN_P), min(step.decode.top_k, vocab), bool(asks & TOP_P)).rounded(vocab)
+        return GraphKey(step.bucket, limits, bool(asks & PENALISES), self.rule)
+
+    def run(self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs) -> StepResult:
+        """Launches a padded step without waiting for the device.
+
+        Args:
+            before: outcome of the step before, for chunks that start on the device.
+        """
+        key = self.key(step)
+        bucket = key.bucket
+        buffers = self._buffers.get(bucket)
+        if buffers is None:
+            buffers = self._buffers[bucket] = _Buffers(bucket, self.passes)
+        chunks = step.own.chunks
+        upload(self._inputs(bucket, chunks, before), self._mesh.device, out=buffers.inputs)
+        block_tables_of(chunks, self._cache.block_tables, buffers.tables.shape, out=buffers.tables)
+        if before is not None and any(chunk.starts_on_device for chunk in chunks):
+            torch.index_select(before.table, 0, Inputs.of(buffers.inputs).source, out=buffers.before)
+        if key.penalises:
+            if not buffers.counts.numel():
+                if len(self._in_step) < bucket.requests:
+                    self._in_step = self._in_step.new_zeros(bucket.requests, self._in_step.shape[1])
+                buffers.counts = self._in_step[: bucket.requests]
+            requests = [chunk.request for chunk in chunks if chunk.request.params.penalises]
+            if requests:  # on this rank
+                known = {request: request.num_known_tokens for request in requests}
+                slots = self._counts.slots(known, buffers.counts)
+                rows = [slots.get(chunk.request, 0) for chunk in chunks] + [0] * (bucket.requests - len(chunks))
+                torch.index_select(self._counts.rows.table, 0, indices(rows, buffers.counts), out=buffers.counts)
+        buffers.passes.load([chunk.request.last_rows for chunk in chunks])
+        # A copy: another graph may use the same memory before this table is read.
+        table = graphs.run(key, lambda: self._step(buffers, key)).clone()
+        outcome, last_rows = Outcome.of(table, step.samples, self._mesh.world_size), buffers.passes.last_rows(chunks)
+        return StepResult(step.samples, table.new_empty(0), lambda: table, outcome=outcome, last_rows=last_rows)
+
+    def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> torch.Tensor:
+        """The table of :class:`Inputs` on the host, padded with zeros to the bucket's requests."""
+        requests = [chunk.request for chunk in chunks]
+        params = [request.params for request in requests]
+        follows, source = [chunk.starts_on_device for chunk in chunks], [0] * len(chunks)
+        if before is not None:
+            rows = iter(before.rows_of([chunk.request for chunk in chunks if chunk.starts_on_device]))
+            source = [next(rows) if chunk.starts_on_device else 0 for chunk in chunks]
+        table = (
+            torch.tensor([follows, source, [p.temperature > 0 for p in params]], dtype=torch.int64),
+            draws_of(params, [request.draw_key for request in requests], self._model.config.vocab_size),
+            penalties_of(params).view(torch.int64),
+            chunk_columns(chunks, self._cache.page_size, bucket.rows_per_request).T,
+        )
+        return F.pad(torch.cat(table), (0, bucket.requests - len(chunks)))
+
+    def _step(self, buffers: _Buffers, key: GraphKey) -> torch.Tensor:
+        """Computes the outcome's table ``[requests of all ranks, …]`` from the buffers and nothing else."""
+        model, width = self._model, buffers.rows.each
+        inputs, before = Inputs.of(buffers.inputs), Columns.of(buffers.before)
+        (first, length, limit), follows = inputs.chunks[:3], inputs.follows > 0
+        draws = Draws.of_columns(tuple(inputs.draws))
+        # A negative token is the code of an error; its request has ended.
+        known_ids, new_ids = inputs.chunks[3:].T, torch.cat((before.last_token, before.drafts), dim=1)
+        ids = new_ids.where(follows[:, None], known_ids).clamp(min=0)
+        first = before.position.where(follows, first)
+        rows = StepRows.of(first, length, limit, ids, buffers.rows, buffers.tables)
+        hidden = model(rows.batch, self._cache)
+        logits = model.logits(hidden, rows.batch.rows)
+        finite = logits.sum(dim=-1).isfinite()
+        if key.penalises:
+            penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
+            logits = penalised(logits, with_unread(buffers.counts, before, follows, ids), penalties)
+        tokens = logits.argmax(dim=-1).view_as(ids)
+        if key.limits is not None:
+            of_rows = Draws(*(column.repeat_interleave(width) for column in draws))
+            drawn = draw(logits, of_rows, rows.positions.flatten() + 1, key.limits).view_as(ids)
+            tokens = drawn.where(inputs.drawn[:, None] > 0, tokens)
+        tokens = tokens.where(finite.view_as(tokens), NOT_FINITE)
+        accepted = key.rule(tokens, ids[:, 1:], draws.keys, first).minimum(rows.offered)
+        drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
+        outcome = Columns(first + accepted + 1, rows.offered, accepted, tokens, drafts)
+        return self._mesh.world.all_gather(outcome.table())

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,14 +28,45 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.requests.samples import key_of
-from dsa_engine.engine.speculation.rows import PassBuffers, StepRows, chunk_columns
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
-from dsa_engine.engine.steps.static_rows import StaticRows, block_tables_of
+from dsa_engine.engine.steps.static_rows import StaticRows, StepRows, block_tables_of, chunk_columns
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
+
+
+@dataclass(frozen=True)
+class PassBuffers:
+    """Tensors of a bucket's passes with fixed addresses."""
+
+    rows: StaticRows  # the rows of a pass
+    before: LastRows  # [requests, saved, …]: ``Request.last_rows`` before the step
+    after: LastRows  # the same after the step
+
+    @classmethod
+    def of(cls, rows: StaticRows, saved: int) -> PassBuffers:
+        """``saved``: positions of ``last_rows``."""
+        model, shape = rows.model, (len(rows.segments), saved)
+        device = model.runtime.mesh.device
+        states = torch.zeros(*shape, model.config.hidden_size, dtype=model.runtime.dtype, device=device)
+        before = LastRows(states, torch.zeros(shape, dtype=torch.int64, device=device))
+        return cls(rows, before, LastRows(*map(torch.empty_like, before)))
+
+    def load(self, last_rows: Sequence[LastRows | None]) -> None:
+        """Sets ``before`` from this rank's requests; None for a request whose prompt was never computed."""
+        if last_rows and self.before.tokens.numel():
+            none = LastRows(*(torch.zeros_like(part[0]) for part in self.before))
+            for parts, out in zip(zip(*(rows or none for rows in last_rows), strict=True), self.before, strict=True):
+                torch.stack(parts, out=out[: len(last_rows)])
+
+    def last_rows(self, chunks: Sequence[Chunk]) -> Mapping[Request, LastRows]:
+        """The new ``Request.last_rows`` of these chunks, from ``after``."""
+        if not self.after.tokens.numel():
+            return {}
+        states, tokens = (part[: len(chunks)].clone() for part in self.after)
+        return {chunk.request: LastRows(states[i], tokens[i]) for i, chunk in enumerate(chunks)}
 
 
 class Passes(ABC):

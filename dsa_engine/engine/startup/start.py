@@ -20,8 +20,7 @@ from dsa_engine.engine.cache.sizes import TierSizes, page_folder
 from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.load_recorder import LoadRecorder, count_loads
-from dsa_engine.engine.rebalancing import Rebalancing
+from dsa_engine.engine.expert_loads import LoadRecorder, Rebalancing, count_loads
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner

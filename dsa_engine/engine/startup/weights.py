@@ -83,8 +83,8 @@ def load_model(
     modules: int,
     progress: Callable[[int, str, str], Any],
 ) -> tuple[Model, int]:
-    """Makes a model with ``modules`` MTP modules and loads this rank's weights, see :func:`load_weights`; returns the
-    model and the number of bytes read."""
+    """Makes a model with ``modules`` MTP modules and loads this rank's weights; returns the model and the number of
+    bytes read. ``progress`` makes a progress bar from a total, a unit and a title."""
     workspace = (1 << 30) if mesh.device.type == "cuda" else (256 << 20)
     if options.workspace is not None:
         workspace = parse_bytes(options.workspace, "workspace")
@@ -98,11 +98,7 @@ def load_model(
 
 
 def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], Any]) -> int:
-    """Loads this rank's weights; returns the number of bytes read.
-
-    Args:
-        progress: makes a progress bar from a total, a unit and a title.
-    """
+    """Loads this rank's weights; returns the number of bytes read."""
     sources = list(model.weight_sources())
     dummy = options.load_format == "dummy"
     reader = DummyReader(options.seed) if dummy else CheckpointReader(folder, model.config.weight_block_size)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.steps.plan import Bucket
-from dsa_engine.kernels.rows.segment import Segment, Segments
-from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.segment import Segment, Segments, slots_of
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MicroBatchPair
 from dsa_engine.model.model import Model
 
@@ -97,3 +97,46 @@ def block_tables_of(
     never read."""
     rows = tables.rows([chunk.request.pages for chunk in chunks])
     return tables.gather(rows + [0] * (shape[0] - len(rows)), shape[1], out)
+
+
+def chunk_columns(chunks: Sequence[Chunk], page_size: int, rows: int) -> torch.Tensor:
+    """A rank's chunks in a decode step, int64 ``[chunks, 3 + rows]`` on the host, for :meth:`StepRows.of`.
+
+    The columns: position of the first row; number of rows; limit of the tokens that may be computed, which have pages
+    and are not the request's very last; token of each row, 0 for padding or if only the device knows it.
+    """
+    table = []
+    for chunk in chunks:
+        request = chunk.request
+        limit = min(len(request.pages) * page_size, len(request.prompt) + request.max_tokens - 1)
+        ids = () if chunk.starts_on_device else request.tokens(chunk.start, chunk.length)
+        table.append([chunk.start, chunk.length, limit, *ids, *[0] * (rows - len(ids))])
+    return torch.tensor(table, dtype=torch.int64).view(-1, 3 + rows)
+
+
+class StepRows(NamedTuple):
+    """The rows of a decode step, ``1 + count`` for each of this rank's requests; int64."""
+
+    batch: ForwardBatch
+    first: torch.Tensor  # [requests], position of the first row
+    limit: torch.Tensor  # [requests], tokens that may be computed
+    token_ids: torch.Tensor  # [requests, 1 + count], 0 for padding
+    positions: torch.Tensor  # [requests, 1 + count], -1 for padding
+    offered: torch.Tensor  # [requests], number of drafts to verify
+
+    @classmethod
+    def of(
+        cls,
+        first: torch.Tensor,
+        length: torch.Tensor,
+        limit: torch.Tensor,
+        token_ids: torch.Tensor,
+        rows: StaticRows,
+        tables: torch.Tensor,
+    ) -> StepRows:
+        """From the columns of :func:`chunk_columns`; ``tables``: block tables, int32 ``[requests, pages]``."""
+        positions = first[:, None] + rows.offsets
+        token_mask = (rows.offsets < length[:, None]) & (positions < limit[:, None])
+        at = positions.where(token_mask, -1)
+        batch = rows.batch(tables, at.flatten(), token_ids.flatten())
+        return cls(batch, first, limit, token_ids, at, token_mask[:, 1:].sum(dim=1))

@@ -18,7 +18,7 @@ from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.paged import gather_rows
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.rows.rope import apply_rope
-from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.segment import slots_of
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.kernels.rows.store_latent import store_latent

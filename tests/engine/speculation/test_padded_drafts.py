@@ -14,7 +14,7 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.speculation.acceptance import count_equal
-from dsa_engine.engine.speculation.graph_step import GraphKey
+from dsa_engine.engine.speculation.drafter import GraphKey
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.kernels.runtime.launch import INTERPRETED

@@ -20,10 +20,10 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import Columns, Outcome, Samples, StepResult
-from dsa_engine.engine.speculation.rows import StepRows
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.static_rows import StepRows
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=1.0, seed=3)
@@ -153,14 +153,14 @@ def test_the_last_tokens_of_the_longest_context(
         engine.runner, "graphs", DecodeGraphs(engine.model, engine.cache, capture=False, contexts=contexts_of)
     )
 
-    run = engine.runner.drafter.graph.run
+    run = engine.runner.drafter.run
 
     def run_graph(step: StepPlan, *how: Any) -> StepResult:
         assert step.bucket is not None
         contexts.add(step.bucket.context)
         return run(step, *how)
 
-    monkeypatch.setattr(engine.runner.drafter.graph, "run", run_graph)
+    monkeypatch.setattr(engine.runner.drafter, "run", run_graph)
     same(engines, [random_ids(50, seed=3), random_ids(59, seed=4)], [replace(GREEDY, max_tokens=n) for n in (12, 3)])
     assert contexts == {72}
 

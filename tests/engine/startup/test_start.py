@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dsa_engine.engine.speculation.acceptance import count_equal
-from dsa_engine.engine.speculation.graph_step import GraphKey
+from dsa_engine.engine.speculation.drafter import GraphKey
 from dsa_engine.engine.startup.warm_up import DummySteps
 from dsa_engine.engine.steps.plan import Bucket
 from dsa_engine.errors import CapacityError

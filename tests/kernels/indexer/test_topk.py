@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from compile_only import compile_only, resources
 from dsa_engine.kernels.indexer.topk import LARGEST_K, Config, select_by_kernel, select_topk, slices_of
-from dsa_engine.kernels.rows.slots_of import Paging, slots_of_reference
+from dsa_engine.kernels.rows.segment import Paging, slots_of_reference
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 NAN, INF = math.nan, math.inf

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.kernels.rows.paged import gather_rows, read_rows
-from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.segment import slots_of
 from dsa_engine.kernels.rows.store_rows import store_rows
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")

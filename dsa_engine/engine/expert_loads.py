@@ -1,10 +1,10 @@
-"""Moves experts between ranks while requests run, by the loads of the steps since the last time.
+"""Loads of experts while requests run: counted, written to a file, and experts moved between ranks by them.
 
-After every launched step the engine gives a *turn*, on all ranks after the same step. A turn does one of three things:
-nothing; it plans as many layers as there are ranks, each rank one; or it moves some experts and changes the tables of
-their layers. All of it is given to the device between two steps, in order, so it may be launched ahead of results: the
-step before still sees the old weights and tables, the step after sees the new ones. Weights and tables stay where they
-are in memory, so CUDA graphs stay valid.
+Experts move by the loads of the steps since the last time. After every launched step the engine gives a *turn*, on all
+ranks after the same step. A turn does one of three things: nothing; it plans as many layers as there are ranks, each
+rank one; or it moves some experts and changes the tables of their layers. All of it is given to the device between two
+steps, in order, so it may be launched ahead of results: the step before still sees the old weights and tables, the step
+after sees the new ones. Weights and tables stay where they are in memory, so CUDA graphs stay valid.
 
 Within a layer experts move in rounds (:mod:`~dsa_engine.parallel.experts.movement`). After every round each expert lies
 on a rank and the tables say where, so requests can run between two rounds.
@@ -16,6 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
+from pathlib import Path
 
 import torch
 
@@ -25,14 +26,72 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.layer_placements import with_shared
+from dsa_engine.parallel.experts.load_counter import LoadCounter
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.movement import after_round, expert_bytes, move_round, plan_movement
 from dsa_engine.parallel.experts.placement import Held
+from dsa_engine.system.output_files import write_text
 from dsa_engine.system.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
+_EVERY = 500  # steps from one writing of the loads to the next
 TURN_BYTES = 64 << 20  # a rank receives no more in a turn, unless a single expert has more
+
+
+def count_loads(model: Model, name: str) -> LoadRecorder | None:
+    """Lets the MoE layers of a model and of its MTP modules count their `topk_ids`, if an option needs that.
+
+    Args:
+        name: the model's.
+
+    Returns:
+        what writes the loads to a file, if the options ask for one.
+
+    Raises:
+        ValueError: loads are to be recorded, but the model has no routed experts.
+    """
+    mesh, layers = model.runtime.mesh, moe_layers(model)
+    path = mesh.config.record_expert_loads
+    if path is None and mesh.config.rebalance_every is None:
+        return None
+    if not layers:
+        option = "rebalance_every" if path is None else "record_expert_loads"
+        raise ValueError(f"{option}: this model has no routed experts; leave it out")
+    counter = LoadCounter(name, [*layers], model.config.n_routed_experts, mesh.ep, mesh.device)
+    for number, layer in layers.items():
+        layer.counts = counter.counts(number)
+    model.loads = counter
+    return None if path is None else LoadRecorder(counter, path if mesh.is_leader else None)
+
+
+class LoadRecorder:
+    """Writes all loads since the start; every rank makes one and calls its methods after the same steps.
+
+    Args:
+        path: of the file; None: another rank writes.
+        every: number of steps from one writing to the next.
+    """
+
+    def __init__(self, counter: LoadCounter, path: str | Path | None, every: int = _EVERY):
+        self._counter, self._path, self._every = counter, path, every
+        self._steps = 0
+
+    def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
+        """Called after every step that has been launched."""
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the file, now and when the engine ends; waits for the steps that have been launched."""
+        loads = self._counter.total()  # a collective
+        if self._path is None:
+            return
+        try:
+            write_text(self._path, loads().text())
+        except OSError as error:  # a full disk does not end requests
+            logger.warning("record_expert_loads: %s; the file keeps older loads", error)
 
 
 class Rebalancing:

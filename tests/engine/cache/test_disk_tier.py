@@ -109,7 +109,7 @@ def test_two_engines_at_once(make: Callable[..., LLM]) -> None:
         expected, _ = ask(first)
         until = time.monotonic() + 60
         written = first.engine.cache_turns.stores
-        while len(written._free) + written._returned.qsize() < PAGES and time.monotonic() < until:
+        while len(written.free) + written._returned.qsize() < PAGES and time.monotonic() < until:
             time.sleep(0.001)
         tokens, _ = ask(second)
         assert tokens == expected

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -65,10 +64,14 @@ class Segments:
             if s.row != rows or s.length < 1:
                 raise ValueError(f"{s} must have a length and begin at row {rows}, where the segment before it ends")
             rows += s.length
-        row, length, sequence, start = np.array(segments, np.int32).reshape(-1, 4).T
-        visible = (start - row).repeat(length) + np.arange(1, rows + 1, dtype=np.int32)
-        on_device = [upload(torch.from_numpy(column), device) for column in (sequence.repeat(length), visible)]
-        return cls(segments, on_device[0], on_device[1])
+        if rows == len(segments):  # a row each, as in decode
+            columns = [[s.sequence for s in segments], [s.end for s in segments]]
+            sequences, visible = torch.tensor(columns, dtype=torch.int32)
+        else:
+            row, length, sequence, start = torch.tensor(segments, dtype=torch.int32).view(-1, 4).T
+            sequences, before = torch.stack((sequence, start - row)).repeat_interleave(length, dim=1)
+            visible = before + torch.arange(1, rows + 1, dtype=torch.int32)
+        return cls(segments, upload(sequences, device), upload(visible, device))
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments)

@@ -13,15 +13,24 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.linear.linear import linear
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.group import Group
 
 
 def shard(size: int, group: Group, what: str) -> tuple[int, int]:
     """First and last + 1 of this rank's equal part of ``size``; ``ValueError`` if the group does not divide it."""
     if size % group.size:
-        raise ValueError(f"{what} {size} cannot be divided over {group.size} ranks; choose a size that divides it")
+        raise ValueError(f"{what} {size} cannot be divided over {group.size} ranks; choose a tp_size that divides it")
     part = size // group.size
     return group.index * part, (group.index + 1) * part
+
+
+def vocab_shard(vocab: int, group: Group) -> tuple[tuple[int, int], int]:
+    """First and last + 1 token of this rank's part of the vocabulary, and the rows of its tables: as many on every rank
+    of the group, so the last tables end with padding, or are padding alone."""
+    rows = cdiv(vocab, group.size)
+    first, last = (min(i * rows, vocab) for i in (group.index, group.index + 1))
+    return (first, last), rows
 
 
 def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
@@ -29,7 +38,7 @@ def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Gro
 
     Args:
         ids: ``[size, rows]`` int64, the token ids of every rank of the group (each rank knows them all).
-        weight: ``[vocab / size, hidden]``, this rank's shard.
+        weight: ``[vocab / size, hidden]``, this rank's shard, as :func:`vocab_shard` cuts it.
 
     Returns:
         ``[rows, hidden]``: every rank looks up all ranks' tokens in its shard, and one reduce-scatter sums the results.
@@ -75,34 +84,35 @@ def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int
     return group.reduce_scatter(project.forward_sharded(mine, row_absmax))[:count]
 
 
-def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
+def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
     """Logits of rows that every rank of the group holds.
 
     Args:
         hidden: ``[n, hidden]``, the same on all ranks.
-        weight: ``[vocab / size, hidden]``, this rank's shard.
+        weight: ``[vocab / size, hidden]``, this rank's shard, as :func:`vocab_shard` cuts it.
 
     Returns:
         float32 ``[n, vocab]``, the same on all ranks.
     """
     shards = group.all_gather(linear(hidden, weight).float())
-    return _side_by_side(shards, group)
+    return _side_by_side(shards, vocab, group)
 
 
-def own_vocab_parallel_logits(gathered: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
+def own_vocab_parallel_logits(gathered: torch.Tensor, weight: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
     """Logits of this rank's rows only, an equal number on every rank of the group.
 
     Args:
         gathered: ``[size · n, hidden]``, the n rows of every rank, in rank order.
-        weight: ``[vocab / size, hidden]``, this rank's shard.
+        weight: ``[vocab / size, hidden]``, this rank's shard, as :func:`vocab_shard` cuts it.
 
     Returns:
         float32 ``[n, vocab]``: an all-to-all moves a part of ``1 / size`` of what an all-gather would.
     """
     shards = group.all_to_all(linear(gathered, weight).float())
-    return _side_by_side(shards, group)
+    return _side_by_side(shards, vocab, group)
 
 
-def _side_by_side(shards: torch.Tensor, group: Group) -> torch.Tensor:
-    """``[n, vocab]`` of the parts ``[size · n, vocab / size]`` of the group's ranks."""
-    return shards.view(group.size, len(shards) // group.size, -1).transpose(0, 1).flatten(1)
+def _side_by_side(shards: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
+    """``[n, vocab]`` of the parts ``[size · n, vocab / size]`` of the group's ranks, without those of padding."""
+    joined = shards.view(group.size, len(shards) // group.size, -1).transpose(0, 1).flatten(1)
+    return joined[:, :vocab].contiguous()

@@ -29,15 +29,19 @@ class Weighted(nn.Module):
         name: str,
         *shape: int,
         rows: tuple[int, int] | None = None,
+        padded_rows: int = 0,
         dtype: torch.dtype | None = None,
     ) -> nn.Parameter:
-        """A weight of ``shape`` in the checkpoint, of which this rank keeps ``rows`` (default: all)."""
+        """A weight of ``shape`` in the checkpoint, of which this rank keeps ``rows`` (default: all), and after them
+        zeros up to ``padded_rows``."""
         bounds = [(0, size) for size in shape]
         if rows is not None:
             bounds[0] = rows
-        part = [last - first for first, last in bounds]
-        values = torch.empty(part, dtype=dtype or self.runtime.dtype, device=self.runtime.device)
-        self.sources.append(Source(name, values, shape, tuple(first for first, _ in bounds)))
+        count, *columns = [last - first for first, last in bounds]
+        size = [max(count, padded_rows), *columns]
+        values = torch.empty(size, dtype=dtype or self.runtime.dtype, device=self.runtime.device)
+        values[count:].zero_()
+        self.sources.append(Source(name, values[:count], shape, tuple(first for first, _ in bounds)))
         return nn.Parameter(values, requires_grad=False)
 
     def linear(self, name: str, out: int, into: int, columns: tuple[int, int] | None = None) -> Linear:

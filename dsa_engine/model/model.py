@@ -25,9 +25,9 @@ from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.load_counter import LoadCounter
 from dsa_engine.parallel.tensor_parallel import (
     own_vocab_parallel_logits,
-    shard,
     vocab_parallel_embedding,
     vocab_parallel_logits,
+    vocab_shard,
 )
 
 
@@ -182,14 +182,15 @@ class Model(Weighted):
         self.config = config
         self.loads: LoadCounter | None = None
         # Sharded by vocabulary over the tensor-parallel group.
-        rows = shard(config.vocab_size, runtime.mesh.tp, "vocab_size")
+        rows, padded_rows = vocab_shard(config.vocab_size, runtime.mesh.tp)
         table = (config.vocab_size, config.hidden_size)
-        self.embed = self.weight("model.embed_tokens.weight", *table, rows=rows)
+        self.embed = self.weight("model.embed_tokens.weight", *table, rows=rows, padded_rows=padded_rows)
         streams = Streams.of(runtime)
         self.layers = nn.ModuleList(DecoderLayer(i, config, runtime, streams) for i in range(config.num_hidden_layers))
         self.norm = self.weight("model.norm.weight", config.hidden_size)
-        tied = config.tie_word_embeddings
-        self.lm_head = self.embed if tied else self.weight("lm_head.weight", *table, rows=rows)
+        self.lm_head = self.embed
+        if not config.tie_word_embeddings:
+            self.lm_head = self.weight("lm_head.weight", *table, rows=rows, padded_rows=padded_rows)
         layers, extended = config.num_hidden_layers, config.with_mtp(mtp_modules)
         self.mtp = nn.ModuleList(MTPModule(layers + i, extended, runtime, streams) for i in range(mtp_modules))
 
@@ -258,7 +259,7 @@ class Model(Weighted):
         weight = self.lm_head if head is None else head
         if padded_rows is None:
             with stage("LM head"):
-                return vocab_parallel_logits(hidden, weight, tp)
+                return vocab_parallel_logits(hidden, weight, self.config.vocab_size, tp)
         gathered = tp.all_gather(F.pad(hidden, (0, 0, 0, padded_rows - count)))
         with stage("LM head"):
-            return own_vocab_parallel_logits(gathered, weight, tp)[:count]
+            return own_vocab_parallel_logits(gathered, weight, self.config.vocab_size, tp)[:count]

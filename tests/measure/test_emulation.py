@@ -56,7 +56,7 @@ def test_production_knows_no_emulation() -> None:
         ({"emulate_world": 6, "cp_size": 4}, "cp_size 4"),
         ({"emulate_world": 6, "tp_size": 5}, "tp_size 5"),
         ({"emulate_world": 25}, "n_routed_experts 24"),
-        ({"emulate_world": 24, "tp_size": 24}, "vocab_size 320"),
+        ({"emulate_world": 24, "tp_size": 24}, "num_attention_heads 16"),
     ],
 )
 def test_worlds_that_do_not_divide(keys: dict[str, Any], message: str, demo_cache: Path) -> None:

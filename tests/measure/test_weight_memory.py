@@ -15,15 +15,17 @@ from dsa_engine.measure.weight_memory import rank_weight_bytes
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "dequantize"])
-@pytest.mark.parametrize("ranks, tp_size", [(1, 1), (5, 1), (4, 4)])
-def test_counted_as_held(demo_cache: Path, quantization: str, ranks: int, tp_size: int) -> None:
-    """24 experts on 5 ranks: the first holds one more than the last. What 4 ranks share is cut between blocks."""
+@pytest.mark.parametrize("ranks, tp_size, vocab", [(1, 1, 320), (5, 1, 320), (4, 4, 320), (4, 4, 331)])
+def test_counted_as_held(demo_cache: Path, quantization: str, ranks: int, tp_size: int, vocab: int) -> None:
+    """24 experts on 5 ranks: the first holds one more than the last. What 4 ranks share is cut between blocks; the
+    padding of a vocabulary takes memory too."""
     llm = LLM(
         "demo-random", device="cpu", dtype="bfloat16", quantization=quantization, max_model_len=256,
         cache_memory="8MiB", progress=False, load_format="dummy",
-        parallel=EmulatedConfig(emulate_world=ranks, tp_size=tp_size),
+        parallel=EmulatedConfig(emulate_world=ranks, tp_size=tp_size), hf_overrides={"vocab_size": vocab},
     )  # fmt: skip
     held = sum(parameter.nbytes for parameter in llm.engine.model.parameters())
+    assert llm.engine.model.lm_head.shape[0] == {1: vocab, 4: (vocab + 3) // 4}[tp_size]
     config = llm.engine.config
     stored = config.quantization if quantization == "fp8" else None
     assert rank_weight_bytes(config, stored, torch.bfloat16, ranks, tp_size) == held

@@ -37,9 +37,12 @@ def test_a_rank_gets_the_logits_of_its_own_rows(index: int) -> None:
     gathered, weight = (torch.randn(n, HIDDEN, generator=generator) for n in (SIZE * ROWS, VOCAB))
     shards = weight.chunk(SIZE)
     group = OneOfThree(tuple(range(SIZE)), index, None, sent=[linear(gathered, shard) for shard in shards])
-    logits = own_vocab_parallel_logits(gathered, shards[index], group)
     mine = slice(index * ROWS, (index + 1) * ROWS)
-    assert torch.equal(logits, torch.cat([linear(gathered, shard) for shard in shards], dim=1)[mine])
+    whole = torch.cat([linear(gathered, shard) for shard in shards], dim=1)[mine]
+    assert torch.equal(own_vocab_parallel_logits(gathered, shards[index], VOCAB, group), whole)
+    group.bytes_sent = 0
+    padded = own_vocab_parallel_logits(gathered, shards[index], VOCAB - 3, group)  # the last rows are padding
+    assert torch.equal(padded, whole[:, : VOCAB - 3]) and padded.is_contiguous()
     assert group.bytes_sent == (SIZE - 1) * ROWS * VOCAB // SIZE * 4, "an all-gather sends three times as much"
 
 

@@ -16,7 +16,7 @@ from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.tensor_parallel import shard
+from dsa_engine.parallel.tensor_parallel import shard, vocab_shard
 from dsa_engine.quantization import Unquantized
 
 CPU = torch.device("cpu")
@@ -226,8 +226,7 @@ def test_groups_of_one_rank_need_no_process_group(made: list[tuple[int, ...]]) -
     [
         (13, 1, "n_routed_experts 12 cannot be divided over 13 ranks: each holds at least one; start at most 12"),
         (24, 1, "n_routed_experts 12 cannot be divided over 24 ranks"),
-        (4, 4, "num_attention_heads 6 cannot be divided over 4 ranks"),
-        (3, 3, "vocab_size 200 cannot be divided over 3 ranks"),
+        (4, 4, "num_attention_heads 6 cannot be divided over 4 ranks; choose a tp_size that divides it"),
     ],
 )
 def test_models_that_do_not_divide(
@@ -247,3 +246,12 @@ def test_models_that_do_not_divide(
 def test_shards_are_equal_and_consecutive() -> None:
     parts = [shard(12, Group((0, 1, 2), i, None), "n") for i in range(3)]
     assert parts == [(0, 4), (4, 8), (8, 12)]
+
+
+def test_parts_of_a_vocabulary_take_as_many_rows() -> None:
+    def parts(vocab: int, size: int) -> list[tuple[tuple[int, int], int]]:
+        return [vocab_shard(vocab, Group(tuple(range(size)), i, None)) for i in range(size)]
+
+    assert parts(12, 3) == [((0, 4), 4), ((4, 8), 4), ((8, 12), 4)]
+    assert parts(331, 2) == [((0, 166), 166), ((166, 331), 166)]
+    assert parts(5, 4) == [((0, 2), 2), ((2, 4), 2), ((4, 5), 2), ((5, 5), 2)]

@@ -124,14 +124,14 @@ def _load_own_tables(model: Model, reader: CheckpointReader) -> None:
     head = sources.get("lm_head.weight", embedding)  # tied
     for module in model.mtp:
         assert isinstance(module, MTPModule)
-        for name, shared in (("embed_tokens", embedding), ("shared_head.head", head)):
+        for name, shared, rows in (("embed_tokens", embedding, model.embed), ("shared_head.head", head, model.lm_head)):
             source = replace(shared, name=f"{module.prefix}.{name}.weight")
             if source.name not in reader.names():
                 continue
-            table = torch.empty_like(shared.into, device="cpu")
-            reader.load(replace(source, into=table))
-            if torch.equal(table, shared.into.cpu()):
+            table = torch.zeros_like(rows, device="cpu")  # with the padding of the model's
+            reader.load(replace(source, into=table[: len(shared.into)]))
+            if torch.equal(table, rows.cpu()):
                 continue
-            module.set_own(name, table.to(shared.into.device))
+            module.set_own(name, table.to(rows.device))
             message = "%s differs from the model's: the MTP module has its own, %s on this rank"
             logging.getLogger(__name__).info(message, source.name, format_bytes(table.nbytes))

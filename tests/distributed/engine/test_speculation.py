@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 204,
+    "vocab_size": 203,  # which no tp_size divides
     "num_attention_heads": 12,
     "num_key_value_heads": 12,
     "num_hidden_layers": 2,

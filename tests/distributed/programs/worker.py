@@ -186,8 +186,13 @@ def break_logits(engine: Engine, seed: int | None) -> None:
     engine.runner.sampled_logits = broken  # type: ignore[method-assign]
 
 
+def with_numbers(keys: dict[str, Any]) -> dict[Any, Any]:
+    """Token ids of a ``logit_bias``, which are strings in JSON."""
+    return {int(key) if key.isdigit() else key: value for key, value in keys.items()}
+
+
 def main() -> None:
-    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    cases, folder = json.loads(Path(sys.argv[1]).read_text(), object_hook=with_numbers), Path(sys.argv[2])
     results = {case["name"]: run_case(case) for case in cases}
     torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
 

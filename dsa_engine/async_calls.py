@@ -137,7 +137,12 @@ class AsyncCalls:
             return prompt.token_ids
         if not prompt.text:
             raise ValueError("the prompt is empty; give some text or token ids")
-        return self.tokenizer.encode(prompt.text)
+        return self.encode_prompt(prompt.text)
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, see :meth:`.tokenizer.Tokenizer.encode`; raises ``ValueError`` also for a text that is
+        surely longer than ``max_model_len``."""
+        return self.tokenizer.encode(text, add_special_tokens, self._limits.max_model_len)
 
     def prepare(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None

@@ -157,7 +157,7 @@ class LLM(AsyncCalls):
                     tools=tools,
                 )
                 # The text contains the special tokens.
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                ids = self.encode_prompt(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
             outputs = self._generate(prompts, sampling_params, use_tqdm)
             for output, conversation in zip(outputs, several, strict=True):

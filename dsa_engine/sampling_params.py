@@ -10,6 +10,9 @@ from dsa_engine.config.fields import Options, documented, option
 from dsa_engine.vllm_options import answer
 
 MAX_OUTPUTS = 4096  # for one prompt
+_MAX_CHARACTERS = 1024  # of a stop string or a bad word
+# Entries that each step, each token or each output of a request goes through.
+_MAX_ENTRIES = {"stop": 512, "stop_token_ids": 512, "bad_words": 512, "logit_bias": 512, "allowed_token_ids": 4096}
 
 String = Annotated[str, NOT_EMPTY]
 Penalty = Annotated[float, at_least(-2, 2)]
@@ -60,21 +63,25 @@ class SamplingParams(Options):
         "maximum number of generated tokens; None: as many as max_model_len allows.",
     )
     min_tokens: Count = option(0, "no end-of-sequence token, stop token or stop string before this many.")
-    stop: String | list[String] | None = option(None, "strings that end the text.")
+    stop: String | list[String] | None = option(
+        None, "strings that end the text; up to 512, of up to 1024 characters each."
+    )
     stop_token_ids: list[TokenId] | None = option(
-        None, "token ids that end the output, besides the model's end-of-sequence tokens."
+        None, "token ids that end the output, besides the model's end-of-sequence tokens; up to 512."
     )
     include_stop_str_in_output: bool = option(
         False, "the text keeps the stop string, or the text of the stop token, that ended it."
     )
     ignore_eos: bool = option(False, "go on after an end-of-sequence token.")
-    allowed_token_ids: Annotated[list[TokenId], NOT_EMPTY] | None = option(None, "only these tokens are generated.")
+    allowed_token_ids: Annotated[list[TokenId], NOT_EMPTY] | None = option(
+        None, "only these tokens are generated; up to 4096."
+    )
     logit_bias: dict[TokenId, Bias] | None = option(
-        None, "token id -> a number from -100 to 100 that is added to its logit."
+        None, "token id -> a number from -100 to 100 that is added to its logit; up to 512."
     )
     bad_words: list[String] | None = option(
         None,
-        "words that are not generated: the last token of a word is forbidden after its other tokens.",
+        "words that are not generated, up to 512: the last token of a word is forbidden after its other tokens.",
     )
     seed: Seed | None = option(
         None,
@@ -91,11 +98,19 @@ class SamplingParams(Options):
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name, limit in _MAX_ENTRIES.items():
+            given = getattr(self, name)
+            if isinstance(given, (list, tuple, dict)) and len(given) > limit:
+                raise ValueError(f"{name} has {len(given)} entries, of at most {limit}; give fewer")
         super().__post_init__()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
         for name, texts in (("stop", stop), ("bad_words", self.bad_words or ())):
             for text in texts:
+                if len(text) > _MAX_CHARACTERS:
+                    raise ValueError(
+                        f"{name} has a text of {len(text)} characters, of at most {_MAX_CHARACTERS}; give a shorter one"
+                    )
                 check_text(f"a text of {name}", text)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must lie in 0 … max_tokens ({self.max_tokens}), not {shown(self.min_tokens)}")

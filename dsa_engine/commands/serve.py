@@ -17,7 +17,7 @@ from dsa_engine.commands.early import Early, leads
 from dsa_engine.server.options import ServerOptions, read_template
 
 KEY_VARIABLE = "DSA_ENGINE_API_KEY"
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec")
+_NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client", "zmq", "msgspec")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

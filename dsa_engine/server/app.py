@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Collection, MutableSequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsa_engine.async_calls import PreparedPrompt
@@ -37,7 +40,10 @@ from dsa_engine.text.conversations import ConversationFormat, conversation_forma
 from dsa_engine.version import __version__
 
 PAGE = Path(__file__).parent / "page"
-_REVALIDATED = {"Cache-Control": "no-cache"}  # a browser asks whether its copy is that of this version
+# A browser asks whether its copy is that of this version, and shows it in no page of another site.
+_PAGE_HEADERS = {"Cache-Control": "no-cache", "X-Frame-Options": "DENY"}
+_LONG_BODY = 2**18  # bytes: text of about 64K tokens
+_LONG_BODIES_AT_ONCE = 2
 
 
 class Server:
@@ -65,6 +71,7 @@ class Server:
         if llm.has_tokenizer:
             self._conversation = conversation_format(llm.folder, facts.model_type, **parsers, tokenizer=llm.tokenizer)
         self._chat_template = read_template(options.chat_template)
+        self._long_bodies = ThreadPoolExecutor(_LONG_BODIES_AT_ONCE, "dsa_engine long bodies")
 
     def model(self, name: str | None) -> str:
         """The name of the model that a request asks for; raises :class:`ApiError` if it is not here."""
@@ -105,7 +112,7 @@ class Server:
             raise ValueError("give prompt, a text, or messages, a conversation")
         tokenizer = self.llm.tokenizer
         if asked.prompt is not None:
-            ids = tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+            ids = self.llm.encode_prompt(asked.prompt, asked.add_special_tokens is not False)
         else:
             text = self._form().render(
                 asked.messages,
@@ -115,19 +122,21 @@ class Server:
                 add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
                 continue_final_message=asked.continue_final_message,
             )
-            ids = tokenizer.encode(text, add_special_tokens=bool(asked.add_special_tokens))
+            ids = self.llm.encode_prompt(text, bool(asked.add_special_tokens))
         texts = [tokenizer.token_text(token) for token in ids] if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.llm.facts.max_model_len, "tokens": ids, "token_strs": texts}
 
     def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
         """The text of token ids; raises ``ValueError``."""
         asked.further(set())
-        vocab = self.llm.facts.vocab_size
+        vocab, longest = self.llm.facts.vocab_size, self.llm.facts.max_model_len
+        if len(asked.tokens) > longest:
+            raise ValueError(f"tokens has {len(asked.tokens)} ids, max_model_len is {longest}; send fewer")
         if wrong := next((token for token in asked.tokens if not 0 <= token < vocab), None):
             raise ValueError(f"tokens has {wrong}; the vocabulary has ids 0 … {vocab - 1}")
         return {"prompt": self.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
 
-    async def generate(self, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
+    async def generate(self, request: Request, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
         """Answers a request that generates."""
         self.llm.check()
 
@@ -137,23 +146,30 @@ class Server:
                 raise ValueError("prompt_logprobs are not streamed; leave them or stream out")
             return form, self.llm.prepare(form.prompts, form.params)
 
-        with self.admission.admit(1):
-            form, prompts = await self.parsed(asked, prepared)
+        form, prompts = await self.parsed(request, asked, prepared)
         return Generation(self.llm, form, prompts, self.admission, self.metrics, self.options.request_timeout)
 
-    async def parsed(self, asked: RequestBody, parse: Callable[[Any], Any]) -> Any:
-        """What ``parse`` makes of a request's body, in a thread: encoding a long text takes a second."""
+    async def parsed(self, request: Request, asked: RequestBody, parse: Callable[[Any], Any]) -> Any:
+        """What ``parse`` makes of a request's body, in a thread: encoding a long text takes a second, and hundreds of
+        bytes of memory for each of its own, so few long ones are encoded at once."""
+        executor = self._long_bodies if len(await request.body()) > _LONG_BODY else None
         try:
-            return await asyncio.to_thread(parse, asked)
+            with self.admission.admit(1):
+                return await asyncio.get_running_loop().run_in_executor(executor, parse, asked)
         except (ValueError, TypeError) as error:
             raise bad_request(error, asked.model_fields_set) from error
 
 
-def make_app(server: Server) -> FastAPI:
-    """The application. Open without a key is what load balancers ask, and the page, which asks its user for the key."""
-    app = FastAPI(version=__version__, docs_url=None, redoc_url=None, openapi_url=None, strict_content_type=False)
+def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
+    """The application. Open without a key is what load balancers ask, and the page, which asks its user for the key.
+
+    Args:
+        hosts: names that requests may give the server; none: any.
+    """
+    app = FastAPI(version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     add_handlers(app)
     app.add_middleware(_BodyLimit, max_bytes=parse_bytes(server.options.max_body_size, "max_body_size"))
+    app.add_middleware(_HostCheck, hosts=hosts)
 
     @app.get("/health")
     @app.get("/ping")
@@ -184,20 +200,20 @@ def _api(server: Server) -> APIRouter:
         return server.card(server.model(name))
 
     @api.post("/v1/completions")
-    async def completions(asked: CompletionRequest) -> Response:
-        return await server.generate(asked, server.completion)
+    async def completions(request: Request, asked: CompletionRequest) -> Response:
+        return await server.generate(request, asked, server.completion)
 
     @api.post("/v1/chat/completions")
-    async def chat_completions(asked: ChatRequest) -> Response:
-        return await server.generate(asked, server.chat)
+    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
+        return await server.generate(request, asked, server.chat)
 
     @api.post("/tokenize")
-    async def to_tokens(asked: TokenizeRequest) -> Response:
-        return Response(to_json(await server.parsed(asked, server.tokenize)), media_type="application/json")
+    async def to_tokens(request: Request, asked: TokenizeRequest) -> Response:
+        return Response(to_json(await server.parsed(request, asked, server.tokenize)), media_type="application/json")
 
     @api.post("/detokenize")
-    async def to_text(asked: DetokenizeRequest) -> Response:
-        return Response(to_json(await server.parsed(asked, server.detokenize)), media_type="application/json")
+    async def to_text(request: Request, asked: DetokenizeRequest) -> Response:
+        return Response(to_json(await server.parsed(request, asked, server.detokenize)), media_type="application/json")
 
     @api.get("/metrics")
     async def metrics() -> Response:
@@ -222,6 +238,21 @@ class _KeyCheck(HTTPBearer):
         if given is None or not hmac.compare_digest(given.credentials.encode(), self._key):
             words = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
             raise ApiError(401, words, code="invalid_api_key")
+
+
+class _HostCheck:
+    """Refuses requests for other hosts than ``hosts``: a page of another site may lead a name of its own to this
+    machine (DNS rebinding), and its reader's browser then sends it here."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]):
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "")
+        if not self._hosts or not host or re.sub(r":\d*$", "", host.lower()) in self._hosts:
+            return await self._app(scope, receive, send)
+        words = f"the header Host is {shown(host)}, this server is {', '.join(self._hosts)}; a proxy sends one of these"
+        await ApiError(400, words).response(scope, receive, send)
 
 
 class _BodyLimit:
@@ -250,7 +281,7 @@ class _BodyLimit:
 class _PageFiles(StaticFiles):
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
-        response.headers.update(_REVALIDATED)
+        response.headers.update(_PAGE_HEADERS)
         return response
 
 
@@ -260,6 +291,6 @@ def _add_page(app: FastAPI) -> None:
 
         @app.get("/", include_in_schema=False)
         async def page() -> FileResponse:
-            return FileResponse(PAGE / "index.html", headers=_REVALIDATED)
+            return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
         app.mount("/page", _PageFiles(directory=PAGE))

@@ -58,7 +58,7 @@ class ChatForm(Form):
         )
         prompt = {
             "prompt": self._prompt_text,
-            "prompt_token_ids": llm.tokenizer.encode(self._prompt_text, add_special_tokens=False),
+            "prompt_token_ids": llm.encode_prompt(self._prompt_text, add_special_tokens=False),
         }
         self.prompts = [prompt if asked.cache_salt is None else prompt | {"cache_salt": asked.cache_salt}]
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}

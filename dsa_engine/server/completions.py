@@ -14,8 +14,6 @@ from dsa_engine.server.generation import Form
 from dsa_engine.server.parts import completion_logprobs, prompt_logprobs
 from dsa_engine.server.protocol import CompletionRequest
 
-MAX_OUTPUTS = 4096  # in one request
-
 
 class CompletionForm(Form):
     """One request to ``/v1/completions``.
@@ -40,13 +38,8 @@ class CompletionForm(Form):
             raise ValueError("echo is possible without stream only; leave one of them out")
         if asked.echo and "logprobs" in given and "prompt_logprobs" not in given:
             more["prompt_logprobs"] = given["logprobs"]
-        self.params = asked.sampling(llm.default_sampling, **more)
         prompts = _prompts_of(asked.prompt)
-        if len(prompts) * self.params.n > MAX_OUTPUTS:
-            raise ValueError(
-                f"n must be at most {MAX_OUTPUTS} / {len(prompts)} with {len(prompts)} prompts, not {self.params.n}; "
-                "send several requests"
-            )
+        self.params = asked.sampling(llm.default_sampling, len(prompts), **more)
         self.prompts = [self._salted(prompt) for prompt in self._encoded(llm, prompts)]
         self._texts = [prompt.get("prompt") for prompt in self.prompts]
         if asked.echo:
@@ -70,7 +63,7 @@ class CompletionForm(Form):
             {"prompt_token_ids": prompt}
             if isinstance(prompt, list)
             else {"prompt": prompt}
-            | ({"prompt_token_ids": llm.tokenizer.encode(prompt, add_special_tokens=False)} if encode else {})
+            | ({"prompt_token_ids": llm.encode_prompt(prompt, add_special_tokens=False)} if encode else {})
             for prompt in prompts
         ]
 

@@ -89,6 +89,10 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"][1:])) if first["type"] != "json_invalid" else ""
         message = first["msg"].removeprefix("Value error, ")
+        if name == "" and isinstance(first["input"], bytes):  # FastAPI has not read it
+            kind = shown(request.headers.get("content-type", ""))
+            words = f"the body's content type is {kind}; send JSON, with the header Content-Type: application/json"
+            return ApiError(415, words).response
         if first["type"] == "json_invalid":
             message = f"the body is not valid JSON: {first['ctx']['error']}"
         elif name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -64,6 +65,12 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def hosts_of(bound: socket.socket, host: str) -> list[str]:
+    """The names that requests may give a server of this machine alone, ``host`` among them; none: any name."""
+    here = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+    return sorted({"localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host.lower()}) if here else []
+
+
 class HttpServer(uvicorn.Server):
     """Serves an engine. On SIGTERM or Ctrl-C running requests have ``shutdown_timeout`` to end; if the engine ends, so
     does the server.
@@ -79,9 +86,9 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, server: Server, bound: socket.socket):
         options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}
-        options |= {"lifespan": "off", "ws": "none", "server_header": False}
+        options |= {"lifespan": "off", "http": "httptools", "ws": "none", "server_header": False}
         options |= {"access_log": False, "log_config": None, "log_level": "error"}
-        super().__init__(uvicorn.Config(make_app(server), **options))
+        super().__init__(uvicorn.Config(make_app(server, hosts_of(bound, server.options.host)), **options))
         self.app_server, self._bound, self.url = server, bound, url_of(bound)
         self.failed = False
         self._say = logger.info if server.number == 0 else logger.debug  # once for all processes of a server

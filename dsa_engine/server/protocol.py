@@ -16,6 +16,8 @@ from dsa_engine.vllm_options import answer
 logger = logging.getLogger(__name__)
 _SAMPLING = {f.name for f in fields(SamplingParams) if f.init}
 _MAX_LOGGED_NAMES = 100  # that are not known
+MAX_OUTPUTS = 512  # in one request
+MAX_LOGPROBS = 20  # for a token, as OpenAI's API and vLLM have it
 _ignored: set[str] = set()
 
 
@@ -62,7 +64,9 @@ class GenerationBody(RequestBody):
 
     stream: bool = False
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = Field(None, min_length=1)  # only requests with the same one share cached pages
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024
+    )  # only requests with the same one share cached pages
     return_token_ids: bool = False
 
     @model_validator(mode="after")
@@ -71,8 +75,11 @@ class GenerationBody(RequestBody):
             raise ValueError("stream_options need stream; set stream to true, or leave them out")
         return self
 
-    def sampling(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+    def sampling(self, defaults: dict[str, Any], prompts: int = 1, **more: Any) -> SamplingParams:
         """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both.
+
+        Args:
+            prompts: number of them.
 
         Raises:
             ValueError, TypeError: see :class:`SamplingParams` and :meth:`further`.
@@ -80,7 +87,16 @@ class GenerationBody(RequestBody):
         given = self.further(_SAMPLING) | more
         if isinstance(bias := given.get("logit_bias"), dict):  # keys are texts in JSON
             given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
-        return SamplingParams(**(defaults | given))
+        params = SamplingParams(**(defaults | given))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, name) or 0) > MAX_LOGPROBS:
+                raise ValueError(f"{name} must be at most {MAX_LOGPROBS} in a request, not {asked}")
+        if prompts * params.n > MAX_OUTPUTS:
+            raise ValueError(
+                f"n is {params.n}, for each of {prompts} prompts, and a request has at most {MAX_OUTPUTS} outputs; "
+                "send several requests"
+            )
+        return params
 
 
 class CompletionRequest(GenerationBody):
@@ -94,8 +110,8 @@ class CompletionRequest(GenerationBody):
 class Conversation(RequestBody):
     """How a conversation becomes a prompt, see :meth:`.conversations.ConversationFormat.render`."""
 
-    messages: list[dict[str, Any]] = []
-    tools: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = Field([], max_length=10_000)
+    tools: list[dict[str, Any]] = Field([], max_length=512)
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -185,6 +201,7 @@ def _advice(name: str, value: Any) -> str | None:
 
 def _ignore(name: str, known: set[str]) -> None:
     """Logs an unknown parameter once."""
+    name = name[:80]
     if name in _ignored or len(_ignored) >= _MAX_LOGGED_NAMES:
         return
     _ignored.add(name)

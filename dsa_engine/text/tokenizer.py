@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +64,32 @@ class Tokenizer:
         """Whether the folder has a tokenizer."""
         return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    @cached_property
+    def longest_token(self) -> int:
+        """The bytes of text that a token stands for at most."""
+        backend, added = getattr(self.hf, "backend_tokenizer", None), self.hf.get_added_vocab()
+        by_bytes = "ByteLevel" in repr(getattr(backend, "decoder", None))  # each letter of a token is a byte
+        texts = self.hf.get_vocab()
+        return max(len(text) if by_bytes and text not in added else len(text.encode()) for text in texts)
+
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a text. If the text begins with the token that begins every text (BOS), it gets no second one.
 
+        Args:
+            max_tokens: a text whose bytes are more than those of so many tokens, the longest ones, is refused before
+                it is encoded, which takes hundreds of bytes of memory for each of its own.
+
         Raises:
-            ValueError: the text is not whole characters, or the tokenizer fails.
+            ValueError: the text is not whole characters, or too long, or the tokenizer fails.
         """
         check_text("the text", text)
+        if max_tokens is not None and len(text) > max_tokens:  # most texts are shorter
+            size, limit = len(text.encode()), max_tokens * self.longest_token
+            if size > limit:
+                raise ValueError(
+                    f"the prompt has {size} bytes, max_model_len is {max_tokens} tokens of at most "
+                    f"{self.longest_token} bytes, {limit} in all; shorten the prompt or raise max_model_len"
+                )
         try:
             ids: list[int] = self.hf.encode(text, add_special_tokens=add_special_tokens)
         except (KeyboardInterrupt, SystemExit):
@@ -152,8 +173,8 @@ class TextStream:
         streams: bool = True,
     ):
         self._tokenizer = tokenizer
-        self._stop = stop
-        self._beginnings = tuple(one[:n] for one in stop for n in range(1, len(one)))
+        self._stop, self._sorted_stop = stop, sorted(stop)
+        self._longest = max(map(len, stop), default=0)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
@@ -208,10 +229,15 @@ class TextStream:
             first, self.stop_string = min(stops, key=lambda stop: stop[0])
             end = first + (len(self.stop_string) if self._include_stop else 0)
             text = text[:end]
-        elif text.endswith(self._beginnings):
-            end -= max(len(one) for one in self._beginnings if text.endswith(one))
+        else:
+            end = next(at for at in range(max(0, end - self._longest + 1), end + 1) if self._may_stop(text[at:]))
         self._final.append(text[:end])
         self._tail = text[end:]
+
+    def _may_stop(self, text: str) -> bool:
+        """Whether a stop string begins with this text."""
+        after = bisect_left(self._sorted_stop, text)
+        return after < len(self._sorted_stop) and self._sorted_stop[after].startswith(text)
 
     def _whole_characters(self) -> tuple[int, str]:
         """How many tokens can be settled although some never complete a character, and the text of the window.

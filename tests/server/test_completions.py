@@ -117,7 +117,7 @@ def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be"),
         ({"prompt": "a", "temperature": "warm"}, "temperature must be a finite number"),
         ({"prompt": "a", "n": 10**30}, "n must be"),
-        ({"prompt": ["a"] * 1000, "n": 1000}, "n must be at most 4096 / 1000"),
+        ({"prompt": ["a"] * 1000, "n": 1000}, "n is 1000, for each of 1000 prompts, and a request has at most 512"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must be"),
         ({"prompt": "a", "stream": "yes"}, "stream: "),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options need stream"),

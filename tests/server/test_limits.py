@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import httpx
 import pytest
 
 from dsa_engine import LLM
+from dsa_engine.server.http import bind, hosts_of
 
 LONG = {"prompt": [5, 6], "max_tokens": 190, "ignore_eos": True}
 JSON = {"Content-Type": "application/json"}
@@ -40,6 +43,102 @@ def test_size_of_a_body(serve: Any, tiny: LLM) -> None:
     assert "2.00 KiB" in message and "--max-body-size" in message
     chunked = server.post("/v1/completions", content=(b" " * 500 for _ in range(5)))  # its length is not announced
     assert chunked.status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_text_of_too_many_bytes_is_not_encoded(server: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """The demo model's longest token has 21 bytes, and max_model_len is 2048."""
+    tokenizer = server.http.app_server.llm.tokenizer
+    assert tokenizer.longest_token == 21
+    monkeypatch.setattr(type(tokenizer.hf), "encode", lambda *_, **__: pytest.fail("it is encoded"))
+    text = "a" * (2048 * 21 + 1)
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    message = server.refused(path, **body)
+    assert "2048 tokens of at most 21 bytes, 43008 in all" in message and "raise max_model_len" in message
+
+
+def test_few_long_bodies_are_encoded_at_once(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of eight; a short one does not wait for them."""
+    at_once, highest, lock, go_on = 0, 0, threading.Lock(), threading.Event()
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        nonlocal at_once, highest
+        if len(text) > 9:
+            with lock:
+                at_once += 1
+                highest = max(highest, at_once)
+            assert go_on.wait(60)
+            with lock:
+                at_once -= 1
+        return [5]
+
+    monkeypatch.setattr(server.http.app_server.llm, "encode_prompt", encode)
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(server.complete, "a " * 2**17 + "b", max_tokens=1) for _ in range(8)]
+        while at_once < 2:
+            time.sleep(0.01)
+        assert server.complete("a", max_tokens=1)
+        go_on.set()
+        assert all(answer.result() for answer in answers)
+    assert highest == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/completions", {"stop": ["a"] * 513}, "stop has 513 entries, of at most 512"),
+        ("/v1/completions", {"stop": "a" * 1025}, "stop has a text of 1025 characters, of at most 1024"),
+        ("/v1/completions", {"stop_token_ids": [5] * 513}, "stop_token_ids has 513 entries"),
+        ("/v1/completions", {"bad_words": ["a"] * 513}, "bad_words has 513 entries"),
+        ("/v1/completions", {"bad_words": ["a" * 1025]}, "bad_words has a text of 1025"),
+        ("/v1/completions", {"logit_bias": {str(token): 1 for token in range(513)}}, "logit_bias has 513 entries"),
+        ("/v1/completions", {"allowed_token_ids": [5] * 4097}, "allowed_token_ids has 4097 entries"),
+        ("/v1/completions", {"prompt": ["a"] * 513}, "513 prompts, and a request has at most 512"),
+        ("/v1/chat/completions", {"n": 513}, "n is 513, for each of 1 prompts, and a request has at most 512"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "logprobs must be at most 20"),
+        ("/v1/completions", {"prompt_logprobs": 21}, "prompt_logprobs must be at most 20"),
+        ("/v1/completions", {"cache_salt": "a" * 1025}, "cache_salt: "),
+        ("/v1/chat/completions", {"messages": [{}] * 10001}, "messages: "),
+        ("/v1/chat/completions", {"tools": [{}] * 513}, "tools: "),
+        ("/detokenize", {"tokens": [5] * 2049}, "tokens has 2049 ids, max_model_len is 2048"),
+    ],
+)
+def test_lists_of_a_request(server: Any, path: str, body: dict[str, Any], words: str) -> None:
+    common = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    assert words in server.refused(path, **common | body)
+
+
+def test_a_page_of_another_site(server: Any) -> None:
+    """Its reader's browser sends no JSON without asking, no Host but the site's, and shows no page within its own."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", None):
+        response = server.post("/v1/completions", content=body, headers={} if kind is None else {"Content-Type": kind})
+        assert response.status_code == 415 and "Content-Type: application/json" in response.json()["error"]["message"]
+    for host in ("localhost", "127.0.0.1:1", "[::1]:8000", "LOCALHOST:8000"):
+        assert server.post("/v1/completions", content=body, headers=JSON | {"Host": host}).status_code == 200
+    for host in ("evil.example", "127.0.0.1.evil.example:8000", "localhost.evil.example"):
+        for path in ("/v1/models", "/", "/page/page.js", "/metrics"):
+            response = server.get(path, headers={"Host": host})
+            assert response.status_code == 400 and repr(host) in response.json()["error"]["message"]
+    for path in ("/", "/page/page.js"):
+        assert server.get(path).headers["X-Frame-Options"] == "DENY"
+
+
+def test_a_server_of_a_network_has_any_name() -> None:
+    with bind("0.0.0.0", 0) as bound:
+        assert hosts_of(bound, "0.0.0.0") == []
+    with bind("127.0.0.1", 0) as bound:
+        assert hosts_of(bound, "Box.local") == ["127.0.0.1", "[::1]", "box.local", "localhost"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_lengths_of_a_body(server: Any, first: int) -> None:
+    """A proxy in front may read one of them, and take the rest for another request."""
+    lengths = ["Content-Length: 5", "Transfer-Encoding: chunked"]
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{lengths[first]}\r\n{lengths[1 - first]}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
+        connection.sendall(head.encode() + b"0\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
 def test_time_of_a_request(serve: Any, slow: LLM) -> None:

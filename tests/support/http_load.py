@@ -21,7 +21,8 @@ _TYPES: list[Any] = ["x", [], {}, True, [[]], {"a": [{}]}, "", -1, 0.5, [None], 
 
 
 def post(body: bytes, length: int | None = None, path: str = "/v1/completions") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {length or len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {length or len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -49,7 +50,7 @@ def malformed(kind: dict[str, Any], rng: random.Random) -> bytes:
         return post(b'{"prompt": [5], "temperature": ' + rng.choice([b"1e999", b"NaN", b"9" * 9000, b"--1"]) + b"}")
     if how == 7:  # no HTTP, or not this route's
         return rng.choice(
-            [b"\x00\xff\r\n\r\n", b"GET /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"]
+            [b"\x00\xff\r\n\r\n", b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"]
         )
     return post(b"{" + b'"a":{},' * 500 + b'"b":' + rng.choice([b"null", b"[1,2"]) + b"}")
 

@@ -72,10 +72,13 @@ class LogitsProcessors:
             length = position - len(request.prompt)
             if length < request.params.min_tokens:
                 forbidden += [(i, t) for t in (*self._eos_token_ids, *(request.params.stop_token_ids or ()))]
-            for *begin, last in request.bad_words:
-                if not 0 < len(begin) <= length:
+            longest = min(length, max(map(len, request.bad_words), default=1) - 1)
+            recent = request.tokens(position - longest, longest)
+            for word in request.bad_words:
+                size, last = len(word) - 1, word[-1]
+                if not 0 < size <= length or 0 <= recent[-1] != word[-2]:  # nearly always: another token is the last
                     continue
-                pairs = list(zip(request.tokens(position - len(begin), len(begin)), begin, strict=True))
+                pairs = list(zip(recent[-size:], word[:-1], strict=True))
                 unknown = [(token, of_word) for token, of_word in pairs if token < 0]
                 if any(token != of_word for token, of_word in pairs if token >= 0):
                     continue

@@ -36,8 +36,8 @@ def requests(vocab: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folders(base_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Path]]:
-    """Of a vocabulary: a model with a head of its own, one with tied embeddings, and one whose MTP module has tables of
-    its own."""
+    """Models of a vocabulary: one with a head of its own, one with tied embeddings, and one whose MTP module has tables
+    of its own."""
 
     def write(vocab: int) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("vocabulary")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from dsa_engine.config.checks import shown
-from dsa_engine.engine.cache.folder import ABOUT, delete_key, keys, pages
+from dsa_engine.engine.cache.folder import ABOUT, keys, pages, unfinished
 from dsa_engine.system.sizes import format_bytes
 
 _FACTS = {
@@ -64,10 +66,25 @@ def run_clear(args: argparse.Namespace) -> None:
                 f"--key {shown(args.key)} is not in {args.folder}; dsa-engine cache list shows the keys that are"
             )
     for key in folders:
-        deleted = delete_key(key)
+        deleted = _delete(key)
         rest = "; the folder stays, as it holds other files" if key.exists() else ""
         size = format_bytes(sum(file.st_size for file in deleted))
         print(f"{key.name}: deleted {len(deleted):,} pages, {size}{rest}")
+
+
+def _delete(key: Path) -> list[os.stat_result]:
+    """Deletes a key's pages, its other files and then the folders that are empty; returns what the pages were.
+
+    Raises:
+        OSError: a file cannot be deleted; those before it are.
+    """
+    deleted = list(pages(key))
+    for path in (*(path for path, _ in deleted), *unfinished(key), key / ABOUT):
+        path.unlink(missing_ok=True)
+    for folder in (*key.glob("??"), key):
+        with suppress(OSError):  # it holds files of other programs
+            folder.rmdir()
+    return [about for _, about in deleted]
 
 
 def _keys(folder: Path) -> list[Path]:

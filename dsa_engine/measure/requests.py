@@ -47,4 +47,4 @@ def check_batch(capacity: Capacity, requests: int, prompt_len: int, max_tokens: 
     if requests > 1 and capacity.cp_size > 1 and not filled:
         need += pages_for(prompt_len, capacity.page_size)  # for another rank's request during its prefill
     what = f"{requests} such requests at once on {capacity.world_size} rank(s), {each} on each"
-    capacity.require(what, need, prompt_len, max_tokens)
+    capacity.check(prompt_len, max_tokens, what, need)

@@ -18,6 +18,7 @@ import torch
 from dsa_engine.engine.cache.folder import PageFolder
 from dsa_engine.engine.cache.host import HostPages
 from dsa_engine.engine.cache.ledger import PageLedger
+from dsa_engine.engine.cache.pool import HostSlots
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.parallel.group import Group
 
@@ -34,7 +35,7 @@ class _Search:
     digests: list[bytes]
     first: int  # number of the first of these pages in the request
     present: int  # number of first pages that the folder may have, as this rank knows
-    slots: dict[int, list[int]] = field(default_factory=dict)  # by rank of the group, for the pages that it reads
+    slots: list[int] = field(default_factory=list)  # for each page, in host memory of the rank that reads it
     load: Future[int] | None = None  # how many of the first pages of this rank's part have been read, if it reads any
 
     def part(self, rank: int, count: int) -> range:
@@ -127,21 +128,16 @@ class DiskLoads:
         """Reserves host memory for the first ``count`` pages, or for fewer, and starts to read them; returns whether
         there is room for any."""
         locked = frozenset(search.digests)
-        for rank in search.ranks:
-            part = search.part(rank, count)
-            slots = search.slots[rank] = self.ledger.pools[rank].host.reserve(len(part), locked)
-            if len(slots) < len(part):
-                count = part[len(slots)]
-        for rank, slots in search.slots.items():
-            room = len(search.part(rank, count))
-            self.ledger.pools[rank].host.give_back(slots[room:])
-            del slots[room:]
-        search.present = count
-        if search.slots.get(self._rank):
-            own = zip(search.part(self._rank, count), search.slots[self._rank], strict=True)
-            pages = [(search.digests[index], slot) for index, slot in own]
+        for index in range(count):
+            slot = self._host_of(search, index).reserve(locked)
+            if slot is None:
+                break
+            search.slots.append(slot)
+        search.present = len(search.slots)
+        if self._rank in search.ranks and (own := search.part(self._rank, search.present)):
+            pages = [(search.digests[index], search.slots[index]) for index in own]
             search.load = self._reader.submit(self._read, pages, self.flush())
-        return count > 0
+        return bool(search.slots)
 
     def _read(self, pages: Sequence[tuple[bytes, int]], copied: Callable[[], None]) -> int:
         """Reads pages up to the first that is missing or refused, in the reader's thread; returns their number.
@@ -158,12 +154,14 @@ class DiskLoads:
 
     def _end_reading(self, search: _Search, count: int) -> None:
         """Records the first ``count`` pages in host memory, and frees the slots of the others."""
-        for rank, slots in search.slots.items():
-            host, part = self.ledger.pools[rank].host, search.part(rank, search.present)
-            for index, slot in zip(part, slots, strict=True):
-                if index < count:
-                    host.name(slot, search.digests[index])
-                else:
-                    host.give_back([slot])
-            if rank == self._rank:
-                self.pages_read += sum(index < count for index in part)
+        for index, slot in enumerate(search.slots):
+            if index < count:
+                self._host_of(search, index).name(slot, search.digests[index])
+            else:
+                self._host_of(search, index).give_back(slot)
+        if self._rank in search.ranks:
+            self.pages_read += len(search.part(self._rank, count))
+
+    def _host_of(self, search: _Search, index: int) -> HostSlots:
+        """Host memory of the rank that reads a page."""
+        return self.ledger.pools[search.ranks[(search.first + index) % len(search.ranks)]].host

@@ -173,21 +173,6 @@ def unfinished(key: Path, older_than_s: float = 0.0) -> Iterator[Path]:
                     yield path
 
 
-def delete_key(key: Path) -> list[os.stat_result]:
-    """Deletes a key's pages, its other files and then the folders that are empty; returns what the pages were.
-
-    Raises:
-        OSError: a file cannot be deleted; those before it are.
-    """
-    deleted = list(pages(key))
-    for path in (*(path for path, _ in deleted), *unfinished(key), key / ABOUT):
-        path.unlink(missing_ok=True)
-    for folder in (*key.glob("??"), key):
-        with suppress(OSError):  # it holds files of other programs
-            folder.rmdir()
-    return [about for _, about in deleted]
-
-
 @contextmanager
 def _whole(path: Path) -> Iterator[IO[bytes]]:
     """Yields a file of this user to write to; it then gets its name, or is deleted after an error."""

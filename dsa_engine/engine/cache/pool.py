@@ -109,24 +109,21 @@ class HostSlots:
         if digest in self._slot_of:
             self.use(digest)
             return None
-        for slot in self.reserve(1, locked):
+        slot = self.reserve(locked)
+        if slot is not None:
             self._slot_of[digest] = slot
-            return slot
-        return None
+        return slot
 
-    def reserve(self, count: int, locked: Container[bytes] = ()) -> list[int]:
-        """Takes up to ``count`` slots, which hold nothing until :meth:`name` or :meth:`give_back`."""
-        slots: list[int] = []
-        while len(slots) < count:
-            if self._free:
-                slots.append(self._free.pop())
-                continue
-            oldest = next((digest for digest in self._slot_of if digest not in locked), None)
-            if oldest is None:
-                break
-            slots.append(self._slot_of.pop(oldest))
-            self._lost(oldest)
-        return slots
+    def reserve(self, locked: Container[bytes] = ()) -> int | None:
+        """Takes a slot, which holds nothing until :meth:`name` or :meth:`give_back`; None if none can be replaced."""
+        if self._free:
+            return self._free.pop()
+        oldest = next((digest for digest in self._slot_of if digest not in locked), None)
+        if oldest is None:
+            return None
+        slot = self._slot_of.pop(oldest)
+        self._lost(oldest)
+        return slot
 
     def name(self, slot: int, digest: bytes) -> None:
         """Records the copy that a reserved slot holds now."""
@@ -136,9 +133,9 @@ class HostSlots:
             self._slot_of[digest] = slot
             self._index.add(digest, 1 << self._rank)
 
-    def give_back(self, slots: Iterable[int]) -> None:
-        """Frees reserved slots."""
-        self._free += slots
+    def give_back(self, slot: int) -> None:
+        """Frees a reserved slot."""
+        self._free.append(slot)
 
     def clear(self) -> None:
         """Forgets all copies; reserved slots stay reserved."""

@@ -139,8 +139,7 @@ class DecodeLoop(SideLoop):
             if handover is None or arrival.pending or not arrival.complete:
                 continue
             del self._arrivals[number]
-            request.output, request.preemptions = handover.output, handover.preemptions
-            request.num_delivered = len(request.output)
+            request.output, request.num_delivered = handover.output, len(handover.output)
             request.delivery = "nothing" if self._line is None else "tokens"
             self._scheduler.start(request, handover.drafts)
             self._requests[number] = request

@@ -42,7 +42,6 @@ class Handover(NamedTuple):
     id: int
     output: list[int]
     drafts: list[int]
-    preemptions: int
 
 
 @dataclass(frozen=True)

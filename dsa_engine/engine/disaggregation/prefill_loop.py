@@ -147,8 +147,7 @@ class PrefillLoop(SideLoop):
                 self._withdraw(request)
             elif request.id in self._journeys:
                 self._scheduler.depart(request)
-                output, drafts = list(request.output), list(request.drafts)
-                self.tell(messages.Handover(request.id, output, drafts, request.preemptions))
+                self.tell(messages.Handover(request.id, list(request.output), list(request.drafts)))
 
     def _delivered(self, message: Any) -> None:
         """Gives callers their tokens at once: they would else wait for the end of a long step of this side."""

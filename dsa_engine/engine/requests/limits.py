@@ -44,16 +44,13 @@ class Capacity:
         limit = len(request.prompt) + request.max_tokens - 1
         return pages_for(max(len(request), min(len(request) + max(0, num_drafts - 1), limit)), self.page_size)
 
-    def check(self, prompt_len: int, max_tokens: int) -> None:
-        """Checks that a request of this size can run, if alone.
+    def check(self, prompt_len: int, max_tokens: int, what: str = "this request", need: int | None = None) -> None:
+        """Checks that a request of this size can run, if alone; or ``what``, which need ``need`` pages of a rank.
 
         Raises:
             CapacityError: it cannot; the message says how many pages it needs and how many there are.
         """
-        self.require("this request", self.max_pages(prompt_len, max_tokens), prompt_len, max_tokens)
-
-    def require(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
-        """Raises ``CapacityError`` if ``what``, requests of this size, need more pages than a rank has."""
+        need = self.max_pages(prompt_len, max_tokens) if need is None else need
         if need > self.limit:
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "

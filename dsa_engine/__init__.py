@@ -10,6 +10,7 @@ from dsa_engine.version import __version__
 
 if TYPE_CHECKING:
     from dsa_engine.errors import CapacityError, CheckpointError
+    from dsa_engine.inputs import TextPrompt, TokensPrompt
     from dsa_engine.llm import LLM
     from dsa_engine.outputs import (
         CompletionOutput,
@@ -34,12 +35,15 @@ __all__ = [
     "SamplingParams",
     "SpeculationMetrics",
     "StreamPiece",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
 # Names are imported when they are first used: torch takes seconds, and `dsa-engine --help` needs none of it.
 _MODULES = {
     "errors": ("CapacityError", "CheckpointError"),
+    "inputs": ("TextPrompt", "TokensPrompt"),
     "llm": ("LLM",),
     "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "SpeculationMetrics", "StreamPiece"),
     "parallel": ("ParallelConfig",),

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dsa_engine.async_calls import AsyncCalls, Prompt, only_prompt, outputs_of
+from dsa_engine.async_calls import AsyncCalls, outputs_of
 from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.calls import Call
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
@@ -21,6 +21,7 @@ from dsa_engine.engine.jobs import Job, check_finite
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.startup.start import start
+from dsa_engine.inputs import Prompt, either, only_prompt
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
@@ -32,6 +33,7 @@ from dsa_engine.text.conversations import ConversationFormat, conversation_forma
 from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
 from dsa_engine.text.tokenizer import check_tokenizer
+from dsa_engine.vllm_options import refuse
 
 
 class LLM(AsyncCalls):
@@ -70,10 +72,12 @@ class LLM(AsyncCalls):
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: Prompt | Seq[Prompt] | None = None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
         use_tqdm: bool = True,
+        **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Generates for all prompts together, and returns their outputs in the order of the prompts.
 
@@ -86,12 +90,15 @@ class LLM(AsyncCalls):
                 single prompt counts as a list of one, and an empty list has no outputs. A dictionary may have a
                 ``"cache_salt"``, a text: only requests with the same one share cached pages.
             sampling_params: one for all prompts, or one for each; default: :meth:`get_default_sampling_params`.
+            prompt_token_ids: prompts of token ids, in place of ``prompts``.
             use_tqdm: show a progress bar.
+            of_vllm: other arguments of vLLM's method, with values that change nothing (``lora_request=None``).
 
         Raises:
-            ValueError, CapacityError: a prompt or its parameters are not possible; nothing has run.
+            TypeError, ValueError, CapacityError: an argument or a prompt is not possible; nothing has run.
         """
-        return self._spmd.result(lambda _: self._generate(prompts, sampling_params, use_tqdm))
+        refuse(of_vllm)
+        return self._spmd.result(lambda _: self._generate(either(prompts, prompt_token_ids), sampling_params, use_tqdm))
 
     def _generate(
         self,
@@ -132,6 +139,7 @@ class LLM(AsyncCalls):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
+        **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Like :meth:`generate`, for one conversation or several, in the form that the model was trained with.
 
@@ -143,6 +151,7 @@ class LLM(AsyncCalls):
                 parts ``{"type": "text", "text": "…"}``.
             chat_template, …, tools: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
         """
+        refuse(of_vllm)
         form = self.conversation_format
 
         def call(_: int | None) -> list[RequestOutput]:

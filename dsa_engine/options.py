@@ -18,7 +18,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Kernels = Literal["checked", "triton", "reference"]
 GenerationConfig = Literal["auto", "vllm"]
-KVCacheDtype = Literal["auto", "bfloat16", "fp8"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"]  # the last two are vLLM's words for "fp8"
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 Folder = Annotated[str | Path, Rule("that names a folder", lambda value: os.fspath(value) != "")]
 

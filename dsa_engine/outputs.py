@@ -155,6 +155,10 @@ class RequestOutput:
         return self.outputs[0].metrics
 
     @property
+    def num_cached_tokens(self) -> int:
+        return self.metrics.num_cached_tokens
+
+    @property
     def error(self) -> str | None:
         return self.outputs[0].error
 

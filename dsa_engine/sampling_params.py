@@ -17,6 +17,7 @@ _MAX_ENTRIES = {"stop": 512, "stop_token_ids": 512, "bad_words": 512, "logit_bia
 String = Annotated[str, NOT_EMPTY]
 Penalty = Annotated[float, at_least(-2, 2)]
 Count = Annotated[int, at_least(0)]
+CountOrAll = Annotated[int, at_least(-1)]
 Bias = Annotated[float, at_least(-100, 100)]
 
 
@@ -52,7 +53,7 @@ class SamplingParams(Options):
         1.0,
         "sample from the most likely tokens whose probabilities sum to this, in (0, 1].",
     )
-    top_k: Annotated[int, at_least(-1)] = option(0, "sample from this many most likely tokens; 0 or -1 for all.")
+    top_k: CountOrAll = option(0, "sample from this many most likely tokens; 0 or -1 for all.")
     min_p: Annotated[float, at_least(0, 1)] = option(
         0.0,
         "sample from tokens that are at least this many times as likely as the most likely one, in [0, 1]; comes "
@@ -87,12 +88,12 @@ class SamplingParams(Options):
         None,
         "makes the request reproducible in any batch; default: derived from the engine's seed.",
     )
-    logprobs: Count | None = option(
+    logprobs: CountOrAll | None = option(
         None,
         "for each output token, return the log-probabilities of this many most likely tokens and of the sampled one; "
-        "0: of the sampled one only, None: none.",
+        "0: of the sampled one only, -1: of all tokens, None: none.",
     )
-    prompt_logprobs: Count | None = option(None, "the same for each token of the prompt but the first.")
+    prompt_logprobs: CountOrAll | None = option(None, "the same for each token of the prompt but the first.")
     detokenize: bool = option(True, "decode the output to text.")
     skip_special_tokens: bool = option(True, "leave special tokens out of the text.")
     stop_strings: tuple[str, ...] = field(init=False, repr=False)

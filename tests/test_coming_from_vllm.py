@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.model.kv_cache import cache_dtype
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 from dsa_engine.vllm_options import _ANSWERS, advice
@@ -34,7 +37,7 @@ def test_what_is_the_same() -> None:
     assert len(listed) > 15 and listed <= OPTIONS
     parameters = {f.name for f in fields(SamplingParams) if f.init}
     assert set(names(same["`SamplingParams`"])) == parameters
-    outputs = {f.name for f in fields(RequestOutput)} | {f.name for f in fields(CompletionOutput)}
+    outputs = {*dir(RequestOutput), *(f.name for cls in (RequestOutput, CompletionOutput) for f in fields(cls))}
     assert len(names(same["outputs"])) > 10 and set(names(same["outputs"])) <= outputs
     for name in names(same["methods of `LLM`"]):
         assert callable(getattr(LLM, name))
@@ -89,3 +92,77 @@ def test_a_request_keeps_what_it_was_given(demo_cache: Path) -> None:
         params.max_tokens = 50
         pieces.append(piece)
     assert sum(len(piece.token_ids) for piece in pieces) <= 3 and pieces[-1].finish_reason
+
+
+def test_habits(demo_cache: Path) -> None:
+    """Arguments, fields and imports of vLLM's programs that have one meaning here."""
+    from dsa_engine.inputs import TextPrompt, TokensPrompt
+
+    with LLM("demo-random", device="cpu", max_model_len=100, progress=False, seed=None, max_num_seqs=None) as llm:
+        assert llm.engine.options.seed == 0 and llm.engine.options.max_num_seqs == 64
+        greedy = SamplingParams(temperature=0.0, max_tokens=2, seed=None, top_k=None)  # type: ignore[arg-type]
+        (plain,) = llm.generate([[5, 6, 7]], greedy)
+        for output in (
+            *llm.generate(prompt_token_ids=[5, 6, 7], sampling_params=greedy, lora_request=None, priority=None),
+            *llm.generate(TokensPrompt(prompt_token_ids=[5, 6, 7], cache_salt=None), greedy),
+        ):
+            assert output.prompt_token_ids == [5, 6, 7] and output.token_ids == plain.token_ids
+        (text,) = llm.generate(TextPrompt(prompt="ab"), greedy)
+        assert text.prompt == "ab" and text.num_cached_tokens == text.metrics.num_cached_tokens == 0
+        message = [{"role": "user", "content": "ab"}]
+        template = "{{ messages[0]['content'] }}"
+        (said,) = llm.chat(
+            message, greedy, chat_template=template, lora_request=None, chat_template_content_format="auto"
+        )
+        assert said.token_ids == text.token_ids
+
+        every = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
+        (output,) = llm.generate([[5, 6, 7]], every)
+        assert output.logprobs and output.prompt_logprobs and output.prompt_logprobs[1]
+        assert len(output.logprobs[0]) == len(output.prompt_logprobs[1]) == llm.engine.config.vocab_size
+
+        for wrong, instead in (
+            ({"lora_request": object()}, "merge the adapter"),
+            ({"priority": [1]}, "order in which they come"),
+            ({"prompt_token_ids": [5]}, "not both prompts and prompt_token_ids"),
+            ({"no_such": 1}, "no argument 'no_such'"),
+        ):
+            with pytest.raises(TypeError, match=instead):
+                llm.generate([[5, 6, 7]], greedy, **wrong)  # type: ignore[arg-type]
+        for name, instead in (("embed", "only generate"), ("llm_engine", "use llm.engine"), ("no_such", "'no_such'$")):
+            with pytest.raises(AttributeError, match=instead):
+                getattr(llm, name)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_ds_mla"])
+def test_names_of_the_fp8_cache(name: str) -> None:
+    options = EngineOptions("no such folder", kv_cache_dtype=name)  # type: ignore[arg-type]
+    assert cache_dtype(options.kv_cache_dtype, torch.bfloat16) == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("options", "default", "names"),
+    [
+        (EngineOptions, None, "tokenizer revision hf_token block_size mm_processor_kwargs compilation_config"),
+        (EngineOptions, False, "skip_tokenizer_init enable_lora disable_custom_all_reduce enable_sleep_mode"),
+        (EngineOptions, True, "disable_log_stats use_tqdm_on_load enable_chunked_prefill"),
+        (EngineOptions, "auto", "task runner convert tokenizer_mode model_impl worker_cls moe_backend"),
+        (EngineOptions, "", "allowed_local_media_path reasoning_parser"),
+        (EngineOptions, {}, "limit_mm_per_prompt override_generation_config additional_config"),
+        (EngineOptions, 0, "cpu_offload_gb long_prefill_token_threshold"),
+        (EngineOptions, 1, "prefill_context_parallel_size decode_context_parallel_size max_loras nnodes"),
+        (EngineOptions, "fcfs", "scheduling_policy"),
+        (EngineOptions, 4, "swap_space"),
+        (EngineOptions, 20, "max_logprobs"),
+        (SamplingParams, None, "logprob_token_ids extra_args thinking_token_budget repetition_detection"),
+        (SamplingParams, False, "flat_logprobs skip_clone early_stopping"),
+        (SamplingParams, True, "spaces_between_special_tokens"),
+        (SamplingParams, 1.0, "length_penalty"),
+    ],
+)
+def test_defaults_are_accepted_and_other_values_answered(options: type, default: Any, names: str) -> None:
+    """Of arguments of vLLM's LLM and SamplingParams that do not exist here."""
+    for name in names.split():
+        options(**{name: default})
+        with pytest.raises(TypeError, match=f"no option '{name}'; (?!did you mean|options are)"):
+            options(**{name: 77})

@@ -37,7 +37,7 @@ LAYERS = (
     ("quantization",),
     ("checkpoint", "options", "text"),
     ("sampling_params",),
-    ("outputs",),
+    ("inputs", "outputs"),
     ("system",),
     ("parallel",),
     ("config",),

@@ -12,7 +12,8 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from types import NoneType
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
 from dsa_engine.config.checks import check
 
@@ -52,14 +53,14 @@ def _options_of(cls: Any) -> tuple[tuple[Field[Any], Any], ...]:
 class Options:
     """Base class of a dataclass of options, which checks their values.
 
-    None means the default for an option whose default is made per instance, such as a dictionary.
+    None means the default for an option that is never None.
     """
 
     def __post_init__(self) -> None:
         for f, hint in options_of(type(self)):
             value = getattr(self, f.name)
-            if value is None and f.default_factory is not MISSING:
-                object.__setattr__(self, f.name, f.default_factory())
+            if value is None and NoneType not in get_args(hint):
+                object.__setattr__(self, f.name, f.default if f.default_factory is MISSING else f.default_factory())
             elif value is not f.default:
                 check(f.name, value, hint)
 

@@ -21,7 +21,7 @@ def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     Raises:
         ValueError: bfloat16 caches for an engine of another dtype.
     """
-    if kv_cache_dtype == "fp8":
+    if kv_cache_dtype.startswith("fp8"):
         return FP8
     if kv_cache_dtype == "bfloat16" and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")

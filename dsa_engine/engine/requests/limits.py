@@ -123,6 +123,7 @@ def new_requests(
     words = params.bad_words or () if tokenizer else ()
     bad_words = [ids for word in words for ids in tokenizer.word_ids(word)] if tokenizer else []
     prompt_ids, arrival = array("i", prompt), time.perf_counter()
+    wanted = [limits.vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)]
     return [
         Add(
             prompt_ids,
@@ -132,7 +133,8 @@ def new_requests(
                 seed=None if params.seed is None else params.seed + number,
                 max_tokens=max_tokens,
                 min_tokens=min(params.min_tokens, max_tokens),
-                prompt_logprobs=None if number else params.prompt_logprobs,
+                logprobs=wanted[0],
+                prompt_logprobs=None if number else wanted[1],
             ),
             bad_words,
             arrival,

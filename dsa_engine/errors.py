@@ -3,6 +3,11 @@
 Bad arguments raise ``ValueError`` or ``TypeError``.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class CheckpointError(ValueError):
     """A checkpoint folder, file or tensor is missing, damaged, or not what the configuration says."""
@@ -10,3 +15,17 @@ class CheckpointError(ValueError):
 
 class CapacityError(ValueError):
     """A request, or the engine itself, does not fit in the memory that it was given."""
+
+
+@contextmanager
+def enough_memory(what: str, advice: str) -> Iterator[None]:
+    """Runs a block that only allocates, and names ``what`` did not fit.
+
+    Raises:
+        CapacityError: replaces PyTorch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one too
+        reason = str(error).splitlines()[0]
+        raise CapacityError(f"{what} could not be allocated ({reason}); {advice}") from error

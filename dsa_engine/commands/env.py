@@ -13,7 +13,7 @@ from typing import Any
 
 from dsa_engine.measure.report import write_json
 from dsa_engine.system.output_files import check_outputs
-from dsa_engine.system.sizes import format_bytes
+from dsa_engine.system.sizes import available_bytes, format_bytes
 from dsa_engine.version import __version__
 
 _PACKAGES = ("triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn", "deepspeed", "matplotlib")
@@ -41,7 +41,6 @@ def _environment() -> dict[str, dict[str, Any]]:
     """Texts and numbers by name, under the titles versions, machine, devices, paths and variables."""
     import torch
 
-    from dsa_engine.engine.startup.memory import available_bytes
     from dsa_engine.kernels.runtime import cpu
 
     installed = {one.metadata["Name"]: one.version for one in distributions()}

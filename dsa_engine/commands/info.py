@@ -10,7 +10,7 @@ from dsa_engine.arguments import json_object
 from dsa_engine.config.released import RELEASED_CONFIGS, released_fp8
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.system.output_files import check_outputs
-from dsa_engine.system.sizes import format_bytes, parse_bytes
+from dsa_engine.system.sizes import available_bytes, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,6 @@ def run_info(args: argparse.Namespace) -> None:
     import torch
 
     from dsa_engine.convert.schemes import stored_as
-    from dsa_engine.engine.startup.memory import available_bytes
     from dsa_engine.measure.weight_memory import rank_weight_bytes
     from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
     from dsa_engine.model.layout import parameter_counts

@@ -1,8 +1,10 @@
-"""Sizes in bytes as text, such as "4GiB"."""
+"""Sizes in bytes: as text, such as "4GiB", and of the host's memory."""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Annotated
 
 from dsa_engine.config.checks import Rule, check
@@ -40,3 +42,11 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
     return f"{count:.2f} TiB"
+
+
+def available_bytes() -> int:
+    """Host memory available to new allocations."""
+    info = Path("/proc/meminfo")
+    if info.exists():
+        return int(re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())[1]) * 1024  # type: ignore[index]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -27,7 +27,6 @@ from dsa_engine.checkpoint.index import fingerprint
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup.kernel_check import trial_tokens, try_steps
-from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.engine.startup.start import start
 from dsa_engine.kernels.runtime import cpu, operation
 from dsa_engine.kernels.runtime.operation import error_line
@@ -38,7 +37,7 @@ from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.system.sizes import format_bytes
+from dsa_engine.system.sizes import available_bytes, format_bytes
 from dsa_engine.version import __version__
 
 PROMPT = "def main():\n    key 4821 is 97\n"

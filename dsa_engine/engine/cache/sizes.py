@@ -1,4 +1,5 @@
-"""Where pages go beside the device, by the options: to other ranks, host memory, a folder on the disk."""
+"""How many pages there are, by the options and the memory: on the device, in host memory, on their way to other ranks
+and to a folder on the disk."""
 
 from __future__ import annotations
 
@@ -16,16 +17,62 @@ from dsa_engine.engine.cache.folder import VERSION, PageFolder
 from dsa_engine.engine.cache.host import HostPages, staging_bytes
 from dsa_engine.engine.cache.transfer import PageTransfer, exchange_bytes
 from dsa_engine.engine.requests.limits import pages_for
+from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, pool_page_bytes
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.system.sizes import parse_bytes
+from dsa_engine.parallel.launch_environment import local_world_size
+from dsa_engine.system.sizes import available_bytes, format_bytes, parse_bytes
 from dsa_engine.version import __version__
 
+_CPU_DEFAULT_CACHE = 4 << 30  # limit of the caches on a CPU, whose memory other programs use too
 _EXCHANGED = 64 << 20  # bytes of a layer that a rank sends, or receives, in a step
 _TRANSIT = 2 << 30  # maximum bytes of host memory for pages on their way to the disk, or from it if there is no other
+
+
+def default_cache_memory(device: torch.device, utilization: float, for_steps: int) -> int:
+    """Bytes for the caches, from the memory that is free after the weights are loaded and the largest steps have run.
+
+    Args:
+        utilization: fraction of a GPU's memory that may be used in total, other programs included.
+        for_steps: bytes that steps and graphs take on a GPU (``warm_up.py``).
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        # Memory that PyTorch has reserved and not allocated counts as free: for_steps contains it, or caches get it.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(0, int(free - (1 - utilization) * total - for_steps))
+    return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_world_size())
+
+
+def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, token_bytes: int, for_steps: int) -> int:
+    """Number of pages of the cache: the minimum over the ranks of what fits, but no more than can be used.
+
+    Args:
+        token_bytes: bytes of one token in the caches of all layers.
+
+    Raises:
+        CapacityError: not even one page fits.
+    """
+    page_size = options.page_size
+    one = page_size * token_bytes
+    if options.cache_memory is None:
+        memory = default_cache_memory(mesh.device, options.gpu_memory_utilization, for_steps)
+    else:
+        memory = parse_bytes(options.cache_memory, "cache_memory")
+    useful = options.max_num_seqs * pages_for(max_model_len, page_size)
+    pages = min(mesh.all_gather_int(min(memory // one, useful)))
+    if pages == 0:
+        replicas = options.parallel.redundant_experts
+        raise CapacityError(
+            f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "
+            f"{format_bytes(memory)} are there for it beside {format_bytes(for_steps)} for steps; raise cache_memory, "
+            "or use a smaller page_size, a smaller max_num_batched_tokens"
+            + (f", or fewer redundant_experts than {replicas}" if replicas else "")
+        )
+    return pages
 
 
 class TierSizes(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsa_engine.config.model import DTYPES, ModelConfig
-from dsa_engine.engine.cache.sizes import TierSizes, page_folder
+from dsa_engine.engine.cache.sizes import TierSizes, affordable_pages, page_folder
 from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.engine.engine import Engine
@@ -26,13 +26,13 @@ from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.kernel_check import check_kernels
-from dsa_engine.engine.startup.memory import affordable_pages, enough_memory
 from dsa_engine.engine.startup.start_facts import start_facts
 from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, step_bytes
 from dsa_engine.engine.startup.weights import limited_model_len, load_model, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
+from dsa_engine.errors import enough_memory
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model

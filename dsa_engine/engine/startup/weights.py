@@ -13,7 +13,7 @@ import torch
 from dsa_engine.checkpoint import CheckpointReader, DummyReader
 from dsa_engine.checkpoint.index import locate_tensors
 from dsa_engine.config.model import ModelConfig, read_config_json
-from dsa_engine.engine.startup.memory import enough_memory
+from dsa_engine.errors import enough_memory
 from dsa_engine.model.model import Model, MTPModule
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions

@@ -6,21 +6,22 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.engine.startup import memory
-from dsa_engine.engine.startup.memory import default_cache_memory, enough_memory
-from dsa_engine.errors import CapacityError
+from dsa_engine.engine.cache import sizes
+from dsa_engine.engine.cache.sizes import default_cache_memory
+from dsa_engine.errors import CapacityError, enough_memory
 from dsa_engine.measure.device import peak_bytes
 from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.system.sizes import available_bytes
 
 
 def test_caches_take_half_of_what_is_free_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(memory, "available_bytes", lambda: 6 << 30)
+    monkeypatch.setattr(sizes, "available_bytes", lambda: 6 << 30)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert default_cache_memory(cpu, 0.9, 0) == 3 << 30
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert default_cache_memory(cpu, 0.9, 0) == 1 << 30
-    monkeypatch.setattr(memory, "available_bytes", lambda: 600 << 30)
+    monkeypatch.setattr(sizes, "available_bytes", lambda: 600 << 30)
     assert default_cache_memory(cpu, 0.9, 0) == 4 << 30
 
 
@@ -37,7 +38,7 @@ def test_caches_of_a_gpu_take_what_the_utilization_leaves(monkeypatch: pytest.Mo
 
 
 def test_host_memory() -> None:
-    assert 1 << 20 < memory.available_bytes() < 1 << 50
+    assert 1 << 20 < available_bytes() < 1 << 50
     held = peak_bytes(torch.device("cpu"))
     block = bytearray(64 << 20)
     block[::4096] = b"x" * len(block[::4096])

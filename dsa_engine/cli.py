@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from dsa_engine.arguments import Parser, argument_parser, run
 from dsa_engine.version import __version__
+
+logger = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
@@ -17,15 +21,23 @@ class Command(NamedTuple):
         about: its line in the help.
         function: takes the parsed options; "module:function" in ``commands/``.
         options: adds the options to a parser, and imports no torch; "add_arguments" of the same module by default.
+        imports_torch: whether the function does.
     """
 
     about: str
     function: str
     options: str | None = None
+    imports_torch: bool = True
 
     def load(self) -> Any:
         """Imports the function."""
         return _imported(self.function)
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Imports and calls the function; says first that it imports torch, which takes seconds."""
+        if self.imports_torch and "torch" not in sys.modules:
+            logger.info("importing PyTorch")
+        self.load()(args)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _imported(self.options or f"{self.function.partition(':')[0]}:add_arguments")(parser)
@@ -40,7 +52,7 @@ COMMANDS = {
     "generate": Command("generate from a prompt and print the text as it comes", "generate:run_generate"),
     "chat": Command("a conversation on the terminal", "chat:run_chat"),
     "serve": Command("OpenAI's API over HTTP, for any number of clients", "serve:run_serve"),
-    "route": Command("how vllm-router is put in front of several servers", "route:run_route"),
+    "route": Command("how vllm-router is put in front of several servers", "route:run_route", imports_torch=False),
     "info": Command("parameters, bytes per dtype, cache bytes per token, and what fits", "info:run_info"),
     "plan": Command(
         "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits", "planner.command:run_plan"
@@ -55,11 +67,13 @@ COMMANDS = {
         "what a cache_folder holds: for each key model, formats, pages, bytes and last use",
         "cache:run_list",
         "cache:add_list_arguments",
+        imports_torch=False,
     ),
     "cache clear": Command(
         "delete the pages of a cache_folder, of all models or of one key",
         "cache:run_clear",
         "cache:add_clear_arguments",
+        imports_torch=False,
     ),
     "env": Command("versions, devices and paths, for a bug report", "env:run_env"),
     "doctor": Command("check whether the engine runs correctly on this machine", "doctor.command:run_doctor"),
@@ -81,6 +95,7 @@ COMMANDS = {
     "bench serve": Command(
         "requests that arrive over time, at any OpenAI server: throughput, latencies, prefix hits",
         "bench.serving.command:run_serving",
+        imports_torch=False,
     ),
 }
 _GROUPS = {
@@ -94,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def parsed() -> None:
         args = _parser().parse_args(argv)
-        args.command.load()(args)
+        args.command.run(args)
 
     run(parsed)
 
@@ -111,7 +126,7 @@ def script(name: str, description: str | None) -> None:
         parser = argument_parser(description)
         COMMANDS[name].add_arguments(parser)
         args = parser.parse_args()
-        COMMANDS[name].load()(args)
+        COMMANDS[name].run(args)
 
     run(parsed)
 

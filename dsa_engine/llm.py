@@ -119,10 +119,9 @@ class LLM(AsyncCalls):
 
     def _show_progress(self, bar: Any, replies: Seq[Reply], before: int) -> None:
         """Updates a progress bar over requests; ``before`` tokens had been generated when they began."""
-        running = [reply.request for reply in replies if reply.request is not None]
         prompts = sum(len(reply.add.prompt_ids) for reply in replies)
-        computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)
-        preemptions = sum(request.preemptions for request in running)
+        computed = sum(_prefilled(reply) for reply in replies)
+        preemptions = sum(reply.request.preemptions for reply in replies if reply.request is not None)
         generated = self.engine.num_generated_tokens - before
         text = f"prefilled {computed:,} of {prompts:,} tokens, generated {generated:,}"
         bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
@@ -187,10 +186,12 @@ class LLM(AsyncCalls):
 
     def _pieces(self, prompt: Prompt, params: SamplingParams | None) -> Generator[StreamPiece, None, None]:
         with self._begin([self._prepare_stream(prompt, params)], streams=True) as call:
-            ended = False
-            while not ended:
+            (reply,) = call.replies
+            with self.engine.progress(len(reply.add.prompt_ids), "tokens", "prefill") as bar:
+                piece = call.get(None if bar.disable else lambda: bar.update(_prefilled(reply) - bar.n))
+            yield piece
+            while piece.finish_reason is None:
                 piece = call.get()
-                ended = piece.finish_reason is not None
                 yield piece
 
     def astream(
@@ -297,3 +298,9 @@ class LLM(AsyncCalls):
             f"{str(engine.dtype).removeprefix('torch.')} on {mesh.device}, rank {mesh.rank} of {mesh.world_size}, "
             f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
         )
+
+
+def _prefilled(reply: Reply) -> int:
+    """Tokens of its prompt that have been computed."""
+    request = reply.request
+    return 0 if request is None else min(request.num_computed_tokens, len(request.prompt))

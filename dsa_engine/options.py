@@ -166,7 +166,8 @@ class EngineOptions(Options):
     )
     seed: Seed = option(0, "seed of dummy weights and of requests without a seed.")
     progress: bool = option(
-        True, "show progress: a bar on a terminal or in a notebook, elsewhere a line in the log every ten seconds."
+        True,
+        "show progress of what takes over 3 seconds: a bar on a terminal or in a notebook, elsewhere lines in the log.",
     )
     decode_options: dict[str, Any] = option(
         dict,

@@ -64,13 +64,16 @@ def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: Samp
     for prompt in prompts:
         generation.requests.append(generation.engine.add(prompt, params))
     first: dict[int, int] = {}
-    while len(first) < len(prompts):
-        generation.step()
-        for i, request in enumerate(generation.requests):
-            if request.output:
-                first.setdefault(i, len(generation.step_end_times) - 1)
-            elif request.finish_reason is not None:
-                raise RuntimeError(f"a request ended without a token: {request.error or request.finish_reason}")
+    with generation.engine.progress(sum(map(len, prompts)), "tokens", "prefill") as bar:
+        while len(first) < len(prompts):
+            generation.step()
+            for i, request in enumerate(generation.requests):
+                if request.output:
+                    first.setdefault(i, len(generation.step_end_times) - 1)
+                elif request.finish_reason is not None:
+                    raise RuntimeError(f"a request ended without a token: {request.error or request.finish_reason}")
+            done = sum(min(one.num_computed_tokens, len(one.prompt)) for one in generation.requests)
+            bar.update(done - bar.n)
     generation.first_token_steps = [first[i] for i in range(len(prompts))]
 
 

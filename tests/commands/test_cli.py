@@ -36,6 +36,35 @@ def test_help_imports_no_torch() -> None:
     assert len(lines) == 2 + len(cli.COMMANDS) and [line for line in lines if not line.endswith(" []")] == []
 
 
+FIRST = """
+import sys
+class Refuses:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            raise SystemExit("torch")
+sys.meta_path.insert(0, Refuses())
+from dsa_engine.cli import main
+for words in sys.argv[1:]:
+    try:
+        main(words.split())
+    except SystemExit as error:
+        print(error.code, file=sys.stderr)
+"""
+
+
+def test_the_first_line_comes_before_torch() -> None:
+    """Importing torch takes seconds, in which nothing was said."""
+    slow = ["generate --prompt x", "serve", "chat", "plan", "info demo", "doctor", "bench prefill", "bench ttft"]
+    slow += ["convert a b", "make-checkpoint --config demo --out x"]
+    done = subprocess.run([sys.executable, "-c", FIRST, *slow], capture_output=True, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    assert lines[1::2] == ["torch"] * len(slow) and len(lines) == 2 * len(slow), done.stderr
+    assert all(line.endswith(" importing PyTorch") for line in lines[::2]) and done.stdout == ""
+    quick = ["route", "cache list /nowhere", "bench serve --base-url http://127.0.0.1:9"]
+    done = subprocess.run([sys.executable, "-c", FIRST, *quick], capture_output=True, text=True, timeout=60)
+    assert "torch" not in done.stderr.lower() and "vllm-router" in done.stdout, done.stderr
+
+
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What a command prints about itself."""
     with pytest.raises(SystemExit, match="0"):

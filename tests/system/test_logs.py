@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.system import logs
+from dsa_engine.cli import main
+from dsa_engine.system import logs, progress
 
 
 @pytest.fixture
@@ -78,3 +80,44 @@ def test_the_level_of_the_environment(
     monkeypatch.setenv("DSA_ENGINE_LOG_LEVEL", "loud")
     with pytest.raises(ValueError, match="DSA_ENGINE_LOG_LEVEL must be one of DEBUG, INFO, .*, not 'loud'"):
         logs.set_up_logging()
+
+
+def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing at first; then a line, and the next one only after some time."""
+    caplog.set_level(logging.INFO, "dsa_engine")
+    with progress.progress_bar(100, "B", "loading weights") as bar:
+        bar.update(25)
+    assert caplog.text == ""
+    monkeypatch.setattr(progress, "_FIRST_S", 1e-9)
+    with progress.progress_bar(100, "B", "loading weights") as bar:
+        bar.update(25)
+        bar.update(25)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"loading weights: 25\.0 of 100B in 00:00, *[\d.]+[kMG]?B/s, [\d:]+ to go", line)
+    with progress.progress_bar(None, "kernels", "comparing") as bar:
+        bar.set_postfix_str("one", refresh=False)
+        bar.update()
+    assert caplog.records[-1].getMessage() == "comparing: 1 kernels in 00:00, one"
+
+
+def test_what_takes_long_shows_its_progress(
+    demo_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading counted tensors; the comparison of kernels, the prefill of a stream and a plan were silent."""
+    monkeypatch.setattr(progress, "_FIRST_S", 1e-9)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO, "dsa_engine")
+    sizes = {"device": "cpu", "cache_memory": "1MiB", "max_model_len": 512, "max_num_batched_tokens": 64}
+    with LLM("demo-random", **sizes, hf_overrides={"rms_norm_eps": 2e-6}) as llm:  # a model that was never compared
+        monkeypatch.setattr("dsa_engine.engine.calls._TICK_S", 0.0)
+        pieces = list(llm.stream([5] * 400, SamplingParams(max_tokens=2, ignore_eos=True)))
+    assert [len(piece.token_ids) for piece in pieces] == [1, 1]
+    fixed = "--weights fp8 --cache fp8 --drafts 0 --tp-size 1"
+    main(f"plan --devices 8 --input-len 8192 {fixed}".split())
+    for shown in (
+        r"loading weights: .* of .*MB in .*B/s, .* to go",
+        r"comparing with references: \d+ kernels in .*, \w+",
+        r"prefill: \d+ of 400 tokens in ",
+        r"planning: \d of \d deployments in ",
+    ):
+        assert re.search(shown, caplog.text), shown

@@ -14,6 +14,7 @@ from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.predict import OWN, Kernels, Predicted, predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.system.progress import progress_bar
 
 CHUNKS = (2048, 4096, 8192, 16384)
 LOADS = sorted(n << i for n in (2, 3) for i in range(16))  # requests of an instance, beside 1
@@ -124,10 +125,13 @@ class Planner:
 
     def _plans(self) -> Iterator[Plan]:
         drafts = self._choices("drafts", DRAFTS if self.config.num_nextn_predict_layers else (0,))
-        for base in self._formats():
-            loads = [load for number in drafts for load in self._loads(replace(base, drafts=number))]
-            for prefill in self._prefills(base):
-                yield from (self._plan(prefill, load) for load in loads)
+        bases = list(self._formats())
+        with progress_bar(len(bases), "deployments", "planning") as bar:
+            for base in bases:
+                loads = [load for number in drafts for load in self._loads(replace(base, drafts=number))]
+                for prefill in self._prefills(base):
+                    yield from (self._plan(prefill, load) for load in loads)
+                bar.update()
 
     def _plan(self, prefill: Predicted, decode: Predicted) -> Plan:
         """A prompt's prefill keeps all ranks of its instance from decoding, and adds to every token's time."""

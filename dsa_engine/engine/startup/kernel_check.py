@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,13 @@ logger = logging.getLogger(__name__)
 _PAGE_SIZE = 64
 
 
-def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> bool:
+def check_kernels(
+    model: Model, stored: CacheFormat, options: EngineOptions, progress: Callable[[None, str, str], Any]
+) -> bool:
     """Decides which operations of this process run kernels, and which their references; every rank calls it.
+
+    Args:
+        progress: makes a progress bar from a total, here None, a unit and a title.
 
     Returns:
         whether any rank runs a reference that waits for the device: no CUDA graphs then.
@@ -54,7 +59,8 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
     finished, wrong = _read(path)
     operation.replace(wrong)  # a kernel that has left the device in an error is not run again
     if max(mesh.all_gather_int(int(not finished))):  # all ranks or none, as layers have collectives
-        _compare(model, stored, path)
+        with progress(None, "kernels", "comparing with references") as bar:
+            _compare(model, stored, path, bar)
     for name, reason in operation.replaced().items():
         logger.warning(
             "rank %s: the kernel of %s is NOT used on this device, its PyTorch reference runs instead, slower: %s; "
@@ -116,10 +122,16 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     yield "decode"
 
 
-def _compare(model: Model, stored: CacheFormat, path: Path) -> None:
+def _compare(model: Model, stored: CacheFormat, path: Path, bar: Any) -> None:
     """Replaces each kernel that differs from its reference, and stores what is replaced."""
     begun = [""]  # names of kernels
-    comparison = operation.Comparison(begun.append)
+
+    def begin(name: str) -> None:
+        begun.append(name)
+        bar.set_postfix_str(name, refresh=False)
+        bar.update()
+
+    comparison = operation.Comparison(begin)
     logger.info("comparing the kernels with their references, once for this device and model")
     try:
         with operation.compared(comparison):

@@ -112,7 +112,7 @@ class Prepared:
     def on_cuda(self) -> bool:
         return self.mesh.device.type == "cuda"
 
-    def progress(self, total: int, unit: str, title: str, shown: bool = True) -> Any:
+    def progress(self, total: int | None, unit: str, title: str, shown: bool = True) -> Any:
         """See :func:`progress_bar`; only rank 0 shows bars, if any."""
         return progress_bar(total, unit, title, shown and self.options.progress and self.mesh.is_front)
 
@@ -194,12 +194,14 @@ def load(prepared: Prepared) -> Loaded:
 def size(prepared: Prepared, loaded: Loaded) -> Sized:
     """Counts the memory that everything but the caches takes, and divides what is left into pages."""
     options, mesh, format, cached = prepared.options, prepared.mesh, prepared.format, prepared.cached
-    captures = not check_kernels(loaded.model, format, options) and prepared.on_cuda and not options.enforce_eager
+    waits = check_kernels(loaded.model, format, options, prepared.progress)
+    captures = prepared.on_cuda and not waits and not options.enforce_eager
     side = Side.of(options, mesh, prepared.modules)
     tiers = TierSizes.of(options, mesh, cached, format, prepared.max_model_len)
     tiers.warm_up(mesh)
     for_steps = None
     if prepared.on_cuda and options.cache_memory is None:
+        logger.info("running the largest steps, to count their memory")
         static = captures and mesh.static_decode
         for_steps = step_bytes(loaded.model, format, prepared.dummy_steps, prepared.relaxed, static)
         logger.info("set aside for steps and graphs: %s", format_bytes(for_steps))

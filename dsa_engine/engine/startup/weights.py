@@ -102,10 +102,10 @@ def load_weights(model: Model, folder: Path, options: EngineOptions, progress: C
     sources = list(model.weight_sources())
     dummy = options.load_format == "dummy"
     reader = DummyReader(options.seed) if dummy else CheckpointReader(folder, model.config.weight_block_size)
-    with progress(len(sources), "tensors", "loading") as bar:
+    with progress(sum(source.into.nbytes for source in sources), "B", "loading weights") as bar:
         for source in sources:
             reader.load(source)
-            bar.update()
+            bar.update(source.into.nbytes)
     if isinstance(reader, CheckpointReader):
         _load_own_tables(model, reader)
         reader.close()

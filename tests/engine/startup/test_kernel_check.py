@@ -19,6 +19,7 @@ from dsa_engine.engine.startup import kernel_check
 from dsa_engine.kernels.runtime import operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
+from dsa_engine.system.progress import progress_bar
 
 ENGINES = """
 import json, sys
@@ -118,7 +119,7 @@ def test_only_an_error_of_the_device_convicts_a_kernel(
     nothing: Any = None
     path = tmp_path / "kept.json"
     with pytest.raises(type(error)):
-        kernel_check._compare(model, nothing, path)
+        kernel_check._compare(model, nothing, path, progress_bar(None, "kernels", "comparing"))
     finished, wrong = kernel_check._read(path)
     assert (finished, list(wrong)) == (False, ["silu_mul"] * guilty)
 
@@ -146,7 +147,7 @@ def test_graphs_are_lost_only_to_a_reference_that_waits(
     mesh = SimpleNamespace(all_gather_int=lambda mine: [0, mine], device=torch.device("cpu"), rank=1)
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
     try:
-        assert kernel_check.check_kernels(model, cast(Any, None), EngineOptions("demo")) == waits
+        assert kernel_check.check_kernels(model, cast(Any, None), EngineOptions("demo"), progress_bar) == waits
         assert list(operation.replaced()) == [wrong]
     finally:
         operation.replace({})

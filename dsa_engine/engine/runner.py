@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """Runs one rank's model. Every rank calls the same methods with the same chunks.
 
@@ -39,30 +40,23 @@ class ModelRunner:
         hooks: each is called with the plan of every forward pass, before it runs.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        graphs: DecodeGraphs | None = None,
-        relaxed: RelaxedAcceptance | None = None,
-        micro_batches: MicroBatches | None = None,
-    ):
-        self._model = model
-        self._cache = cache
-        self._config = model.config
-        self._mesh = model.runtime.mesh
-        self._sampler = Sampler(self._config, self._mesh, relaxed)
-        self._relaxed = relaxed is not None
-        self.graphs = graphs
-        self._micro_batches = micro_batches
-        self.num_drafts = 0
-        self.hooks: list[Callable[[StepPlan], None]] = []
-        self.drafter = Drafter(model, cache, self.hooks) if model.mtp else None
+    model: Model
+    cache: KVCache
+    graphs: DecodeGraphs | None = None
+    relaxed: RelaxedAcceptance | None = None
+    micro_batches: MicroBatches | None = None
+    num_drafts: int = 0
+    hooks: list[Callable[[StepPlan], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._config, self._mesh = self.model.config, self.model.runtime.mesh
+        self._sampler = Sampler(self._config, self._mesh, self.relaxed)
+        self.drafter = Drafter(self.model, self.cache, self.hooks) if self.model.mtp else None
 
     @property
     def dtype(self) -> torch.dtype:
         """dtype of activations."""
-        return self._model.runtime.dtype
+        return self.model.runtime.dtype
 
     def plan(self, step: Step) -> StepPlan:
         """Divides the next step over the ranks; pads it if a graph runs it."""
@@ -76,8 +70,8 @@ class ModelRunner:
             if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step.decode):
                 bucket = bucket_of(step.decode, self.graphs.contexts, self.num_drafts)
             plan = StepPlan.of_decode(step.decode, rank, world, config, bucket)
-        if self._micro_batches is not None:
-            plan = self._micro_batches.cut(plan, config)
+        if self.micro_batches is not None:
+            plan = self.micro_batches.cut(plan, config)
         for hook in self.hooks:
             hook(plan)
         return plan
@@ -85,7 +79,7 @@ class ModelRunner:
     def _fits_graph(self, step: DecodeStep) -> bool:
         """Whether a graph can run a step of static shapes. With drafts the graph contains the sampling too, so a step
         whose sampling needs the host runs eagerly."""
-        return self.num_drafts == 0 or not (self._relaxed or step.asks & NEEDS_HOST)
+        return self.num_drafts == 0 or not (self.relaxed or step.asks & NEEDS_HOST)
 
     def runs_ahead(self, plan: StepPlan, before: StepResult) -> bool:
         """Whether this step can be launched without waiting for the device.
@@ -120,7 +114,7 @@ class ModelRunner:
         sampled = None if before is None else before.tokens
         batch, hidden = self.forward(plan, sampled)
         samples = self._sampler.sample(plan, self.sampled_logits(plan, hidden), sampled)
-        if of_prompts := prompt_logprobs(self._model, plan, hidden):
+        if of_prompts := prompt_logprobs(self.model, plan, hidden):
             samples = replace(samples, prompt_logprobs=of_prompts)
         if self.num_drafts == 0:
             return samples
@@ -158,7 +152,7 @@ class ModelRunner:
         for first in range(0, longest, step):
             mine = hidden[rows[first : first + step]]
             gathered = self._mesh.world.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
-            logits = self._model.logits(gathered).cpu()
+            logits = self.model.logits(gathered).cpu()
             for rank, theirs in enumerate(positions):
                 part = theirs[first : first + step]
                 into[part] = logits[rank * step : rank * step + len(part)]
@@ -167,8 +161,8 @@ class ModelRunner:
         """The batch of a step, None if it is padded, and the normed hidden states ``[T, hidden]``."""
         if self.graphs is not None and plan.bucket is not None:
             return None, self.graphs.forward(plan, sampled)
-        batch = build_batch(plan, self._config, self._mesh, self._cache.block_tables, sampled)
-        return batch, self._model(batch, self._cache)
+        batch = build_batch(plan, self._config, self._mesh, self.cache.block_tables, sampled)
+        return batch, self.model(batch, self.cache)
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[tokens to choose on this rank, vocab]``."""
@@ -176,4 +170,4 @@ class ModelRunner:
         if padded_rows == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         rows = upload(plan.own.rows_with_logits, hidden.device)
-        return self._model.logits(hidden[rows], padded_rows)
+        return self.model.logits(hidden[rows], padded_rows)

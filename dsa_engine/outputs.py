@@ -82,6 +82,8 @@ class Logprob(float):
         decoded_token: the token's text; None if no text is made.
     """
 
+    __slots__ = ("decoded_token", "rank")  # there may be a million of them
+
     rank: int | None
     decoded_token: str | None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsa_engine.config.checks import check_text
 from dsa_engine.errors import CheckpointError
-from dsa_engine.outputs import Logprob, Logprobs
+from dsa_engine.outputs import Logprobs
 
 # Maximum number of tokens whose text is held back because they may still become a character.
 _MAX_PENDING = 12
@@ -193,10 +193,10 @@ class TextStream:
         return self.stop_string is not None
 
     def decoded(self, logprobs: Logprobs) -> Logprobs:
-        """``logprobs`` with the text of each token."""
-        return {
-            token: Logprob(value, value.rank, self._tokenizer.token_text(token)) for token, value in logprobs.items()
-        }
+        """``logprobs``, each with the text of its token from now on."""
+        for token, one in logprobs.items():
+            one.decoded_token = self._tokenizer.token_text(token)
+        return logprobs
 
     def _decode(self, tokens: list[int]) -> str:
         if self._skip_special_tokens:

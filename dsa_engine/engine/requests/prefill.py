@@ -99,6 +99,8 @@ class PrefillStep:
         self.chunks: list[Chunk] = []
         self._groups, self._ledger, self._least_computed = groups, ledger, least_computed
         self._budget = [tokens] * len(groups)  # tokens that each group can still prefill
+        # Log-probabilities of a prompt take an LM head and the host's time for each token: others share their steps.
+        self._scored_budget = [max(tokens // 4, least_computed)] * len(groups)
         self._sent: Counter[int] = Counter()  # by rank, pages that it sends in the step
         self._received: Counter[int] = Counter()
 
@@ -115,12 +117,14 @@ class PrefillStep:
             if fetches:
                 self.chunks.append(Chunk(request, start, 0, ranks, fetches=fetches))
             return
-        remaining = request.num_prefill_tokens - start
-        length = min(remaining, self._budget[request.cp_group])
+        remaining, group = request.num_prefill_tokens - start, request.cp_group
+        scored = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
+        length = min(remaining, self._budget[group], *([self._scored_budget[group]] if scored else []))
         if 0 < remaining - length < self._least_computed:
             length = max(0, remaining - self._least_computed)
         if length or fetches:
-            self._budget[request.cp_group] -= length
+            self._budget[group] -= length
+            self._scored_budget[group] -= length if scored else 0
             self.chunks.append(Chunk(request, start, length, ranks, fetches=fetches))
 
     def _fits(self, fetch: Fetch) -> bool:

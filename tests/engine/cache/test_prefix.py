@@ -121,7 +121,7 @@ def test_a_preempted_request_finds_its_pages() -> None:
 
 
 def test_prompt_logprobs_are_computed() -> None:
-    scheduler, wants = make_scheduler(), make_request(1, DOCUMENT, prompt_logprobs=0)
+    scheduler, wants = make_scheduler(tokens=128), make_request(1, DOCUMENT, prompt_logprobs=0)
     run(scheduler, make_request(0, DOCUMENT))
     scheduler.add(wants)
     assert step(scheduler) == [(1, 0, 20)]

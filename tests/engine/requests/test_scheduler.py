@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from array import array
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,8 @@ def make(
     )
 
 
-def make_request(number: int, prompt: int, output: int = 4) -> Request:
-    return Request(number, list(range(prompt)), SamplingParams(max_tokens=output))
+def make_request(number: int, prompt: int, output: int = 4, **params: Any) -> Request:
+    return Request(number, list(range(prompt)), SamplingParams(max_tokens=output, **params))
 
 
 def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
@@ -61,6 +62,20 @@ def test_short_prompts_share_a_step() -> None:
     assert step(scheduler) == [(0, 0, 3), (1, 0, 4), (2, 0, 3)]
     assert step(scheduler) == [(2, 3, 5)]  # prefill goes first; the others wait a step
     assert step(scheduler) == [(0, 3, 1), (1, 4, 1), (2, 8, 1)]
+
+
+def test_prompts_with_log_probabilities_leave_room_in_their_steps() -> None:
+    """They have a quarter of the tokens of a step, however many they are: a request behind them enters at once."""
+    scheduler = make(tokens=16)
+    for number in range(2):
+        scheduler.add(make_request(number, 9, prompt_logprobs=1))
+    scheduler.add(make_request(2, 5))
+    first = scheduler.waiting[0]
+    assert step(scheduler) == [(0, 0, 4), (2, 0, 5)]
+    assert step(scheduler) == [(0, 4, 4)]
+    assert first.prompt_logprobs is not None
+    first.prompt_logprobs += [{}] * 8  # as if they had been computed
+    assert step(scheduler) == [(0, 8, 1), (1, 0, 4)]
 
 
 def test_a_request_that_comes_late_is_prefilled_at_once() -> None:

@@ -161,7 +161,7 @@ def test_names_of_the_fp8_cache(name: str) -> None:
     ],
 )
 def test_defaults_are_accepted_and_other_values_answered(options: type, default: Any, names: str) -> None:
-    """Of arguments of vLLM's LLM and SamplingParams that do not exist here."""
+    """Arguments of vLLM's LLM and SamplingParams that do not exist here."""
     for name in names.split():
         options(**{name: default})
         with pytest.raises(TypeError, match=f"no option '{name}'; (?!did you mean|options are)"):

@@ -17,7 +17,7 @@ _FACTS = {
     "model": "model",
     "model_type": "type",
     "dtype": "dtype",
-    "cache": "cache format",
+    "cache_dtype": "cache format",
     "page_size": "page size",
     "mtp_modules": "MTP modules",
 }

@@ -21,7 +21,7 @@ def _bytes(value: int | str) -> int:
     return int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
 
 
-_POSITIVE = Rule("that is a positive size, such as '4GiB' or '512MB',", lambda value: 1 <= _bytes(value) < 2**63)
+_POSITIVE = Rule("that is a positive size, such as '4GiB' or '512MB'", lambda value: 1 <= _bytes(value) < 2**63)
 Size = Annotated[int | str, _POSITIVE]
 
 

@@ -14,7 +14,7 @@ from dsa_engine.cli import main
 from dsa_engine.engine.cache.folder import PageFolder
 
 KEY, OTHER = "0" * 31 + "a", "0" * 31 + "b"
-ABOUT = {"model": "demo", "model_type": "deepseek_v32", "dtype": "float32", "cache": "rows", "page_size": 4}
+ABOUT = {"model": "demo", "model_type": "deepseek_v32", "dtype": "float32", "cache_dtype": "fp8", "page_size": 4}
 
 
 def write(folder: Path, key: str, count: int, about: dict[str, object] | None = None) -> None:
@@ -43,7 +43,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "  model: demo",
         "  type: deepseek_v32",
         "  dtype: float32",
-        "  cache format: rows",
+        "  cache format: fp8",
         "  page size: 4",
         "  pages: 3, 12 tokens, 408 B",
     }

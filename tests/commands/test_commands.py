@@ -215,3 +215,6 @@ def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="2"):
         main(["info", "demo-random", "--ranks", "25"])
     assert "error: --ranks 25 is more than the 24 routed experts" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "demo-random", "--memory", "141e9"])
+    assert "such as '4GiB' or '512MB', not '141e9'" in capsys.readouterr().err

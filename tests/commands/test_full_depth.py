@@ -28,6 +28,8 @@ def test_other_depths() -> None:
     depth = FullDepth(few, whole)
     assert depth.factors == factors and depth.scale(result) == {"ttft": pytest.approx(2e3 * (61 / 5 + 1 + 29 + 1))}
     assert "SCALED, not measured: 1 × 1 with all 61 layers instead of 5: TTFT 86,400.0 ms" in depth.line(result, "ttft")
+    narrow = FullDepth(few, whole, hidden_size=512)
+    assert "instead of 5, hidden_size 512: TTFT" in narrow.line(result, "ttft")
     with pytest.raises(ValueError, match="no MoE layer was measured and the whole model has 58; measure more layers"):
         depth_factors(ModelConfig.from_dict(raw | {"num_hidden_layers": 2, "first_k_dense_replace": 3}), whole)
 
@@ -37,6 +39,6 @@ def test_full_depth_is_that_of_the_file(demo_cache: Path) -> None:
         "demo-random", device="cpu", load_format="dummy", hf_overrides={"num_hidden_layers": 2, "vocab_size": 640}
     )
     depth = FullDepth.of(llm)
-    assert depth is not None and (depth.measured, depth.layers) == (2, 4)
+    assert depth is not None and (depth.measured, depth.layers, depth.changed) == (2, 4, ", vocab_size 640")
     assert depth.factors["MoE experts"] == 3 and depth.factors["dense MLP"] == 1
     assert FullDepth.of(LLM("demo-random", device="cpu")) is None

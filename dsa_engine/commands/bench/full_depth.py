@@ -44,11 +44,16 @@ def depth_factors(measured: ModelConfig, full: ModelConfig) -> dict[str, float]:
 
 
 class FullDepth:
-    """Latencies of the whole model, scaled from those of a run with fewer layers."""
+    """Latencies of the whole model, scaled from those of a run with fewer layers.
 
-    def __init__(self, measured: ModelConfig, full: ModelConfig):
+    Args:
+        changed: keys of config.json, other than those of layers, that the run has changed: it is another model.
+    """
+
+    def __init__(self, measured: ModelConfig, full: ModelConfig, **changed: Any):
         self.measured = measured.num_hidden_layers
         self.layers = full.num_hidden_layers
+        self.changed = "".join(f", {key} {value}" for key, value in changed.items())
         self.factors = depth_factors(measured, full)
 
     @classmethod
@@ -62,7 +67,7 @@ class FullDepth:
         overrides = {key: v for key, v in engine.options.hf_overrides.items() if key not in _LAYER_KEYS}
         full = ModelConfig.from_pretrained(llm.folder, overrides)
         same = full.num_hidden_layers == engine.config.num_hidden_layers
-        return None if same else cls(engine.config, full)
+        return None if same else cls(engine.config, full, **overrides)
 
     def scale(self, result: Result) -> dict[str, float]:
         """Milliseconds of TTFT and TPOT at full depth: each stage's part of the median times the stage's factor."""
@@ -82,6 +87,6 @@ class FullDepth:
 
     def line(self, result: Result, metric: str) -> str:
         """The scaled time of ``metric``, for people."""
-        depth = f"with all {self.layers} layers instead of {self.measured}"
+        depth = f"with all {self.layers} layers instead of {self.measured}{self.changed}"
         ms = self.scale(result).get(metric, float("nan"))
         return f"SCALED, not measured: {result.size} {depth}: {metric.upper()} {ms:,.1f} ms"

@@ -93,7 +93,7 @@ def _rows(planner: Planner, plan: Plan, fast: Plan) -> list[tuple[str, str]]:
         ("weights", how.weights),
         ("caches", how.cache),
         ("weights on a rank", format_bytes(planner.placed(how).weight_bytes)),
-        ("free memory on a rank", format_bytes(decode.room)),
+        ("free memory on a rank, GiB", _rough(decode.room / 2**30)),
         ("drafts", str(how.drafts)),
         ("tp_size", str(how.tp_size)),
         ("cp_size", str(prefill.how.cp_size)),

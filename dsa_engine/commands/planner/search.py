@@ -57,7 +57,7 @@ class Plan:
     def misses(self, demand: Demand) -> float:
         """The largest relative excess over the demand; 0 if it is met."""
         asked = ((self.ttft, demand.ttft), (self.tpot, demand.tpot), (demand.requests or 0, self.requests))
-        return max(0.0, *(value / limit - 1 for value, limit in asked if limit))
+        return round(max(0.0, *(value / limit - 1 for value, limit in asked if limit)), 6)
 
 
 class NothingFits(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,18 @@ def test_a_token_takes_the_bytes_of_the_engines_pages(cache: str, drafts: int) -
     assert 16 * placed.token_bytes == pools.page_bytes
 
 
-def test_the_rooms_that_the_docs_print(config: ModelConfig) -> None:
+def test_the_weights_that_the_docs_print(config: ModelConfig) -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
-    table = text.partition("| `tp_size` 8 |")[2].partition("\n\n")[0].splitlines()[2:]
-    stored_as = {"FP8": "fp8", "INT4 experts": "int4-experts", "bfloat16": "bfloat16"}
-    for line in table:
-        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        for cell, device, ranks in zip(cells, ("H100", "H200", "H100"), (8, 8, 64), strict=True):
-            room = Placed(
-                config, DEVICES[device], Deployment(ranks, ranks, 8, 2048, stored_as[name], "fp8")
-            ).cache_room(2048)
-            assert cell == ("does not fit" if room < 0 else f"{room / 2**30:.0f} GiB"), (name, device, ranks)
+    table = text.partition("## What fits")[2].partition("| weights |")[2].partition("\n\n")[0].splitlines()
+    stored_as = {"fp8": "fp8", "INT4": "int4-experts", "dequantize": "bfloat16"}
+    sizes = [[int(number) for number in re.findall(r"\d+", cell)] for cell in table[0].split("|")[:-1]]
+    assert sizes == [[8], [8, 8], [16, 8], [64], [64, 8]] and len(table) == 5
+    for line in table[2:]:
+        name, *cells = line.strip("|").split("|")
+        weights = next(stored for word, stored in stored_as.items() if word in name)
+        for cell, (ranks, *tp) in zip(cells, sizes, strict=True):
+            size = Placed(config, H200, Deployment(ranks, tp_size=tp[0] if tp else 1, weights=weights)).weight_bytes
+            assert float(cell.removesuffix("GiB ")) == pytest.approx(size / 2**30, abs=0.051), (name, ranks, tp)
 
 
 def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
@@ -124,6 +126,8 @@ def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
     assert planner.again(plan, OWN) == plan
     assert Planner(config, H200, Demand(32, 32_768, requests=40), FIXED).best().requests >= 40
     assert Planner(config, H200, Demand(64, 2048, requests=96), FIXED).best().requests == 96
+    as_shown = Demand(32, 32_768, tpot=1e3 * plan.tpot / 1e3 * (1 - 1e-15))
+    assert plan.misses(as_shown) == 0, "no rounding of a float counts as a miss"
     impossible = Demand(32, 131_072, ttft=0.01)
     assert Planner(config, H200, impossible, FIXED).best().misses(impossible) > 10, "the one that misses least"
 
@@ -152,6 +156,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (
         "modelled" in shown and "host in decode, ms" in shown and "TTFT, s" in shown and "H200 SXM data sheet" in shown
     )
+    assert re.search(r"free memory on a rank, GiB +[1-9]\d\n", shown), "modelled: no hundredths"
     plan = json.loads(out.read_text())
     assert plan["modelled"] and plan["tpot_ms"][0] < plan["tpot_ms"][1] <= 30
     assert plan["decode"]["how"]["weights"] == "fp8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -55,6 +56,8 @@ def test_the_next_engine_finds_the_prompt(
         assert ask(llm) == (expected[0], 0)
     pages = len(files(tmp_path / "pages"))
     assert pages >= PAGES, "close() has written what was handed over"
+    (about,) = (tmp_path / "pages").glob("*/about.json")
+    assert json.loads(about.read_text())["cache_dtype"] == ("fp8" if options is FP8 else "float32")
     with make(**options) as llm:
         tokens, hits = ask(llm, [*DOCUMENT, 3, 4, 5])
         assert tokens == expected[1] and hits >= 2 * PAGES - 2 * lookahead

@@ -79,6 +79,7 @@ setup(
         "numpy>=1.26",
         "transformers>=5.11",  # the first with both deepseek_v32 and glm_moe_dsa
         "tqdm>=4.60",
+        "llguidance>=1.9",  # grammars of structured outputs; 3 MB, needs nothing
     ],
     extras_require={
         "serve": SERVE,
@@ -93,6 +94,7 @@ setup(
             "pytest>=9",
             "pytest-xdist>=3.8",
             "hypothesis",
+            "jsonschema",  # answers with a schema are validated by it
             'compressed-tensors>=0.15; python_version >= "3.11"',  # what others write and read: an oracle
             DEEPSPEED,
             "matplotlib",

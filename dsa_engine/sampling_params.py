@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 from dsa_engine.config.checks import NOT_EMPTY, Fraction, PositiveInt, Seed, TokenId, at_least, check_text, shown
 from dsa_engine.config.fields import Options, documented, option
+from dsa_engine.structured_outputs import StructuredOutputsParams
 from dsa_engine.vllm_options import answer
 
+__all__ = ["SamplingParams", "StructuredOutputsParams"]
 MAX_OUTPUTS = 4096  # for one prompt
 _MAX_CHARACTERS = 1024  # of a stop string or a bad word
 # Entries that each step, each token or each output of a request goes through.
@@ -27,8 +29,8 @@ class SamplingParams(Options):
     """How to choose the tokens of a request, and what its output contains; names and meanings as in vLLM.
 
     Logits are changed in this order: ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties,
-    temperature. Then ``min_p``, ``top_k`` and ``top_p`` select the tokens to draw from. A parameter may be assigned
-    later (``params.max_tokens = 64``); this does not change requests already made.
+    ``structured_outputs``, temperature. Then ``min_p``, ``top_k`` and ``top_p`` select the tokens to draw from. A
+    parameter may be assigned later (``params.max_tokens = 64``); this does not change requests already made.
 
     Raises:
         TypeError, ValueError: a parameter is not known or not possible; the text says what is.
@@ -84,6 +86,9 @@ class SamplingParams(Options):
         None,
         "words that are not generated, up to 512: the last token of a word is forbidden after its other tokens.",
     )
+    structured_outputs: StructuredOutputsParams | None = option(
+        None, "the form that the output must have, a StructuredOutputsParams or a dictionary of its fields."
+    )
     seed: Seed | None = option(
         None,
         "makes the request reproducible in any batch; default: derived from the engine's seed.",
@@ -99,6 +104,7 @@ class SamplingParams(Options):
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         for name, limit in _MAX_ENTRIES.items():
             given = getattr(self, name)
             if isinstance(given, (list, tuple, dict)) and len(given) > limit:
@@ -115,6 +121,8 @@ class SamplingParams(Options):
                 check_text(f"a text of {name}", text)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must lie in 0 … max_tokens ({self.max_tokens}), not {shown(self.min_tokens)}")
+        if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
+            raise ValueError("structured_outputs says where an output ends; leave min_tokens and ignore_eos out")
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 with temperature 0, where all outputs would be equal, not {self.n}")
         if self.seed is not None and self.seed + self.n > 2**64:

@@ -12,7 +12,7 @@ from typing import Any
 _TORCHRUN = "start the program with torchrun --nproc-per-node N: all ranks serve one model"
 _MESSAGE = "leave it out: the model folder decides, and the outputs of chat() have a message"
 _EPLB = "use ParallelConfig(redundant_experts=N, expert_loads=FILE, rebalance_every=STEPS)"
-_NO_GRAMMAR = "output is not constrained by a grammar; there are allowed_token_ids, bad_words and logit_bias"
+_FORM = "use structured_outputs=StructuredOutputsParams(…), which llguidance reads"
 _NO_BEAMS = "there is no beam search; use n, and choose by cumulative_logprob"
 _NO_LORA = "merge the adapter into the checkpoint"
 _NO_HUB = "nothing is downloaded here; get the folder with `hf download` and give its path or its hub id"
@@ -90,7 +90,7 @@ _ANSWERS = {
         _MESSAGE: "tokenizer_mode reasoning_parser tool_call_parser enable_auto_tool_choice",
         _NO_HUB: "revision code_revision tokenizer_revision download_dir hf_token",
         _NO_LORA: "enable_lora max_loras max_lora_rank lora_request",
-        _NO_GRAMMAR: "structured_outputs structured_outputs_config guided_decoding guided_decoding_backend",
+        _FORM: "structured_outputs_config guided_decoding guided_decoding_backend",
         _NO_BEAMS: "use_beam_search length_penalty early_stopping beam_search",
         _TEXT_ONLY: "limit_mm_per_prompt mm_processor_kwargs allowed_local_media_path allowed_media_domains "
         "language_model_only disable_chunked_mm_input enable_prompt_embeds ec_transfer_config",

@@ -36,7 +36,7 @@ LAYERS = (
     ("model",),
     ("quantization",),
     ("checkpoint", "options", "text"),
-    ("sampling_params",),
+    ("sampling_params", "structured_outputs"),
     ("inputs", "outputs"),
     ("system",),
     ("parallel",),

@@ -142,6 +142,8 @@ class Engine:
         """The request of a message; without a seed of its own it draws by one made from the engine's and its number."""
         seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
         params, words, salt = add.params, add.bad_words, add.cache_salt
+        if params.structured_outputs is not None and self.runner.grammars is not None:
+            self.runner.grammars.load()
         return Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import NEEDS_HOST, DecodeStep, StepResult
+from dsa_engine.engine.requests.samples import HAS_GRAMMAR, NEEDS_HOST, DecodeStep, StepResult
 from dsa_engine.engine.requests.scheduler import Step
+from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.sampling.sampler import Sampler
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -32,6 +33,7 @@ class ModelRunner:
     Args:
         micro_batches: which steps are cut in two; None: none.
         relaxed: replaces sampled tokens by likely drafts; None accepts drafts strictly.
+        grammars: the forms of outputs; None: requests have none.
 
     Attributes:
         graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
@@ -45,12 +47,13 @@ class ModelRunner:
     graphs: DecodeGraphs | None = None
     relaxed: RelaxedAcceptance | None = None
     micro_batches: MicroBatches | None = None
+    grammars: GrammarMasks | None = None
     num_drafts: int = 0
     hooks: list[Callable[[StepPlan], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._config, self._mesh = self.model.config, self.model.runtime.mesh
-        self._sampler = Sampler(self._config, self._mesh, self.relaxed)
+        self._sampler = Sampler(self._config, self._mesh, self.relaxed, self.grammars)
         self.drafter = Drafter(self.model, self.cache, self.hooks) if self.model.mtp else None
 
     @property
@@ -85,7 +88,8 @@ class ModelRunner:
         """Whether this step can be launched without waiting for the device.
 
         A step without graphs of more than some thousand tokens waits, as it counts the tokens of each expert first.
-        With drafts only a graph can follow, and only a step that has left an outcome.
+        With drafts only a graph can follow, and only a step that has left an outcome; with drafts of a request with a
+        grammar none can, as the host makes masks for them.
         """
         if not self._is_static(plan):
             return False
@@ -94,6 +98,8 @@ class ModelRunner:
         if self.num_drafts == 0:
             return self.graphs.ready(plan.bucket)
         if plan.bucket is None or plan.decode is None or self.drafter is None or not before.follows:
+            return False
+        if plan.decode.asks & HAS_GRAMMAR:
             return False
         return self.graphs.ready(self.drafter.key(plan))
 
@@ -110,16 +116,22 @@ class ModelRunner:
         """
         if self.num_drafts and plan.bucket is not None:
             assert self.drafter is not None and self.graphs is not None
-            return self.drafter.run(plan, None if before is None else before.outcome, self.graphs)
+            masks, outcome = self._masks(plan, plan.bucket.rows), None if before is None else before.outcome
+            return self.drafter.run(plan, outcome, self.graphs, masks)
         sampled = None if before is None else before.tokens
         batch, hidden = self.forward(plan, sampled)
-        samples = self._sampler.sample(plan, self.sampled_logits(plan, hidden), sampled)
+        samples = self._sampler.sample(plan, self.sampled_logits(plan, hidden), before)
         if of_prompts := prompt_logprobs(self.model, plan, hidden):
             samples = replace(samples, prompt_logprobs=of_prompts)
         if self.num_drafts == 0:
             return samples
         assert self.drafter is not None and batch is not None
         return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts)
+
+    def _masks(self, plan: StepPlan, rows: int) -> torch.Tensor | None:
+        """Masks for the rows of a padded step; None if this rank's requests have no grammar."""
+        wanted = plan.own.wanted
+        return None if self.grammars is None else self.grammars.masks(wanted, [one.row for one in wanted], rows)
 
     @torch.inference_mode()
     def last_logits(self, chunk: Chunk) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from dsa_engine.text.tokenizer import Tokenizer
 
 
@@ -108,7 +108,8 @@ def new_requests(
         tokenizer: gives the token ids of ``bad_words``; may be None if there are none.
 
     Raises:
-        ValueError: the prompt is empty, has token ids that the model lacks, or leaves no room below ``max_model_len``.
+        ValueError: the prompt is empty, has token ids that the model lacks, or leaves no room below ``max_model_len``;
+            or ``structured_outputs`` is not possible.
         CapacityError: the request does not fit in the caches even alone.
     """
     check_prompt(prompt, 1, limits.max_model_len, limits.vocab_size)
@@ -120,6 +121,9 @@ def new_requests(
     # As in vLLM, a request that asks for more tokens ends at the model's length.
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     limits.capacity.check(len(prompt), max_tokens)
+    form = params.structured_outputs
+    if form is not None:
+        form = StructuredOutputsParams(grammar=form.source())
     words = params.bad_words or () if tokenizer else ()
     bad_words = [ids for word in words for ids in tokenizer.word_ids(word)] if tokenizer else []
     prompt_ids, arrival = array("i", prompt), time.perf_counter()
@@ -135,6 +139,7 @@ def new_requests(
                 min_tokens=min(params.min_tokens, max_tokens),
                 logprobs=wanted[0],
                 prompt_logprobs=None if number else wanted[1],
+                structured_outputs=form,
             ),
             bad_words,
             arrival,

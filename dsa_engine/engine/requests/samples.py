@@ -27,7 +27,7 @@ LAST_CODE = NOTHING_LEFT
 _ERRORS = {
     NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
     NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its "
-    "stop_token_ids, forbid every one",
+    "stop_token_ids, forbid every one, or those that structured_outputs allows",
 }
 
 
@@ -79,7 +79,7 @@ class Samples(NamedTuple):
 NO_SAMPLES = Samples.of([], [], [], 1)
 
 # What a request asks of the sampler.
-NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES = (1 << bit for bit in range(5))
+NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES, HAS_GRAMMAR = (1 << bit for bit in range(6))
 
 
 def asks_of(request: Request) -> int:
@@ -87,6 +87,7 @@ def asks_of(request: Request) -> int:
     params = request.params
     biased = params.allowed_token_ids or params.logit_bias or request.bad_words
     asks = NEEDS_HOST * (params.logprobs is not None or bool(biased)) + PENALISES * params.penalises
+    asks += HAS_GRAMMAR * (params.structured_outputs is not None)
     if params.temperature > 0:
         asks += DRAWS + MIN_P * (params.min_p > 0) + TOP_P * (params.top_p < 1)
     return asks

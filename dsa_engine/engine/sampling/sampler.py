@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.samples import NOT_FINITE, NOTHING_LEFT, StepResult
+from dsa_engine.engine.sampling.grammar import GrammarMasks, masked
 from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
 from dsa_engine.engine.steps.plan import StepPlan, Wanted
 from dsa_engine.kernels.runtime.transfer import to_host, upload
@@ -30,23 +31,31 @@ class Sampler:
 
     Args:
         relaxed: replaces chosen tokens by likely drafts; None accepts drafts strictly.
+        grammars: the forms of outputs; None: requests have none.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, relaxed: PutDrafts | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        relaxed: PutDrafts | None = None,
+        grammars: GrammarMasks | None = None,
+    ):
         self._config = config
         self._mesh = mesh
-        self._relaxed = relaxed
+        self._relaxed, self._grammars = relaxed, grammars
         self._processors = LogitsProcessors(config.eos_token_ids)
 
-    def sample(self, plan: StepPlan, logits: torch.Tensor, sampled: torch.Tensor | None = None) -> StepResult:
-        """Chooses the tokens of this rank's rows and gathers those of all ranks, without waiting for the device.
+    def sample(self, plan: StepPlan, logits: torch.Tensor, before: StepResult | None = None) -> StepResult:
+        """Chooses the tokens of this rank's rows and gathers those of all ranks. It does not wait for the device, but
+        for the tokens of the step before if a request with a grammar has some.
 
         Args:
             plan: the step; the rows of logits of a request are on one rank.
             logits: float32 ``[tokens to choose on this rank, vocab]``; overwritten.
-            sampled: ``StepResult.tokens`` of the step before, if they have not been read.
+            before: the step before, if its tokens have not been read.
         """
-        samples = plan.samples
+        samples, sampled = plan.samples, None if before is None else before.tokens
         if samples.max_rows == 0:
             none = torch.empty(0, dtype=torch.int64, device=logits.device)
             return StepResult(samples, none, lambda: none)
@@ -54,6 +63,10 @@ class Sampler:
         wanted = plan.own.wanted
         total = logits.sum(dim=-1)  # finite if all logits of a row are; taken before some become -inf
         self._processors.apply(logits, wanted, sampled)
+        if self._grammars is not None:
+            numbers, read = range(len(wanted)), None if before is None else before.codes
+            if (masks := self._grammars.masks(wanted, numbers, len(wanted), read)) is not None:
+                logits = masked(logits, upload(masks, logits.device))
         tokens = self._choose(wanted, logits)
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)

@@ -98,7 +98,7 @@ class RelaxedAcceptance:
         probabilities = logits[at].softmax(dim=-1)
         best = probabilities.topk(min(self._topk, logits.shape[1]), dim=-1).values
         likely = probabilities.gather(1, guessed[:, None])[:, 0]
-        accepted = (likely >= best[:, -1]) & (likely >= best[:, 0] - self._delta) & (tokens[at] >= 0)
+        accepted = (likely >= best[:, -1]) & (likely >= best[:, 0] - self._delta) & (likely > 0) & (tokens[at] >= 0)
         return tokens.index_copy(0, at, guessed.where(accepted, tokens[at]))
 
     def _thinks(self, request: Request, number: int) -> bool:

@@ -39,7 +39,19 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import DRAWS, MIN_P, NOT_FINITE, PENALISES, TOP_P, Columns, Outcome, StepResult
+from dsa_engine.engine.requests.samples import (
+    DRAWS,
+    HAS_GRAMMAR,
+    MIN_P,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    PENALISES,
+    TOP_P,
+    Columns,
+    Outcome,
+    StepResult,
+)
+from dsa_engine.engine.sampling.grammar import masked
 from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, penalised, penalties_of, with_unread
 from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, count_equal
@@ -47,6 +59,7 @@ from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, StepRows, block_tables_of, chunk_columns
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -59,6 +72,7 @@ class GraphKey(NamedTuple):
     bucket: Bucket
     limits: Limits | None  # None: all requests are greedy
     penalises: bool
+    has_grammar: bool
     rule: AcceptanceRule
 
 
@@ -91,6 +105,7 @@ class _Buffers:
         self.rows = StaticRows.of(bucket, width, passes.model, passes.cache.page_size)
         self.passes = passes.buffers(bucket)
         self.counts = torch.empty(0)  # int32 [requests, vocab], shared by buckets; empty until a request has penalties
+        self.masks = torch.empty(0)  # int32 [rows, vocab / 32]; empty until a request has a grammar
 
 
 class Drafter:
@@ -159,13 +174,16 @@ class Drafter:
         limits = None
         if asks & DRAWS:
             limits = Limits(bool(asks & MIN_P), min(step.decode.top_k, vocab), bool(asks & TOP_P)).rounded(vocab)
-        return GraphKey(step.bucket, limits, bool(asks & PENALISES), self.rule)
+        return GraphKey(step.bucket, limits, bool(asks & PENALISES), bool(asks & HAS_GRAMMAR), self.rule)
 
-    def run(self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs) -> StepResult:
+    def run(
+        self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs, masks: torch.Tensor | None = None
+    ) -> StepResult:
         """Launches a padded step without waiting for the device.
 
         Args:
             before: outcome of the step before, for chunks that start on the device.
+            masks: for the bucket's rows, see :meth:`.GrammarMasks.masks`; None: no request of this rank has a grammar.
         """
         key = self.key(step)
         bucket = key.bucket
@@ -188,6 +206,13 @@ class Drafter:
                 slots = self._counts.slots(known, buffers.counts)
                 rows = [slots.get(chunk.request, 0) for chunk in chunks] + [0] * (bucket.requests - len(chunks))
                 torch.index_select(self._counts.rows.table, 0, indices(rows, buffers.counts), out=buffers.counts)
+        if key.has_grammar:
+            if not buffers.masks.numel():
+                buffers.masks = self._in_step.new_empty(bucket.rows, cdiv(self._in_step.shape[1], 32))
+            if masks is None:
+                buffers.masks.fill_(-1)
+            else:
+                upload(masks, self._mesh.device, out=buffers.masks)
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])
         # A copy: another graph may use the same memory before this table is read.
         table = graphs.run(key, lambda: self._step(buffers, key)).clone()
@@ -227,11 +252,15 @@ class Drafter:
         if key.penalises:
             penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
             logits = penalised(logits, with_unread(buffers.counts, before, follows, ids), penalties)
+        if key.has_grammar:
+            logits = masked(logits, buffers.masks)
         tokens = logits.argmax(dim=-1).view_as(ids)
         if key.limits is not None:
             of_rows = Draws(*(column.repeat_interleave(width) for column in draws))
             drawn = draw(logits, of_rows, rows.positions.flatten() + 1, key.limits).view_as(ids)
             tokens = drawn.where(inputs.drawn[:, None] > 0, tokens)
+        if key.has_grammar:
+            tokens = tokens.where(logits.amax(dim=-1).view_as(ids) != float("-inf"), NOTHING_LEFT)
         tokens = tokens.where(finite.view_as(tokens), NOT_FINITE)
         accepted = key.rule(tokens, ids[:, 1:], draws.keys, first).minimum(rows.offered)
         drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)

@@ -24,6 +24,7 @@ from dsa_engine.engine.expert_loads import LoadRecorder, Rebalancing, count_load
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.start_facts import start_facts
@@ -235,13 +236,15 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
     )
     contexts, micro_batches = ContextBuckets(prepared.max_model_len, options.page_size), MicroBatches.of(options, mesh)
     graphs = DecodeGraphs(model, cache, contexts=contexts) if sized.captures else None
+    config, trusts = prepared.config, options.trust_remote_code
+    grammars = GrammarMasks(prepared.folder, trusts, config.vocab_size, config.eos_token_ids)
     on_disk = page_folder(options, prepared.folder, model, prepared.format)
     return Engine(
         options=options,
         model=model,
         cache=cache,
         scheduler=scheduler,
-        runner=ModelRunner(model, cache, graphs, prepared.relaxed, micro_batches),
+        runner=ModelRunner(model, cache, graphs, prepared.relaxed, micro_batches, grammars),
         cache_turns=CacheTurns(scheduler, mesh, transfer, on_disk, side.sender if side else None),
         rebalancing=loaded.rebalancing,
         recorder=loaded.recorder,

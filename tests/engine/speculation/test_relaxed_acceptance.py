@@ -35,7 +35,8 @@ def chosen(relaxed: RelaxedAcceptance, prompt: list[int], drafts: list[int], tok
         (1, 1.0, 1, False),
         (3, 0.5, 2, True),
         (2, 0.5, 2, False),
-        (10, 1.0, 7, True),  # every token is within the ten of this vocabulary
+        (10, 1.0, 4, True),  # every token is within the ten of this vocabulary
+        (10, 1.0, 7, False),  # but a forbidden one is never accepted
         (10, 0.0, 0, True),
         (10, 1.0, END, False),
     ],

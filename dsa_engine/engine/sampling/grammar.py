@@ -1,0 +1,133 @@
+"""Masks of the tokens that may come next in requests with ``structured_outputs``.
+
+The owner of a request alone has the state of its grammar, a matcher, which follows from the tokens of the output: it
+takes those that are new, whichever step made them, and one that a new owner makes takes all. The mask of a row depends
+on the tokens before it, drafts included, so the host needs these; the masks are made there, in parallel, and applied on
+the device. A row after a draft that the grammar refuses has no mask: that draft is not accepted, and the row is void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from itertools import groupby
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.steps.plan import Wanted
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.text.tokenizer import Tokenizer
+
+
+class GrammarMasks:
+    """Makes masks for the rows of this rank's requests.
+
+    Args:
+        folder: the model's, with its tokenizer.
+        vocab: number of tokens of the model.
+        eos_token_ids: the tokens that end an output once its grammar allows that.
+    """
+
+    def __init__(self, folder: Path, trust_remote_code: bool, vocab: int, eos_token_ids: Sequence[int]):
+        self._folder, self._trusts, self._vocab, self._ends = folder, trust_remote_code, vocab, list(eos_token_ids)
+        # Each request's matcher, and how many tokens of prompt and output it is past.
+        self._matchers: WeakKeyDictionary[Request, tuple[Any, int]] = WeakKeyDictionary()
+        self._new_matcher = lru_cache(256)(self._read)
+        self._loading: Thread | None = None
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """The tokenizer as llguidance needs it."""
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(Tokenizer(self._folder, self._trusts).hf, self._vocab, self._ends)
+
+    @cached_property
+    def _threads(self) -> Any:
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+    def load(self) -> None:
+        """Begins to load the tokenizer in another thread, which takes a second for a large one."""
+        if self._loading is None:
+            self._loading = Thread(target=lambda: self._tokens, name="dsa_engine tokenizer", daemon=True)
+            self._loading.start()
+
+    def _read(self, source: str) -> Any:
+        from llguidance import LLMatcher
+
+        self.load()
+        assert self._loading is not None
+        self._loading.join()
+        return LLMatcher(self._tokens, source, log_level=0)
+
+    def masks(
+        self,
+        wanted: Sequence[Wanted],
+        numbers: Sequence[int],
+        rows: int,
+        read: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
+        """The masks of a step's tokens; None if no request of ``wanted`` has a grammar.
+
+        Args:
+            wanted: the tokens to choose.
+            numbers: the row of each in the result; those of a request follow each other.
+            rows: number of rows of the result.
+            read: waits for the tokens of the step before and returns them, if they have not been read.
+
+        Returns:
+            int32 ``[rows, ceil(vocab / 32)]`` on the host; bit i % 32 of integer i / 32 says whether token i may come.
+        """
+        single: list[tuple[Any, int]] = []
+        drafted: list[tuple[Any, int, list[int]]] = []
+        masks = np.full((0, cdiv(self._vocab, 32)), -1, np.int32)
+        for request, of_request in groupby(zip(wanted, numbers), key=lambda one: one[0].request):
+            form = request.params.structured_outputs
+            if form is None:
+                continue
+            if not len(masks):
+                masks = np.full((rows, masks.shape[1]), -1, np.int32)
+            (first, number), *others = of_request
+            matcher, taken = self._matchers.get(request, (None, len(request.prompt)))
+            if matcher is None:
+                matcher = self._new_matcher(form.grammar).deep_copy()
+            tokens = [
+                token if token >= 0 or read is None else int(read()[-1 - token])
+                for token in request.tokens(taken, max(0, first.position - taken))
+            ]
+            if min(tokens, default=0) >= 0:  # a negative token is the code of an error; its request has ended
+                matcher.try_consume_tokens(tokens)
+            self._matchers[request] = matcher, max(taken, first.position)
+            if matcher.is_error():  # its mask would cost too much; the request ends, as no token is allowed
+                masks[number] = 0
+            elif drafts := list(request.tokens(first.position, len(others))):
+                drafted.append((matcher, number, drafts))
+            else:
+                single.append((matcher, number))
+        if not len(masks):
+            return None
+        at = masks.ctypes.data, masks.strides[0], rows
+        if single:
+            self._threads.unsafe_compute_mask_ptr(single, *at)
+        if drafted:
+            self._threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *at)
+        return torch.from_numpy(masks)
+
+
+def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Logits with -inf for the tokens that masks forbid; its launches depend on shapes only.
+
+    Args:
+        logits: ``[n, vocab]``.
+        masks: see :meth:`GrammarMasks.masks`, on the device of ``logits``.
+    """
+    allowed = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
+    return logits.masked_fill(allowed.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))

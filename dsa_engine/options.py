@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dsa_engine.config.checks import Fraction, PositiveInt, Rule, Seed
+from dsa_engine.config.checks import Fraction, PositiveInt, Rule, Seconds, Seed
 from dsa_engine.config.fields import Options, documented, option, options_of
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.parallel import ParallelConfig
@@ -82,6 +82,12 @@ class EngineOptions(Options):
         0.5,
         "maximum fraction of steps that prefill while any request decodes, in (0, 1]; 1 puts prefill first: best for "
         "the time to first token, worst for the time per token.",
+    )
+    max_tpot: Seconds | None = option(
+        None,
+        "maximum seconds between two tokens of a stream while other prompts are prefilled: they come in chunks that "
+        "take as long, measured as it runs. Default: a chunk takes at most 8 decode steps. Without streams chunks are "
+        "as large as max_num_batched_tokens says.",
     )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",

@@ -48,7 +48,14 @@ class Shutdown:
     """Ends the loop on all ranks and aborts running requests."""
 
 
-Message = Add | Abort | Run | CallResult | Shutdown
+@dataclass(frozen=True)
+class PrefillLimit:
+    """From now on a group's prefill step has at most so many tokens while requests decode, see :mod:`.pace`."""
+
+    tokens: int
+
+
+Message = Add | Abort | Run | CallResult | PrefillLimit | Shutdown
 Sent = tuple[Message, Mailbox | None]  # a message and the mailbox of its results: a request's is a Receiver
 
 

@@ -15,6 +15,7 @@ another request at once: the device works in order, so the new request overwrite
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Engine:
         workspace: bytes for what a step computes piece by piece.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         num_prefilled_tokens: tokens of prompts computed by steps so far.
+        longest_prefill: the same of the fullest context-parallel group of each step.
         rebalancing: moves experts between steps; None: they stay.
         recorder: writes the loads of experts to a file; None: there is none.
         after_launch: each is called with a step's chunks when it has been launched.
@@ -76,7 +78,7 @@ class Engine:
         runtime = self.model.runtime
         self.config, self.graphs = self.model.config, self.runner.graphs
         self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
-        self.launched_ahead = self.num_prefilled_tokens = self._num_taken = 0
+        self.launched_ahead = self.num_prefilled_tokens = self.longest_prefill = self._num_taken = 0
         self.ids = count()
         turns = [one.turn for one in (self.rebalancing, self.recorder) if one is not None]
         self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, self.cache_turns.launched)
@@ -190,7 +192,12 @@ class Engine:
             request.last_rows = rows
         for request, logprobs in launched.prompt_logprobs.items():
             request.add_prompt_logprobs(logprobs)
-        self.num_prefilled_tokens += 0 if step.decode else sum(chunk.length for chunk in step.chunks)
+        if step.decode is None:
+            of_groups: Counter[range] = Counter()
+            for chunk in step.chunks:
+                of_groups[chunk.ranks] += chunk.length
+            self.num_prefilled_tokens += of_groups.total()
+            self.longest_prefill += max(of_groups.values(), default=0)
         self.launched_ahead += self._in_flight is not None and launched.samples.max_rows > 0
 
     def _read_in_flight(self) -> list[RequestTokens]:

@@ -26,9 +26,19 @@ from contextlib import suppress
 
 import torch
 
-from dsa_engine.engine.calls import CLOSED, Abort, CallQueue, CallResult, Message, Shutdown, waking_together
+from dsa_engine.engine.calls import (
+    CLOSED,
+    Abort,
+    CallQueue,
+    CallResult,
+    Message,
+    PrefillLimit,
+    Shutdown,
+    waking_together,
+)
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import Run, run_job
+from dsa_engine.engine.pace import PrefillPace
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
@@ -61,6 +71,8 @@ class EngineLoop:
         self.calls = CallQueue(engine.mesh.is_front or not self._several)
         self.spmd = SpmdCalls(engine.mesh, self.calls)
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
+        tokens = engine.scheduler.max_prefill_tokens
+        self._pace = PrefillPace(engine.options.max_tpot, tokens, engine.options.page_size * engine.mesh.cp.size)
         self._unread = False  # whether a step launched here has not been read
         self._backlog: deque[Add | Run] = deque()  # messages not begun yet; a Run holds up those after it
         self._job: Generator[None, None, torch.Tensor] | None = None  # the Run that has begun: the head of the backlog
@@ -151,6 +163,8 @@ class EngineLoop:
             self._closing = True
         elif isinstance(message, Abort):
             self._abort(message.ids)
+        elif isinstance(message, PrefillLimit):
+            self.engine.scheduler.max_prefill_beside = message.tokens
         else:
             self._backlog.append(message)
 
@@ -185,6 +199,7 @@ class EngineLoop:
             receiver.request = request
 
     def _step(self) -> None:
+        self._pace.begin(time.monotonic())
         try:
             sampled = self.engine.step()
         except BaseException as error:
@@ -199,7 +214,21 @@ class EngineLoop:
             return
         finally:
             self._unread = self.engine.in_flight
+        if sampled and self._sends:
+            self._limit_prefill()
         self._hand_over(sampled)
+        if self._idle:
+            self._pace.pause()
+
+    def _limit_prefill(self) -> None:
+        """Tells all ranks when the length of prefill steps beside streams is to change."""
+        self._pace.read(time.monotonic(), self.engine.longest_prefill)
+        scheduler, limit = self.engine.scheduler, self._pace.limit
+        if limit != scheduler.max_prefill_beside:
+            streams = any(request.delivery == "tokens" for request in self._requests.values())
+            limit = limit if streams else scheduler.max_prefill_tokens
+            if limit != scheduler.max_prefill_beside:
+                self.calls.put((PrefillLimit(limit), None))
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
         """Gives callers their new tokens."""

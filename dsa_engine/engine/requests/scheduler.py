@@ -65,6 +65,8 @@ class Scheduler:
     Attributes:
         decoding: the requests that decode, of all ranks.
         capacity: says whether a request can run at all.
+        max_prefill_tokens: maximum number of tokens of a group's prefill step.
+        max_prefill_beside: the same while any request decodes; the same on all ranks.
         page_sources: where waiting requests' pages may come from.
         preemptions: number of times that a running request has lost its pages to an older one.
     """
@@ -86,7 +88,7 @@ class Scheduler:
         cp_size = capacity.cp_size
         self._groups = [range(first, first + cp_size) for first in range(0, capacity.world_size, cp_size)]
         self._max_num_seqs = max_num_seqs
-        self._group_tokens = max_num_batched_tokens * cp_size
+        self.max_prefill_tokens = self.max_prefill_beside = max_num_batched_tokens * cp_size
         self._share = PrefillShare(max_prefill_share)
         self._rank, self._eos_token_ids = rank, eos_token_ids
         self.capacity = capacity
@@ -216,7 +218,8 @@ class Scheduler:
     def _prefill(self) -> list[Chunk]:
         """Chunks of the requests in prefill, then of those that can enter. A request that waits for an older one's
         pages, or for the disk, lets others enter."""
-        step = PrefillStep(self._groups, self._group_tokens, self.ledger, self.prefix_cache.least_computed)
+        tokens = self.max_prefill_beside if self.decoding.decodes else self.max_prefill_tokens
+        step = PrefillStep(self._groups, tokens, self.ledger, self.prefix_cache.least_computed)
         for request in self._prefilling:
             step.add(request)
         for request in self.waiting:

@@ -51,7 +51,7 @@ def test_a_pause_is_no_step() -> None:
 
 @pytest.mark.parametrize("stream", (True, False))
 def test_chunks_beside_a_stream(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    """A long prompt comes in short chunks while a stream decodes, and in long ones beside a caller that waits for a whole answer."""
+    """A long prompt comes in short chunks beside a stream, and in long ones beside a call that waits for its end."""
     llm = LLM("demo", max_num_batched_tokens=512, page_size=16, max_model_len=4096, enable_prefix_caching=False)
     chunks: list[list[Chunk]] = []
 

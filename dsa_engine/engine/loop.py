@@ -71,8 +71,8 @@ class EngineLoop:
         self.calls = CallQueue(engine.mesh.is_front or not self._several)
         self.spmd = SpmdCalls(engine.mesh, self.calls)
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
-        tokens = engine.scheduler.max_prefill_tokens
-        self._pace = PrefillPace(engine.options.max_tpot, tokens, engine.options.page_size * engine.mesh.cp.size)
+        capacity, tokens = engine.scheduler.capacity, engine.scheduler.max_prefill_tokens
+        self._pace = PrefillPace(engine.options.max_tpot, tokens, capacity.page_size * capacity.cp_size)
         self._unread = False  # whether a step launched here has not been read
         self._backlog: deque[Add | Run] = deque()  # messages not begun yet; a Run holds up those after it
         self._job: Generator[None, None, torch.Tensor] | None = None  # the Run that has begun: the head of the backlog

@@ -120,14 +120,14 @@ class Side:
         capacity = Capacity(1, 1, pages, SIZE)
         limits: dict[str, Any] = {"rank": 0, "max_num_seqs": 6, "max_num_batched_tokens": 4, "max_prefill_share": 1.0}
         engine.scheduler = (PrefillScheduler if prefills else DecodeScheduler)(capacity, **limits)
-        engine.options = SimpleNamespace(seed=0)
+        engine.options = SimpleNamespace(seed=0, max_tpot=None)
         engine.cache = SimpleNamespace(page_size=SIZE, pages=pages)
         engine.cache_turns = CacheTurns(engine.scheduler, engine.mesh, sender=transport.get("sender"))
         engine.runner, engine.config = Steps(rows), SimpleNamespace(eos_token_ids={EOS})
         engine.async_scheduling, engine._in_flight = not prefills, None
         engine.recorder = engine.rebalancing = None
         engine.after_launch = ()
-        engine.num_prefilled_tokens = engine._num_taken = engine.launched_ahead = 0
+        engine.num_prefilled_tokens = engine.longest_prefill = engine._num_taken = engine.launched_ahead = 0
         side: Any = SimpleNamespace(
             prefills=prefills, sender=transport.get("sender"), receiver=transport.get("receiver")
         )

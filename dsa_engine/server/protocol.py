@@ -89,7 +89,7 @@ class GenerationBody(RequestBody):
             given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
         params = SamplingParams(**(defaults | given))
         for name in ("logprobs", "prompt_logprobs"):
-            if (asked := getattr(params, name) or 0) > MAX_LOGPROBS:
+            if not 0 <= (asked := getattr(params, name) or 0) <= MAX_LOGPROBS:  # -1: the vocabulary's
                 raise ValueError(f"{name} must be at most {MAX_LOGPROBS} in a request, not {asked}")
         if prompts * params.n > MAX_OUTPUTS:
             raise ValueError(

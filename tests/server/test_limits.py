@@ -97,6 +97,7 @@ def test_few_long_bodies_are_encoded_at_once(server: Any, monkeypatch: pytest.Mo
         ("/v1/chat/completions", {"n": 513}, "n is 513, for each of 1 prompts, and a request has at most 512"),
         ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "logprobs must be at most 20"),
         ("/v1/completions", {"prompt_logprobs": 21}, "prompt_logprobs must be at most 20"),
+        ("/v1/completions", {"logprobs": -1}, "logprobs must be at most 20 in a request, not -1"),
         ("/v1/completions", {"cache_salt": "a" * 1025}, "cache_salt: "),
         ("/v1/chat/completions", {"messages": [{}] * 10001}, "messages: "),
         ("/v1/chat/completions", {"tools": [{}] * 513}, "tools: "),

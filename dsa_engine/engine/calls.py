@@ -50,7 +50,7 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class PrefillLimit:
-    """From now on a group's prefill step has at most so many tokens while requests decode, see :mod:`.pace`."""
+    """From now on a group's prefill step has at most so many tokens while requests decode."""
 
     tokens: int
 

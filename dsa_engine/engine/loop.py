@@ -38,8 +38,8 @@ from dsa_engine.engine.calls import (
 )
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import Run, run_job
-from dsa_engine.engine.pace import PrefillPace
 from dsa_engine.engine.requests.limits import Add
+from dsa_engine.engine.requests.prefill import PrefillPace
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.spmd import SpmdCalls

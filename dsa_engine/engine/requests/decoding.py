@@ -15,8 +15,9 @@ import numpy.typing as npt
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import (
-    LAST_CODE,
     NEEDS_HOST,
+    NOT_FINITE,
+    NOTHING_LEFT,
     DecodeStep,
     DraftResult,
     Ints,
@@ -93,9 +94,8 @@ class Decoding:
     def _set_ends(self, tokens: Collection[int]) -> None:
         """Sets the tokens that may end some request."""
         self._ends = set(tokens)
-        # By token; the one after all of these stands for those after it, and the last ones are the codes of errors.
-        self._is_end = np.zeros(max(self._ends, default=-1) + 2 - LAST_CODE, np.bool_)
-        self._is_end[[*self._ends, *range(LAST_CODE, 0)]] = True
+        # In order, with the codes of errors; the last one is no token, so that every token has one that is not smaller.
+        self._end_ids = np.array(sorted({NOT_FINITE, NOTHING_LEFT, *tokens, 2**63 - 1}), np.int64)
 
     def requests_of(self, samples: Samples) -> list[Request]:
         """The requests of a step that are still here."""
@@ -207,24 +207,20 @@ class Decoding:
         """
         active = self._active
         rows: slice | Ints = _ALL if active.all() else active.nonzero()[0]
-        starts, samples, own_follows = self.length[rows] - 1, self._samples, None
+        starts, unread, samples = self.length[rows] - 1, self.unread[rows], self._samples
         if not len(starts):
             return None
+        on_device = (unread > 0) & (self._num_drafts > 0)
         if samples is None or self._num_drafts or rows is not _ALL:
-            counts = np.ones_like(starts)
-            if self._num_drafts:
-                own_follows = self.unread[rows] > 0
-                counts += np.where(own_follows, self._num_drafts, self.drafts[rows])
+            counts = 1 + np.where(on_device, self._num_drafts, self.drafts[rows])
             samples = Samples.by_rank(self.key[rows], self.owner[rows], counts, self._world, self._max_logprobs)
             self._samples = samples if rows is _ALL else None
-        asks = self._asks | NEEDS_HOST * bool((starts - self.unread[rows] + 1 < self.least[rows]).any())
+        asks = self._asks | NEEDS_HOST * bool((starts + 1 - unread < self.least[rows]).any())
         own, rank = samples.of_rank(self._rank), range(self._rank, self._rank + 1)
-        columns = (self._all[rows], starts, samples.counts)
+        columns = (self._all[rows], starts, samples.counts, on_device)
         numbers = zip(*(column[own].tolist() for column in columns), strict=True)
-        follows = [False] * len(starts) if own_follows is None else own_follows[own].tolist()
         chunks = [
-            Chunk(self.requests[row], start, count, rank, count, on_device)
-            for (row, start, count), on_device in zip(numbers, follows, strict=False)
+            Chunk(self.requests[row], start, count, rank, count, follows) for row, start, count, follows in numbers
         ]
         return DecodeStep(chunks, samples, starts, asks, self._top_k)
 
@@ -253,7 +249,7 @@ class Decoding:
         rows, at = self._find(read.samples)
         counts, tokens = read.samples.counts[at], read.tokens[at]
         self.unread[rows] -= counts
-        ending = self._is_end[tokens.clip(LAST_CODE, len(self._is_end) - 1 + LAST_CODE)]
+        ending = self._end_ids[self._end_ids.searchsorted(tokens)] == tokens
         accepted = offered = counts - 1
         if read.accepted is not None and read.offered is not None:
             accepted, offered = read.accepted[at], read.offered[at]

@@ -23,7 +23,6 @@ Ints = npt.NDArray[np.int64]
 
 # Codes in place of a token, for errors in the sampling of one request.
 NOT_FINITE, NOTHING_LEFT = -1, -2
-LAST_CODE = NOTHING_LEFT
 _ERRORS = {
     NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
     NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its "

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.pace import PrefillPace
+from dsa_engine.engine.requests.prefill import PrefillPace
 from dsa_engine.engine.requests.request import Chunk
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

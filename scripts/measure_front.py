@@ -75,9 +75,11 @@ class Channel:
         self.tokens.connect(f"ipc://{self.folder}/tokens")
         self.running: dict[int, int] = {}  # tokens that are still to come, by request
         self.taken = 0  # requests so far
+        self.silent = 0
 
     def take(self) -> None:
         while self.requests.poll(0):
+            self.silent = 0
             new = [one for one in to_engine(self.requests.recv()) if isinstance(one, NewRequest)]
             self.running |= {one.id: one.params["max_tokens"] for one in new}
             self.taken += len(new)

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 
 import torch
@@ -58,6 +58,7 @@ class EngineLoop:
         calls: takes the messages of this process's callers; on other ranks than 0 there are none.
         spmd: the calls that every rank makes.
         error: the exception that ended the loop; None while it runs, and if it was closed.
+        at_end: what is called when it ends.
         steps: number of steps so far.
     """
 
@@ -79,6 +80,7 @@ class EngineLoop:
         self._closing = False  # a message of rank 0 ends all loops
         self._leaving = False  # this rank's loop ends alone, at the exit of its program
         self._ended = threading.Event()
+        self.at_end: list[Callable[[], object]] = []  # called in the loop's thread
         self.thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
         self.thread.start()  # may fail; then nothing of it is left
         # Both run before the mesh's hook, which was registered earlier, and the last one first. The join comes also if
@@ -276,6 +278,9 @@ class EngineLoop:
             if (events := self.engine.scheduler.prefix_cache.events) is not None:
                 events.close()
         self._ended.set()
+        for call in list(self.at_end):
+            with suppress(Exception):
+                call()
         atexit.unregister(self._leave)
         refusal = self.error or RuntimeError(CLOSED)
         self.calls.end(refusal)

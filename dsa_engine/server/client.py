@@ -31,6 +31,7 @@ from dsa_engine.server.messages import (
 )
 
 _MAX_STEPS_AT_ONCE = 8
+_SILENT_S = 10  # an engine that has said nothing for longer is stopped; it says something every second
 
 
 class EngineClient(AsyncCalls):
@@ -64,12 +65,20 @@ class EngineClient(AsyncCalls):
         self._requests: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
         self._requests.set_hwm(0)
         self._requests.connect(f"ipc://{self._sockets}/requests")
+        self._silent = 0  # seconds in which this event loop has run, and has heard nothing of the engine
+        self._beat()
+
+    def _beat(self) -> None:
+        self._silent += 1
+        self._send()
+        self._loop.call_later(1.0, self._beat)
 
     async def receive(self) -> EngineError:
         """Takes what the engine sends, until it ends; returns why."""
         there: zmq.Socket[bytes] = zmq.Socket.shadow(self._tokens.underlying)
         while self._error is None:
             messages = from_engine(await self._tokens.recv())
+            self._silent = 0
             with suppress(zmq.Again):  # if this process is behind, a stream writes what it has of several steps at once
                 for _ in range(_MAX_STEPS_AT_ONCE - 1):
                     messages += from_engine(there.recv(zmq.NOBLOCK))
@@ -86,9 +95,11 @@ class EngineClient(AsyncCalls):
         self._context.term()
 
     def check(self) -> None:
-        """Raises the error that has ended the engine, if it has ended."""
+        """Raises the error that has ended the engine, if it has ended, or one if its process is stopped."""
         if self._error is not None:
             raise self._error
+        if self._silent > _SILENT_S:
+            raise EngineGone(f"its process has said nothing for {self._silent} seconds, as if it were stopped")
 
     async def state(self) -> EngineState:
         """Asks what the engine is doing; raises the error that has ended it."""

@@ -51,7 +51,7 @@ class EngineError(RuntimeError):
 
 
 class EngineGone(EngineError):
-    """The engine has ended, or a rank of it."""
+    """The engine has ended, or a rank of it, or its process is stopped."""
 
 
 def bad_request(error: Exception, names: Any = ()) -> ApiError:
@@ -64,7 +64,7 @@ def bad_request(error: Exception, names: Any = ()) -> ApiError:
 def failed(error: BaseException) -> ApiError:
     """The answer to an error that is the server's own."""
     if isinstance(error, EngineGone):
-        return ApiError(503, f"the engine of this server has ended: {error}; try again later")
+        return ApiError(503, f"the engine of this server does not answer: {error}; try again later")
     what = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
     return ApiError(500, f"the server failed: {what}")
 

@@ -1,22 +1,34 @@
-"""HTTP: the socket, bound before the weights are loaded, and uvicorn, until a signal or the end of the engine."""
+"""HTTP: the socket, bound before the weights are loaded; uvicorn, until a signal or the engine's end; the process."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
 import signal
 import socket
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from dsa_engine.server.app import Server, make_app
+from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
+from dsa_engine.server.generation import open_counts
+from dsa_engine.server.messages import EngineFacts
+from dsa_engine.server.options import ServerOptions
+from dsa_engine.system.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
 STOP = b"."
+ENGINE_ENDED = 1  # exit status; the process has said so
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -113,6 +125,7 @@ class HttpServer(uvicorn.Server):
         self.failed = self.should_exit = True
 
     async def startup(self, sockets: Any = None) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # uvicorn's handlers are there now
         self._loop = asyncio.get_running_loop()
         self.app_server.llm.connect()
         self._receiving = asyncio.ensure_future(self._receive())
@@ -127,3 +140,32 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
         self._receiving.cancel()
         self.app_server.llm.close()
+
+
+class Start(msgspec.Struct):
+    """What a process reads first; the processes of one server are numbered, and share a folder."""
+
+    facts: EngineFacts
+    folder: str
+    options: dict[str, Any]
+    listening: int
+    shared: str
+    number: int
+
+
+def main() -> None:
+    """Serves the engine that standard input describes, until the other end of standard input is closed."""
+    set_up_logging()
+    with open(0, "rb", buffering=0, closefd=False) as given:
+        start = msgspec.json.decode(given.readline(), type=Start)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)  # uvicorn sends itself the signal again when it has ended
+    options = ServerOptions(**start.options)
+    counts = open_counts(Path(start.shared, "counts")) if options.api_server_count > 1 else None
+    server = Server(EngineClient(start.facts, start.folder), options, start.number, counts)
+    http = HttpServer(server, socket.socket(fileno=start.listening))
+    threading.Thread(target=http.obey, args=(0,), daemon=True).start()
+    gc.freeze()  # the collector of cycles took half of the time of an event; what is here stays, what comes has few
+    gc.set_threshold(10_000)
+    http.run()
+    sys.exit(ENGINE_ENDED if http.failed else 0)

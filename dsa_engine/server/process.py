@@ -6,7 +6,6 @@ next step, so HTTP, JSON and text are made in other processes, each with a conne
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -14,13 +13,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -31,10 +29,7 @@ from dsa_engine.engine.reply import Receiver, RequestRecord
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.llm import LLM
-from dsa_engine.server.app import Server
-from dsa_engine.server.client import EngineClient
-from dsa_engine.server.generation import open_counts
-from dsa_engine.server.http import STOP, HttpServer, same_address
+from dsa_engine.server.http import ENGINE_ENDED, SIGNALS, STOP, Start, same_address
 from dsa_engine.server.messages import (
     AbortRequests,
     EngineFacts,
@@ -46,11 +41,9 @@ from dsa_engine.server.messages import (
     to_engine,
 )
 from dsa_engine.server.options import ServerOptions
-from dsa_engine.system.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
-_ENGINE_ENDED = 1  # exit status; the process has said so
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SILENT_S = 120  # an HTTP process that has said nothing for so long is stopped for good, and killed
 
 
 class Relay:
@@ -61,10 +54,11 @@ class Relay:
 
     Attributes:
         folder: where an :class:`.client.EngineClient` finds the sockets.
+        silent: seconds since the other process was heard; it says something every second.
     """
 
     def __init__(self, llm: LLM):
-        self._llm = llm
+        self._llm, self.silent = llm, 0
         self._ids: dict[int, int] = {}  # the engine's ids of requests that run, by the other process's
         self._folder = TemporaryDirectory(prefix="dsa_engine-")
         self.folder = self._folder.name
@@ -75,9 +69,11 @@ class Relay:
         self._tokens.set_hwm(0)
         self._tokens.connect(f"ipc://{self.folder}/tokens")  # and so messages wait until the other process is there
         self._sending = threading.Lock()  # ZMQ's sockets are for one thread at a time
-        self._receiver = threading.Thread(target=self._receive, name="dsa_engine requests", daemon=True)
-        self._receiver.start()
-        threading.Thread(target=self._report_end, name="dsa_engine watch", daemon=True).start()
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._receive, self._beat)]
+        for thread in self._threads:
+            thread.start()
+        llm.loop.at_end.append(self._report_end)
 
     @property
     def facts(self) -> EngineFacts:
@@ -98,11 +94,15 @@ class Relay:
 
     def close(self) -> None:
         """Ends the requests that run, sends what is to be sent, and closes the sockets."""
+        self._closing.set()
+        with suppress(ValueError):
+            self._llm.loop.at_end.remove(self._report_end)
         self.send([Failed(None, "it has been closed", True)])
         with self._sending:
             self._tokens.close(linger=200)
         self._context.term()  # ends the thread that receives
-        self._receiver.join()
+        for thread in self._threads:  # one that destroys the engine when Python ends would crash it
+            thread.join()
         self._abort(list(self._ids))
         self._folder.cleanup()
 
@@ -124,7 +124,9 @@ class Relay:
         with self._requests:
             try:
                 while True:
-                    self._take(to_engine(self._requests.recv()))
+                    messages = to_engine(self._requests.recv())
+                    self.silent = 0
+                    self._take(messages)
             except zmq.ContextTerminated:
                 pass
 
@@ -149,13 +151,14 @@ class Relay:
             self._llm.loop.calls.put((Abort(running), None))
 
     def _report_end(self) -> None:
-        """Waits for the end of the engine, and tells the other process."""
-        try:
-            self._llm.loop.wait()
-        except BaseException as error:
-            self.send([Failed.of(None, error)])
-        else:
-            self.send([Failed(None, "the LLM has been closed", True)])
+        """Tells the other process that the engine has ended."""
+        error = self._llm.loop.error
+        self.send([Failed.of(None, error) if error else Failed(None, "the LLM has been closed", True)])
+
+    def _beat(self) -> None:
+        """Tells the other process every second that this one is not stopped."""
+        while not self._closing.wait(1.0):
+            self.send([])
 
 
 class RelayedRequest(Receiver):
@@ -202,26 +205,26 @@ class HttpProcesses:
         if len(relays) > 1:
             environment["PROMETHEUS_MULTIPROC_DIR"] = self._shared.name  # prometheus_client then adds up its counts
             Path(self._shared.name, "counts").write_bytes(bytes(8 * len(relays)))
+        self._handlers = {number: signal.signal(number, lambda *_: self.stop()) for number in SIGNALS}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a process inherits it, and takes signals when it can
         for number, (relay, listening) in enumerate(zip(relays, same_address(bound, len(relays)))):
-            start = _Start(relay.facts, relay.folder, asdict(options), listening.fileno(), self._shared.name, number)
+            start = Start(relay.facts, relay.folder, asdict(options), listening.fileno(), self._shared.name, number)
             with listening:
                 # Its own session: Ctrl-C reaches it through this process only, and once.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", __name__], env=environment,
+                    [sys.executable, "-c", "from dsa_engine.server.http import main; main()"], env=environment,
                     pass_fds=[listening.fileno()], stdin=subprocess.PIPE, bufsize=0, start_new_session=True,
                 )  # fmt: skip
-            self._processes.append(process)
             # Not by the command line, which others can read: there may be a key.
             process.stdin.write(msgspec.json.encode(start) + b"\n")  # type: ignore[union-attr]
+            self._processes.append(process)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if self._stopping:  # a signal came before the last of them
+            self.stop()
         self.pids = [process.pid for process in self._processes]
 
     def wait(self) -> int:
         """Waits for the end of the processes, which get signals of this one; returns the first status that is not 0."""
-
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            self.stop()
-
-        before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
         ended: SimpleQueue[int] = SimpleQueue()
 
         def watch(number: int) -> None:
@@ -233,10 +236,14 @@ class HttpProcesses:
         first, running = 0, dict(enumerate(self._relays))
         try:
             while running:
-                number = ended.get()
+                try:
+                    number = ended.get(timeout=1.0)
+                except Empty:
+                    self._kill_stopped(running)
+                    continue
                 running.pop(number).close()  # the requests of the process end with it
                 status = self._processes[number].returncode
-                if status not in (0, _ENGINE_ENDED):
+                if status not in (0, ENGINE_ENDED):
                     which = f"{number + 1} of {len(self.pids)} (pid {self.pids[number]})"
                     logger.error("HTTP process %s has ended with status %d, and the server ends with it", which, status)
                 first = first or status
@@ -244,7 +251,7 @@ class HttpProcesses:
                     self.stop()
             return first
         finally:
-            for number, handler in before.items():
+            for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             for relay in running.values():
                 relay.close()
@@ -252,6 +259,14 @@ class HttpProcesses:
                 if process.stdin is not None:
                     process.stdin.close()
             self._shared.cleanup()
+
+    def _kill_stopped(self, running: Mapping[int, Relay]) -> None:
+        """Called every second that this process runs."""
+        for number, relay in running.items():
+            relay.silent += 1
+            if relay.silent == _SILENT_S:
+                logger.error("HTTP process %d is killed: nothing for %d seconds", self.pids[number], _SILENT_S)
+                self._processes[number].kill()
 
     def stop(self) -> None:
         """Lets running requests end within ``shutdown_timeout``; called again, ends at once."""
@@ -264,36 +279,3 @@ class HttpProcesses:
 def serve(llm: LLM, options: ServerOptions, bound: socket.socket) -> HttpProcesses:
     """Starts ``options.api_server_count`` processes that serve an engine of this one at a socket."""
     return HttpProcesses([Relay(llm) for _ in range(options.api_server_count)], options, bound)
-
-
-class _Start(msgspec.Struct):
-    """What a process reads first; the processes of one server are numbered, and share a folder."""
-
-    facts: EngineFacts
-    folder: str
-    options: dict[str, Any]
-    listening: int
-    shared: str
-    number: int
-
-
-def main() -> None:
-    """Serves the engine that standard input describes, until the other end of standard input is closed."""
-    set_up_logging()
-    with open(0, "rb", buffering=0, closefd=False) as given:
-        start = msgspec.json.decode(given.readline(), type=_Start)
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # uvicorn sends itself the signal again when it has ended
-    options = ServerOptions(**start.options)
-    counts = open_counts(Path(start.shared, "counts")) if options.api_server_count > 1 else None
-    server = Server(EngineClient(start.facts, start.folder), options, start.number, counts)
-    http = HttpServer(server, socket.socket(fileno=start.listening))
-    threading.Thread(target=http.obey, args=(0,), daemon=True).start()
-    gc.freeze()  # the collector of cycles took half of the time of an event; what is here stays, what comes has few
-    gc.set_threshold(10_000)
-    http.run()
-    sys.exit(_ENGINE_ENDED if http.failed else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ import zmq
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.limits import Add
+from dsa_engine.server import process
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.http import bind, url_of
@@ -49,8 +52,10 @@ class OtherEnd:
         self._requests.send(encode(messages))
 
     def recv(self) -> list[Any]:
-        assert self._tokens.poll(60_000)
-        return from_engine(self._tokens.recv())
+        while True:
+            assert self._tokens.poll(60_000)
+            if messages := from_engine(self._tokens.recv()):  # an empty one says that the process is not stopped
+                return messages
 
     def close(self) -> None:
         self._tokens.close(linger=0)
@@ -140,6 +145,53 @@ def test_an_error_of_a_step_reaches_its_caller(tiny: LLM, monkeypatch: pytest.Mo
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_while_they_start(tiny: LLM, number: signal.Signals) -> None:
+    """As systemd sends it to a control group, and a terminal to a group: an end in order."""
+    http = serve(tiny, ServerOptions(api_server_count=2), bind("127.0.0.1", 0))
+    for pid in http.pids:
+        os.kill(pid, number)
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), number)).start()
+    assert http.wait() == 0
+    tiny.wait_idle()
+
+
+def test_an_engine_that_is_stopped(tmp_path: Path) -> None:
+    """Status 503 until it goes on; its process ends without an abort."""
+    log = tmp_path / "log"
+    command = ["-m", "dsa_engine", "serve", "demo-random", "--device", "cpu", "--port", "0", "--cache-memory", "4MiB"]
+    with log.open("w") as file:
+        engine = subprocess.Popen([sys.executable, *command, "--max-model-len", "256"], stderr=file)
+    try:
+        until = time.monotonic() + 120
+        while not (served := re.search(r"is served at (http://\S+)", log.read_text())):
+            assert engine.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        with httpx.Client(base_url=served[1], timeout=60) as client:
+            answers(client, 200)
+            engine.send_signal(signal.SIGSTOP)
+            answers(client, 503)
+            body = {"prompt": [5], "max_tokens": 2, "temperature": 0.0}
+            refused = client.post("/v1/completions", json=body)
+            assert refused.status_code == 503 and "has said nothing for" in refused.json()["error"]["message"]
+            engine.send_signal(signal.SIGCONT)
+            answers(client, 200)
+            assert client.post("/v1/completions", json=body).status_code == 200
+        engine.send_signal(signal.SIGTERM)
+        assert engine.wait(60) == 0, log.read_text()
+    finally:
+        engine.kill()
+        engine.wait()
+
+
+def answers(client: httpx.Client, status: int) -> None:
+    """Waits until both routes of load balancers answer with this status."""
+    until = time.monotonic() + 60
+    while {client.get(path).status_code for path in ("/health", "/ready")} != {status}:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 def ready(url: str) -> None:
     until = time.monotonic() + 60
     while time.monotonic() < until:
@@ -152,11 +204,17 @@ def ready(url: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGKILL, -9), (signal.SIGSTOP, -9)])
 def test_the_end_of_a_process(
-    tiny: LLM, number: signal.Signals, status: int, count: int, caplog: pytest.LogCaptureFixture
+    tiny: LLM,
+    number: signal.Signals,
+    status: int,
+    count: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In order after a signal to this process, and when it or one of two is killed; then the port is free."""
+    """In order after a signal to this process, and if it or one of two is killed or stopped; then the port is free."""
+    monkeypatch.setattr(process, "_SILENT_S", 3)
     bound = bind("127.0.0.1", 0)
     url = url_of(bound)
     http = serve(tiny, ServerOptions(api_server_count=count), bound)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -167,7 +168,15 @@ class LLM(AsyncCalls):
                 # The text contains the special tokens.
                 ids = self.encode_prompt(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
-            outputs = self._generate(prompts, sampling_params, use_tqdm)
+            params: Any = sampling_params
+            if isinstance(params, SamplingParams) and params.structured_outputs:
+                params = [params] * len(prompts)
+            if isinstance(params, (list, tuple)):
+                params = [
+                    _after_thought(form, one, str(prompt["prompt"]))
+                    for one, prompt in zip(params, prompts, strict=True)
+                ]
+            outputs = self._generate(prompts, params, use_tqdm)
             for output, conversation in zip(outputs, several, strict=True):
                 form.add_messages(output, conversation, tools)
             return outputs
@@ -304,3 +313,10 @@ def _prefilled(reply: Reply) -> int:
     """Tokens of its prompt that have been computed."""
     request = reply.request
     return 0 if request is None else min(request.num_computed_tokens, len(request.prompt))
+
+
+def _after_thought(form: ConversationFormat, params: Any, prompt: str) -> Any:
+    """Parameters whose ``structured_outputs`` come after the thought that an answer to ``prompt`` may begin with."""
+    if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+        return params
+    return replace(params, structured_outputs=form.form_of(prompt, params.structured_outputs))

@@ -15,7 +15,8 @@ from dsa_engine.config.fields import Options, documented, option
 
 MAX_CHARACTERS = 2**17  # a grammar of so many takes up to a quarter of a second to read
 MAX_CHOICES = 10_000
-_WHITE_SPACE = r"[ \t\n\r]{1,40}"  # at each place: without a limit a model may write nothing else
+WHITE_SPACE = r"[ \t\n\r]{1,40}"  # at each place: without a limit a model may write nothing else
+_MADE = '{"grammars"'  # a grammar in the library's own form
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 Text = Annotated[str, NOT_EMPTY]
@@ -72,8 +73,9 @@ class StructuredOutputsParams(Options):
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{kind} in structured_outputs cannot be written as JSON: {error}") from None
         check_text(f"{kind} in structured_outputs", text)
-        if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"{kind} in structured_outputs has {len(text)} characters, of at most {MAX_CHARACTERS}")
+        limit = MAX_CHARACTERS * (4 if text.startswith(_MADE) else 1)  # made of one that was checked
+        if len(text) > limit:
+            raise ValueError(f"{kind} in structured_outputs has {len(text)} characters, of at most {limit}")
         try:
             return checked_grammar("json" if kind == "json_object" else kind, text, self.disable_any_whitespace)
         except ValueError as error:
@@ -91,14 +93,14 @@ def checked_grammar(kind: str, text: str, compact: bool = False) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     if kind == "json":
-        spaces = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITE_SPACE}
+        spaces = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITE_SPACE}
         source = LLMatcher.grammar_from_json_schema(text, defaults=spaces)
     elif kind == "regex":
         source = LLMatcher.grammar_from_regex(text)
     elif kind == "choice":
         options = "|".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         source = lark_grammar(f"start: CHOICE\nCHOICE: {options}")
-    elif text.startswith('{"grammars"'):
+    elif text.startswith(_MADE):
         source = text
     else:
         try:

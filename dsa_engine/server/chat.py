@@ -41,7 +41,7 @@ class ChatForm(Form):
     ):
         super().__init__(asked)
         self._asked = asked
-        self._tools = _tools(asked)
+        self._tools, must_call = _tools(asked)
         self.params = asked.sampling({"max_tokens": None} | llm.default_sampling, **_sampling(asked))
         if conversation.needs_special_tokens:
             self.params.skip_special_tokens = False
@@ -54,7 +54,10 @@ class ChatForm(Form):
             chat_template_kwargs=asked.chat_template_kwargs,
             add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
             continue_final_message=asked.continue_final_message,
-            response_format=_response_format(asked),
+            response_format=asked.response_format,
+        )
+        self.params.structured_outputs = conversation.form_of(
+            self._prompt_text, self.params.structured_outputs, must_call, asked.parallel_tool_calls
         )
         prompt = {
             "prompt": self._prompt_text,
@@ -155,38 +158,30 @@ def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _tools(asked: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the model may call; None if there are none, or ``tool_choice`` is "none"."""
-    choice = asked.tool_choice
-    if choice not in (None, "auto", "none"):
+def _tools(asked: ChatRequest) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:
+    """The tools that the model may call, None if there are none or ``tool_choice`` is "none"; and those of which it
+    must call one, None if it need not."""
+    choice, tools = asked.tool_choice, asked.tools
+    named = choice.get("function") if isinstance(choice, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if choice not in (None, "auto", "none", "required") and name is None:
         raise ValueError(
-            f"tool_choice must be 'auto' or 'none', not {shown(choice)}: a call cannot be enforced, as output is not "
-            "constrained by a grammar"
+            "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': …}}, not "
+            f"{shown(choice)}"
         )
-    if not asked.parallel_tool_calls and asked.tools:
-        raise ValueError("parallel_tool_calls must be true: the model decides how many calls it makes")
-    if choice == "auto" and not asked.tools:
+    if choice not in (None, "none") and not tools:
         raise ValueError("tool_choice needs tools; give some, or leave it out")
-    return asked.tools if asked.tools and choice != "none" else None
-
-
-def _response_format(asked: ChatRequest) -> dict[str, Any] | None:
-    """The form of the answer that the model is told of."""
-    form = asked.response_format
-    if form is None:
-        return None
-    if form.get("type") not in ("text", "json_object", "json_schema"):
-        raise ValueError(f"response_format must have the type text, json_object or json_schema, not {shown(form)}")
-    if form["type"] == "json_schema":
-        about = form.get("json_schema")
-        if not isinstance(about, dict) or not isinstance(about.get("schema"), dict):
-            raise ValueError(f'response_format needs {{"json_schema": {{"schema": {{…}}}}}}, not {shown(form)}')
-        if about.get("strict"):
-            raise ValueError(
-                "response_format cannot be strict: output is not constrained by a grammar; without strict the model is "
-                "told of the schema"
-            )
-    return form
+    names = [of.get("name") if isinstance(of := tool.get("function"), dict) else None for tool in tools]
+    must_call = tools if choice == "required" else None
+    if name is not None:
+        must_call = [tool for tool, other in zip(tools, names, strict=True) if other == name]
+        if not must_call:
+            raise ValueError(f"tool_choice names {shown(name)}; the tools are {', '.join(map(str, names))}")
+    if not asked.parallel_tool_calls and tools and choice != "none" and must_call is None:
+        raise ValueError(
+            "parallel_tool_calls must be true unless tool_choice makes the model call: it decides how often"
+        )
+    return tools if tools and choice != "none" else None, must_call
 
 
 def _sampling(asked: ChatRequest) -> dict[str, Any]:

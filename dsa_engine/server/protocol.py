@@ -68,6 +68,11 @@ class GenerationBody(RequestBody):
         None, min_length=1, max_length=1024
     )  # only requests with the same one share cached pages
     return_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> GenerationBody:
@@ -85,6 +90,7 @@ class GenerationBody(RequestBody):
             ValueError, TypeError: see :class:`SamplingParams` and :meth:`further`.
         """
         given = self.further(_SAMPLING) | more
+        given |= self._form(given.get("structured_outputs"))
         if isinstance(bias := given.get("logit_bias"), dict):  # keys are texts in JSON
             given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
         params = SamplingParams(**(defaults | given))
@@ -97,6 +103,27 @@ class GenerationBody(RequestBody):
                 "send several requests"
             )
         return params
+
+    def _form(self, given: Any) -> dict[str, Any]:
+        """``structured_outputs`` by whichever parameter has the form of the output; none if none has it."""
+        guided = ((name, getattr(self, f"guided_{name}")) for name in ("json", "regex", "choice", "grammar"))
+        forms = [{name: value} for name, value in guided if value is not None]
+        forms += [given] if given else []
+        if (asked := self.response_format) is not None and asked.get("type") != "text":
+            about = asked.get("json_schema")
+            schema = about.get("schema") if isinstance(about, dict) else None
+            if asked.get("type") not in ("json_object", "json_schema"):
+                raise ValueError(
+                    f"response_format must have the type text, json_object or json_schema, not {shown(asked)}"
+                )
+            if asked["type"] == "json_schema" and not isinstance(schema, dict):
+                raise ValueError(f'response_format needs {{"json_schema": {{"schema": {{…}}}}}}, not {shown(asked)}')
+            forms.append({"json_object": True} if asked["type"] == "json_object" else {"json": schema})
+        if len(forms) > 1:
+            raise ValueError(
+                "response_format, structured_outputs and guided_… say the form of the output; give one only"
+            )
+        return {"structured_outputs": forms[0]} if forms else {}
 
 
 class CompletionRequest(GenerationBody):
@@ -126,7 +153,6 @@ class ChatRequest(GenerationBody, Conversation):
     max_completion_tokens: int | None = Field(None, ge=1)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    response_format: dict[str, Any] | None = None
     include_reasoning: bool = True
 
 
@@ -144,21 +170,11 @@ class DetokenizeRequest(RequestBody):
     tokens: list[int] = []
 
 
-_NO_GRAMMAR = (
-    "output is not constrained by a grammar; say the form in the prompt, or use allowed_token_ids, bad_words or "
-    "logit_bias"
-)
 _NO_MEDIA = "the model reads and writes text only"
-_TOOLS = "give tools, and tool_choice 'auto' or 'none'"
+_TOOLS = "give tools, and tool_choice"
 
 # name: (what to do instead, the values that ask for what is done anyway)
 _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "response_format": (_NO_GRAMMAR, ({"type": "text"},)),
-    "structured_outputs": (_NO_GRAMMAR, ({},)),
-    "guided_json": (_NO_GRAMMAR, ()),
-    "guided_regex": (_NO_GRAMMAR, ()),
-    "guided_choice": (_NO_GRAMMAR, ()),
-    "guided_grammar": (_NO_GRAMMAR, ()),
     "suffix": ("text is only continued; put what comes before into the prompt", ("",)),
     "best_of": ("use n with logprobs, and choose", (1,)),
     "use_beam_search": ("there is no beam search; use n with logprobs, and choose", (False,)),

@@ -119,16 +119,20 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
         ({"messages": "Hello"}, "messages: "),
         ({"messages": [{"content": "a"}]}, "'role'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
-        ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "a"}}, "tools": TOOLS}, "tool_choice must be"),
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tool_choice": "required", "tools": TOOLS}, "needs a --tool-call-parser"),
+        ({"tool_choice": "must", "tools": TOOLS}, "tool_choice must be 'auto', 'none', 'required' or"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "a"}}, "tools": TOOLS},
+            "names 'a'; the tools are weat",
+        ),
         ({"tool_choice": "auto"}, "tool_choice needs tools"),
         ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls must be true"),
         ({"tools": "a"}, "tools: "),
-        ({"response_format": {"type": "json_object"}}, "no words for a response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format needs"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}},
-            "not constrained by a grammar",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}},
+            'Unimplemented keys: ["not"]',
         ),
         ({"response_format": {"type": "grammar"}}, "response_format must have the type"),
         ({"modalities": ["text", "audio"]}, "text only"),
@@ -142,6 +146,33 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
 )
 def test_what_is_not_possible_is_said(server: Any, given: dict[str, Any], words: str) -> None:
     assert words in server.refused("/v1/chat/completions", **({"messages": HELLO} | given))
+
+
+def test_forms_and_calls_that_are_enforced(serve: Any, llm: LLM) -> None:
+    """A random model calls what it must, thinks as long as it likes, and then answers in the form that it must."""
+    unit = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": unit}} for name in ("heat", "cold")]
+    given = {"temperature": 1.0, "seed": 2, "max_tokens": 400, "n": 3}
+    server = serve(llm, tool_call_parser="deepseek_v31")
+    for choice, names in (
+        ("required", {"heat", "cold"}),
+        ({"type": "function", "function": {"name": "cold"}}, {"cold"}),
+    ):
+        more = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        for one in server.chat(HELLO, **given, **more)["choices"]:
+            (call,) = one["message"]["tool_calls"]
+            assert call["function"]["name"] in names and one["finish_reason"] == "tool_calls"
+            assert json.loads(call["function"]["arguments"])["unit"] in ("C", "F")
+    thinks = serve(llm, reasoning_parser="deepseek_r1")
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": unit | {"additionalProperties": False}}}
+    given |= {"response_format": form, "max_tokens": 40, "logit_bias": {"1": 6}}  # for the end token
+    for one in thinks.chat(HELLO, **given)["choices"]:
+        assert one["message"]["reasoning_content"] and not one["message"]["content"]
+        assert one["finish_reason"] == "length", "the form comes after the thought, and nothing ends it before"
+    thought = [*HELLO, {"role": "assistant", "content": "<think>Hm.</think>"}]
+    more = {"add_generation_prompt": False, "continue_final_message": True}
+    texts = [one["message"]["content"].strip() for one in thinks.chat(thought, **given, **more)["choices"]]
+    assert all(text.startswith("{") for text in texts)
 
 
 def test_templates(serve: Any, llm: LLM, tmp_path: Any) -> None:

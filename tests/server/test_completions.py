@@ -126,8 +126,13 @@ def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:
         ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs are not streamed"),
         ({"prompt": "a", "best_of": 2}, "use n with logprobs"),
         ({"prompt": "a", "suffix": "b"}, "text is only continued"),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, "not constrained by a grammar"),
-        ({"prompt": "a", "guided_json": {}}, "not constrained by a grammar"),
+        ({"prompt": "a", "response_format": {"type": "grammar"}}, "response_format must have the type"),
+        ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format needs"),
+        ({"prompt": "a", "guided_json": {"type": "none"}}, "json in structured_outputs is not possible: Invalid type"),
+        ({"prompt": "a", "guided_choice": [5]}, "guided_choice"),
+        ({"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "say the form of the output; give one only"),
+        ({"prompt": "a", "structured_outputs": {"regx": "a"}}, "did you mean 'regex'"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "leave min_tokens and ignore_eos"),
         ({"prompt": "a", "cache_salt": 5}, "cache_salt: "),
         ({"prompt": "\ud800"}, "half a surrogate pair"),
     ],
@@ -136,6 +141,24 @@ def test_what_is_not_possible_is_said(server: Any, body: dict[str, Any], words: 
     headers = {"Content-Type": "application/json"}
     response = server.post("/v1/completions", content=json.dumps(body), headers=headers)
     assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"guided_json": {"enum": ["yes", "no"]}},
+        {"guided_json": '{"enum": ["yes", "no"]}'},
+        {"guided_regex": '"(yes|no)"'},
+        {"guided_choice": ['"yes"', '"no"']},
+        {"guided_grammar": 'root ::= "\\"yes\\"" | "\\"no\\""'},
+        {"structured_outputs": {"choice": ['"yes"', '"no"']}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}},
+    ],
+)
+def test_the_form_of_the_output(server: Any, form: dict[str, Any]) -> None:
+    choices = server.complete("a", n=3, seed=5, temperature=1.0, max_tokens=20, **form)["choices"]
+    assert {choice["text"] for choice in choices} <= {'"yes"', '"no"'}
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
 
 
 def test_what_changes_nothing_is_accepted(server: Any) -> None:

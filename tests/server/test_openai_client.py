@@ -80,8 +80,8 @@ def test_tools(client: OpenAI) -> None:
 def test_errors(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'gpt-5' is not here"):
         client.chat.completions.create(model="gpt-5", messages=HELLO)
-    with pytest.raises(openai.BadRequestError, match="no words for a response_format") as caught:
-        client.chat.completions.create(model="demo", messages=HELLO, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="the type text, json_object or json_schema") as caught:
+        client.chat.completions.create(model="demo", messages=HELLO, response_format={"type": "yaml"})  # type: ignore
     assert caught.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model="demo", messages=HELLO, temperature=-1)

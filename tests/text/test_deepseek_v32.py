@@ -228,7 +228,6 @@ def answer_of(arguments: Any) -> Message:
         ([USER], {"chat_template_kwargs": {"thinkng": True}}, "drop_thinking, not thinkng"),
         ([USER], {"continue_final_message": True}, "add_generation_prompt=False"),
         ([USER], CONTINUED, "not of 'user'"),
-        ([USER], {"tool_choice": "required"}, "tool_choice .*'required'"),
     ],
 )
 def test_what_the_form_refuses(form: ConversationFormat, messages: Any, options: dict[str, Any], message: str) -> None:

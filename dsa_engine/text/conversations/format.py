@@ -9,8 +9,10 @@ from typing import Any
 
 from dsa_engine.config.checks import check_text, shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput
+from dsa_engine.structured_outputs import StructuredOutputsParams
 from dsa_engine.text.chat_template import render, tool_schema
 from dsa_engine.text.conversations import deepseek_v32
+from dsa_engine.text.conversations.answer_grammar import GrammarWriter, after_thought
 from dsa_engine.text.conversations.deltas import message_of
 from dsa_engine.text.conversations.families import (
     REASONING_PARSERS,
@@ -123,23 +125,19 @@ class ConversationFormat:
             messages: ``[{"role": "user", "content": "…"}, …]``; a content may be a list of parts
                 ``{"type": "text", "text": "…"}``.
             tools: functions that the model may call, in OpenAI's form.
-            tool_choice: "auto" (also None), or "none" for a prompt without tools.
+            tool_choice: "none" for a prompt without tools; others: see :meth:`form_of`.
             chat_template: a Jinja template to use instead of the folder's form.
             chat_template_kwargs: further variables of the template; for DeepSeek-V3.2 see
                 :func:`.deepseek_v32.render_v32`.
             add_generation_prompt: end the text where the assistant's answer begins.
             continue_final_message: leave the last message open, to be continued.
-            response_format: the form of the answer, as OpenAI's API has it, or a JSON schema. The model is told of it,
-                and nothing makes it obey.
+            response_format: the form of the answer, as OpenAI's API has it, or a JSON schema. The model is told of it
+                in DeepSeek-V3.2's own form; templates have no words for it.
 
         Raises:
             TypeError, ValueError: something is not as it should be, or the form cannot express it.
         """
         (conversation,) = conversations([messages])
-        if tool_choice not in (None, "auto", "none"):
-            raise ValueError(
-                f"tool_choice must be 'auto' or 'none', as nothing can force a call, not {shown(tool_choice)}"
-            )
         tools = None if tool_choice == "none" else tools
         if add_generation_prompt and continue_final_message:
             raise ValueError(
@@ -158,17 +156,43 @@ class ConversationFormat:
             text = deepseek_v32.render_v32(conversation, self.tokenizer.folder, **how)
             check_text("the text of the conversation", text)
             return text
-        if schema:
-            raise ValueError(
-                "the model's chat template has no words for a response_format; say in a message which form the answer "
-                "should have, and leave response_format out"
-            )
         folder = str(self.tokenizer.folder)
         return render(self.tokenizer.hf, conversation, folder, chat_template=chat_template, tools=tools, **how)
 
     def token_ids(self, messages: Any, **options: Any) -> list[int]:
         """The token ids of a conversation; ``options`` are those of :meth:`render`."""
         return self.tokenizer.encode(self.render(messages, **options), add_special_tokens=False)
+
+    def form_of(
+        self,
+        prompt_text: str,
+        form: StructuredOutputsParams | None,
+        must_call: Sequence[Any] | None = None,
+        several_calls: bool = True,
+    ) -> StructuredOutputsParams | None:
+        """The form of an answer to a prompt: ``form``, or calls, after the thought that the answer may begin with.
+
+        Args:
+            must_call: tools, in OpenAI's form, of which the answer must call one, or some; None: it need not.
+
+        Raises:
+            ValueError: the form is not possible, or the model has no form of calls.
+        """
+        added = self.tokenizer.hf.added_tokens_decoder.items()
+        writer = GrammarWriter({token.content: number for number, token in added if token.special})
+        if must_call is not None:
+            if form is not None or self.calls is None:
+                words = "goes with no other form of the answer" if self.calls else "needs a --tool-call-parser"
+                raise ValueError(f"tool_choice that makes the model call {words}; leave one out, or choose 'auto'")
+            source = writer.source(self.calls.grammar(writer, must_call, several_calls))
+            form = StructuredOutputsParams(grammar=source)
+        if form is None:
+            return None
+        source, thought = form.source(), self._thought(prompt_text)
+        if thought is not Thought.NONE:
+            writer = GrammarWriter({token.content: number for number, token in added if token.special})
+            source = after_thought(source, writer, THINK, THINK_END, thought is Thought.OPEN)
+        return StructuredOutputsParams(grammar=source)
 
     def reader(self, prompt_text: str, tools: Sequence[Any] | None = None) -> MessageReader:
         """A reader for one answer to a prompt.

@@ -30,6 +30,7 @@ class Tags:
     """Texts to look for; none contains another, or the beginning of another, after its first character."""
 
     def __init__(self, *texts: str):
+        self.texts = texts
         longest_first = sorted(texts, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) if texts else "(?!)")
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
+from dsa_engine.text.conversations.answer_grammar import GrammarWriter, functions_of
 from dsa_engine.text.conversations.json_scanner import JsonScanner, is_json
 from dsa_engine.text.conversations.source import LostForm, Source, Steps, Tags, TextEnded
 
@@ -43,6 +44,14 @@ class CallForm(ABC):
             LostForm, TextEnded: the text goes on otherwise, or ends.
         """
 
+    @abstractmethod
+    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
+        """The grammar of an answer that calls one of the tools, or with ``several`` some of them.
+
+        Raises:
+            ValueError: a tool does not have OpenAI's form.
+        """
+
 
 class TaggedCalls(CallForm):
     """DeepSeek-V3.2: each parameter has tags of its own, which say whether its value is a text or JSON."""
@@ -70,6 +79,19 @@ class TaggedCalls(CallForm):
             call.end_parameters()
             tag = yield from source.expect(self._CALL, self._END)
 
+    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
+        calls, (end,), newline = [], self._PARAMETER_END.texts, writer.literal("\n")
+        for function in functions_of(tools):
+            parts = [writer.literal(f'{self._CALL}{function.name}">\n')]
+            for name, schema, required in function.fields:
+                is_text, value = writer.value(schema, end)
+                begin = writer.literal(f'{self._PARAMETER}{name}" string="{"true" if is_text else "false"}">')
+                parts.append(f"({begin} {value} {newline}){'' if required else '?'}")
+            calls.append(" ".join([*parts, writer.literal(f"{self._CALL_END}\n")]))
+        call = writer.rule(" | ".join(calls))
+        begin, one = f"\n\n{self.tags[0]}\n", f"{call}+" if several else call
+        return f"{writer.literal(begin)} {one} {writer.literal(self._END)}"
+
 
 class PairedCalls(CallForm):
     """GLM-4.5 to GLM-5: pairs of a key and a value, which is a text or JSON by the schema of the tool."""
@@ -92,6 +114,18 @@ class PairedCalls(CallForm):
             yield from call.read_parameter(key, _parameter_types(tools, name, key), self._VALUE_END)
             tag = yield from source.expect(self._KEY, self._END)
         call.end_parameters()
+
+    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
+        calls, (key_end,), (value_end,) = [], self._KEY_END.texts, self._VALUE_END.texts
+        for function in functions_of(tools):
+            parts = [writer.literal(self.tags[0] + function.name)]
+            for name, schema, required in function.fields:
+                _, value = writer.value(schema, value_end, as_text="string" in _types(schema))
+                begin = writer.literal(f"{self._KEY}{name}{key_end}{self._VALUE}")
+                parts.append(f"({begin} {value}){'' if required else '?'}")
+            calls.append(" ".join([*parts, writer.literal(self._END)]))
+        call = writer.rule(" | ".join(calls))
+        return f"{call}+" if several else call
 
 
 class JsonCalls(CallForm):
@@ -121,6 +155,16 @@ class JsonCalls(CallForm):
                 yield from source.expect("```")
             yield from source.expect(self._CALL_END)
             tag = yield from source.expect(self._CALL, self._END)
+
+    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
+        calls = []
+        for function in functions_of(tools):
+            begin = f"function{self._SEPARATOR}{function.name}\n```json\n"
+            before, after = (begin, "\n```") if self._fenced else (function.name + self._SEPARATOR, "")
+            begin, end = writer.literal(self._CALL + before), writer.literal(after + self._CALL_END)
+            calls.append(f"{begin} {writer.json(function.parameters)} {end}")
+        call = writer.rule(" | ".join(calls))
+        return f"{writer.literal(self.tags[0])} {f'{call}+' if several else call} {writer.literal(self._END)}"
 
 
 class _Call:

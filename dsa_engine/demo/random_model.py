@@ -23,7 +23,7 @@ BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
 SPECIAL_TOKENS = (BOS, EOS, "<|User|>", "<|Assistant|>")
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}"
     "{% elif message['role'] == 'assistant' %}{{ '<|Assistant|>' + message['content'] + eos_token }}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"

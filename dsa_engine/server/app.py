@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import re
 import time
 from collections.abc import Callable, Collection, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +11,14 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, Response
-from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsa_engine.async_calls import PreparedPrompt
 from dsa_engine.config.checks import shown
 from dsa_engine.server.chat import ChatForm
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.completions import CompletionForm
-from dsa_engine.server.errors import ApiError, EngineError, add_handlers, bad_request
+from dsa_engine.server.errors import ApiError, BodyLimit, EngineError, HostCheck, KeyCheck, add_handlers, bad_request
 from dsa_engine.server.generation import Admission, Form, Generation, to_json
 from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.options import ServerOptions, read_template
@@ -35,7 +30,7 @@ from dsa_engine.server.protocol import (
     RequestBody,
     TokenizeRequest,
 )
-from dsa_engine.system.sizes import format_bytes, parse_bytes
+from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.version import __version__
 
@@ -118,7 +113,7 @@ class Server:
                 asked.messages,
                 tools=asked.tools or None,
                 chat_template=self._template(asked),
-                chat_template_kwargs=asked.chat_template_kwargs,
+                chat_template_kwargs=asked.template_variables,
                 add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
                 continue_final_message=asked.continue_final_message,
             )
@@ -144,7 +139,10 @@ class Server:
             form = parse(asked)
             if form.asked.stream and form.params.prompt_logprobs is not None:
                 raise ValueError("prompt_logprobs are not streamed; leave them or stream out")
-            return form, self.llm.prepare(form.prompts, form.params)
+            prompts = self.llm.prepare(form.prompts, form.params)
+            for one in prompts:
+                form.asked.check_room(len(one.adds[0].prompt_ids), self.llm.facts.max_model_len)
+            return form, prompts
 
         form, prompts = await self.parsed(request, asked, prepared)
         return Generation(self.llm, form, prompts, self.admission, self.metrics, self.options.request_timeout)
@@ -166,10 +164,10 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     Args:
         hosts: names that requests may give the server; none: any.
     """
-    app = FastAPI(version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(version=__version__, title="dsa_engine", docs_url=None, redoc_url=None)
     add_handlers(app)
-    app.add_middleware(_BodyLimit, max_bytes=parse_bytes(server.options.max_body_size, "max_body_size"))
-    app.add_middleware(_HostCheck, hosts=hosts)
+    app.add_middleware(BodyLimit, max_bytes=parse_bytes(server.options.max_body_size, "max_body_size"))
+    app.add_middleware(HostCheck, hosts=hosts)
 
     @app.get("/health")
     @app.get("/ping")
@@ -189,7 +187,7 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
 
 def _api(server: Server) -> APIRouter:
     """The routes that need the key, if there is one."""
-    api = APIRouter(dependencies=[Depends(_KeyCheck(server.options.api_key))] if server.options.api_key else [])
+    api = APIRouter(dependencies=[Depends(KeyCheck(server.options.api_key))] if server.options.api_key else [])
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -215,6 +213,11 @@ def _api(server: Server) -> APIRouter:
     async def to_text(request: Request, asked: DetokenizeRequest) -> Response:
         return Response(to_json(await server.parsed(request, asked, server.detokenize)), media_type="application/json")
 
+    @api.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await server.llm.reset_prefix_cache()
+        return Response()
+
     @api.get("/metrics")
     async def metrics() -> Response:
         try:
@@ -224,58 +227,6 @@ def _api(server: Server) -> APIRouter:
         return Response(server.metrics.text(state), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return api
-
-
-class _KeyCheck(HTTPBearer):
-    """Refuses requests without ``Authorization: Bearer KEY``; the comparison takes equal time for all wrong keys."""
-
-    def __init__(self, key: str):
-        super().__init__(auto_error=False)
-        self._key = key.encode()
-
-    async def __call__(self, request: Request) -> None:  # type: ignore[override]
-        given = await super().__call__(request)
-        if given is None or not hmac.compare_digest(given.credentials.encode(), self._key):
-            words = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
-            raise ApiError(401, words, code="invalid_api_key")
-
-
-class _HostCheck:
-    """Refuses requests for other hosts than ``hosts``: a page of another site may lead a name of its own to this
-    machine (DNS rebinding), and its reader's browser then sends it here."""
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str]):
-        self._app, self._hosts = app, hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host", "")
-        if not self._hosts or not host or re.sub(r":\d*$", "", host.lower()) in self._hosts:
-            return await self._app(scope, receive, send)
-        words = f"the header Host is {shown(host)}, this server is {', '.join(self._hosts)}; a proxy sends one of these"
-        await ApiError(400, words).response(scope, receive, send)
-
-
-class _BodyLimit:
-    """Refuses bodies of more than ``max_bytes``."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int):
-        self._app, self._max_bytes = app, max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = 0
-
-        async def limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_bytes:
-                limit = format_bytes(self._max_bytes)
-                raise ApiError(
-                    413, f"the body is larger than {limit}; send less, or start the server with --max-body-size"
-                )
-            return message
-
-        await self._app(scope, limited, send)
 
 
 class _PageFiles(StaticFiles):

@@ -51,7 +51,7 @@ class ChatForm(Form):
             tools=self._tools,
             tool_choice=asked.tool_choice,
             chat_template=asked.chat_template or chat_template,
-            chat_template_kwargs=asked.chat_template_kwargs,
+            chat_template_kwargs=asked.template_variables,
             add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
             continue_final_message=asked.continue_final_message,
             response_format=asked.response_format,
@@ -61,7 +61,9 @@ class ChatForm(Form):
         )
         prompt = {
             "prompt": self._prompt_text,
-            "prompt_token_ids": llm.encode_prompt(self._prompt_text, add_special_tokens=False),
+            "prompt_token_ids": asked.cut(
+                llm.encode_prompt(self._prompt_text, add_special_tokens=False), llm.facts.max_model_len
+            ),
         }
         self.prompts = [prompt if asked.cache_salt is None else prompt | {"cache_salt": asked.cache_salt}]
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}

@@ -21,11 +21,13 @@ from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.messages import (
     AbortRequests,
     AskState,
+    CacheReset,
     EngineFacts,
     EngineState,
     Failed,
     NewRequest,
     NewTokens,
+    ResetCache,
     encode,
     from_engine,
 )
@@ -54,7 +56,9 @@ class EngineClient(AsyncCalls):
         self.ids: Iterator[int] = count()
         self._error: EngineError | None = None
         self._replies: dict[int, Reply] = {}
-        self._asked: deque[EventLoopMailbox] = deque()  # answers come in the order of the questions
+        # Answers come in the order of the questions: those about the state, and those to reset the cache.
+        self._asked: deque[EventLoopMailbox] = deque()
+        self._resets: deque[EventLoopMailbox] = deque()
 
     def connect(self) -> None:
         """Begins, in the event loop of all calls."""
@@ -103,10 +107,18 @@ class EngineClient(AsyncCalls):
 
     async def state(self) -> EngineState:
         """Asks what the engine is doing; raises the error that has ended it."""
+        return await self._answer(AskState(), self._asked)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets all cached pages, once the requests before it have ended; raises the error that has ended the engine."""
+        if error := (await self._answer(ResetCache(), self._resets)).error:
+            raise EngineError(error)
+
+    async def _answer(self, question: AskState | ResetCache, asked: deque[EventLoopMailbox]) -> Any:
         self.check()
         mailbox = EventLoopMailbox()
-        self._asked.append(mailbox)
-        self._send(AskState())
+        asked.append(mailbox)
+        self._send(question)
         answer = await mailbox.get()
         if isinstance(answer, BaseException):
             raise answer
@@ -127,9 +139,10 @@ class EngineClient(AsyncCalls):
     def fail(self, error: EngineError) -> None:
         """The engine has ended: gives the error to all that wait, and to all calls from now on; the first one stays."""
         self._error = self._error or error
-        waiting: list[Mailbox] = [*(reply.mailbox for reply in self._replies.values()), *self._asked]
+        waiting: list[Mailbox] = [*(reply.mailbox for reply in self._replies.values()), *self._asked, *self._resets]
         self._replies.clear()
         self._asked.clear()
+        self._resets.clear()
         for mailbox in waiting:
             mailbox.put(self._error)
 
@@ -137,9 +150,9 @@ class EngineClient(AsyncCalls):
         if not self._requests.closed:
             self._requests.send(encode(messages))
 
-    def _take(self, message: NewTokens | Failed | EngineState) -> None:
-        if isinstance(message, EngineState):
-            self._asked.popleft().put(message)
+    def _take(self, message: NewTokens | Failed | EngineState | CacheReset) -> None:
+        if isinstance(message, EngineState | CacheReset):
+            (self._asked if isinstance(message, EngineState) else self._resets).popleft().put(message)
         elif isinstance(message, Failed):
             error = EngineGone(message.message) if message.gone else EngineError(message.message)
             if message.id is None:

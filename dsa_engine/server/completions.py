@@ -58,14 +58,18 @@ class CompletionForm(Form):
 
     def _encoded(self, llm: EngineClient, prompts: list[str | list[int]]) -> list[dict[str, Any]]:
         """The prompts as the engine takes them. It encodes texts itself, unless they begin in another way."""
-        encode = not self._asked.add_special_tokens
-        return [
-            {"prompt_token_ids": prompt}
-            if isinstance(prompt, list)
-            else {"prompt": prompt}
-            | ({"prompt_token_ids": llm.encode_prompt(prompt, add_special_tokens=False)} if encode else {})
-            for prompt in prompts
-        ]
+        asked, length = self._asked, llm.facts.max_model_len
+        cuts = asked.truncate_prompt_tokens is not None
+
+        def encoded(prompt: str | list[int]) -> dict[str, Any]:
+            if isinstance(prompt, list):
+                return {"prompt_token_ids": asked.cut(prompt, length)}
+            if asked.add_special_tokens and not cuts:
+                return {"prompt": prompt}
+            ids = asked.cut(llm.encode_prompt(prompt, asked.add_special_tokens), length)
+            return {"prompt_token_ids": ids} | ({} if cuts else {"prompt": prompt})
+
+        return [encoded(prompt) for prompt in prompts]
 
     def _salted(self, prompt: dict[str, Any]) -> dict[str, Any]:
         return prompt if self._asked.cache_salt is None else prompt | {"cache_salt": self._asked.cache_salt}

@@ -1,15 +1,22 @@
-"""Errors in OpenAI's form, for every failure of a request."""
+"""Errors in OpenAI's form, for every failure of a request, and what refuses a request before it is read."""
 
 from __future__ import annotations
 
+import hmac
+import re
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsa_engine.config.checks import shown
+from dsa_engine.system.sizes import format_bytes
 
 _TYPES = {
     400: "invalid_request_error",
@@ -103,3 +110,55 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         return failed(error).response
+
+
+class KeyCheck(HTTPBearer):
+    """Refuses requests without ``Authorization: Bearer KEY``; the comparison takes equal time for all wrong keys."""
+
+    def __init__(self, key: str):
+        super().__init__(auto_error=False)
+        self._key = key.encode()
+
+    async def __call__(self, request: Request) -> None:  # type: ignore[override]
+        given = await super().__call__(request)
+        if given is None or not hmac.compare_digest(given.credentials.encode(), self._key):
+            words = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
+            raise ApiError(401, words, code="invalid_api_key")
+
+
+class HostCheck:
+    """Refuses requests for other hosts than ``hosts``: a page of another site may lead a name of its own to this
+    machine (DNS rebinding), and its reader's browser then sends it here."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]):
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "")
+        if not self._hosts or not host or re.sub(r":\d*$", "", host.lower()) in self._hosts:
+            return await self._app(scope, receive, send)
+        words = f"the header Host is {shown(host)}, this server is {', '.join(self._hosts)}; a proxy sends one of these"
+        await ApiError(400, words).response(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses bodies of more than ``max_bytes``."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                limit = format_bytes(self._max_bytes)
+                raise ApiError(
+                    413, f"the body is larger than {limit}; send less, or start the server with --max-body-size"
+                )
+            return message
+
+        await self._app(scope, limited, send)

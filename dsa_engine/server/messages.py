@@ -77,6 +77,16 @@ class AskState(msgspec.Struct, tag=True):
     """Asks for the :class:`EngineState`."""
 
 
+class ResetCache(msgspec.Struct, tag=True):
+    """Forgets all cached pages, once the requests before it have ended."""
+
+
+class CacheReset(msgspec.Struct, tag=True, array_like=True):
+    """The answer to :class:`ResetCache`, in the order of these; or what it has failed with."""
+
+    error: str | None
+
+
 class NewTokens(msgspec.Struct, tag=True, array_like=True):
     """The tokens of a request from one step; ``record`` comes with the last ones."""
 
@@ -115,8 +125,8 @@ class EngineState(msgspec.Struct, tag=True, array_like=True):
         return cls(running, waiting, scheduler.cache_usage, cache.queries, cache.hits, scheduler.preemptions)
 
 
-ToEngine = list[NewRequest | AbortRequests | AskState]
-FromEngine = list[NewTokens | Failed | EngineState]  # all of a step are one message
+ToEngine = list[NewRequest | AbortRequests | AskState | ResetCache]
+FromEngine = list[NewTokens | Failed | EngineState | CacheReset]  # all of a step are one message
 
 
 def _plain(value: Any) -> Any:

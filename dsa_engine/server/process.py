@@ -25,6 +25,7 @@ import msgspec
 import zmq
 
 from dsa_engine.engine.calls import Abort, put_together
+from dsa_engine.engine.jobs import Run
 from dsa_engine.engine.reply import Receiver, RequestRecord
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, SampledToken
@@ -32,11 +33,13 @@ from dsa_engine.llm import LLM
 from dsa_engine.server.http import ENGINE_ENDED, SIGNALS, STOP, Start, same_address
 from dsa_engine.server.messages import (
     AbortRequests,
+    CacheReset,
     EngineFacts,
     EngineState,
     Failed,
     NewRequest,
     NewTokens,
+    ResetCache,
     encode,
     to_engine,
 )
@@ -106,7 +109,7 @@ class Relay:
         self._abort(list(self._ids))
         self._folder.cleanup()
 
-    def send(self, messages: Sequence[NewTokens | Failed | EngineState]) -> None:
+    def send(self, messages: Sequence[NewTokens | Failed | EngineState | CacheReset]) -> None:
         """Sends messages together, from any thread; after :meth:`close` nothing happens."""
         with self._sending:
             if not self._tokens.closed:
@@ -139,6 +142,8 @@ class Relay:
                 new.append((add, RelayedRequest(add, message.id, self)))
             elif isinstance(message, AbortRequests):
                 self._abort(message.ids)
+            elif isinstance(message, ResetCache):
+                self._llm.loop.calls.put((Run(next(self._llm.loop.calls.ids), "reset_prefix_cache", ()), _Reset(self)))
             else:
                 self.send([EngineState.of(self._llm.engine)])
         if new:
@@ -181,6 +186,16 @@ class RelayedRequest(Receiver):
 
     def put(self, error: BaseException, /) -> None:
         self._relay.put(Failed.of(self._number, error))
+
+
+class _Reset:
+    """The mailbox of a job that resets the prefix cache for another process."""
+
+    def __init__(self, relay: Relay):
+        self._relay = relay
+
+    def put(self, item: Any, /) -> None:
+        self._relay.send([CacheReset(str(item) if isinstance(item, BaseException) else None)])
 
 
 class HttpProcesses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -73,6 +73,36 @@ class GenerationBody(RequestBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # last tokens of the prompt; -1: those for which there is room
+
+    @property
+    def max_output(self) -> tuple[str, Any]:
+        """Name and value of the parameter that has the maximum number of tokens of an output; None: it is not given."""
+        return "max_tokens", (self.model_extra or {}).get("max_tokens")
+
+    def cut(self, tokens: list[int], max_model_len: int) -> list[int]:
+        """The tokens of a prompt that ``truncate_prompt_tokens`` leaves.
+
+        Raises:
+            ValueError: it leaves none.
+        """
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return tokens
+        if count == -1:
+            count = max_model_len - (self.max_output[1] or 1)
+        if count < 1:
+            raise ValueError(f"truncate_prompt_tokens must leave a token, or be -1 for all that there is room for: {count}")
+        return tokens[-count:]
+
+    def check_room(self, prompt_tokens: int, max_model_len: int) -> None:
+        """Raises ``ValueError`` if the request asks for more tokens than the model's length has room for."""
+        name, asked = self.max_output
+        if asked is not None and prompt_tokens + asked > max_model_len:
+            raise ValueError(
+                f"{name} is {asked} and the prompt has {prompt_tokens} tokens, {prompt_tokens + asked} in all; "
+                f"max_model_len is {max_model_len}, so ask for at most {max_model_len - prompt_tokens}, or leave it out"
+            )
 
     @model_validator(mode="after")
     def _streams(self) -> GenerationBody:
@@ -141,8 +171,20 @@ class Conversation(RequestBody):
     tools: list[dict[str, Any]] = Field([], max_length=512)
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @property
+    def template_variables(self) -> dict[str, Any] | None:
+        """Further variables of the chat template. An effort asks a model that can do without thoughts for them, and
+        "none" for none, unless ``chat_template_kwargs`` say which."""
+        given, effort = self.chat_template_kwargs or {}, self.reasoning_effort
+        if effort is None:
+            return self.chat_template_kwargs
+        says = {"thinking", "enable_thinking"} & given.keys()
+        thinks = {} if says else dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
+        return thinks | {"reasoning_effort": effort} | given
 
 
 class ChatRequest(GenerationBody, Conversation):
@@ -154,6 +196,11 @@ class ChatRequest(GenerationBody, Conversation):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+
+    @property
+    def max_output(self) -> tuple[str, Any]:
+        given = self.max_completion_tokens
+        return super().max_output if given is None else ("max_completion_tokens", given)
 
 
 class TokenizeRequest(Conversation):
@@ -183,10 +230,8 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": (_NO_MEDIA, (["text"],)),
     "audio": (_NO_MEDIA, ()),
     "web_search_options": ("there is no search; put what the model should know into the messages", ()),
-    "reasoning_effort": ('thoughts are chosen by chat_template_kwargs, such as {"thinking": true}', ()),
     "documents": ("put the documents into the messages", ([],)),
     "prompt_embeds": ("give the prompt as a text or token ids", ()),
-    "truncate_prompt_tokens": ("cut the prompt before you send it", (-1,)),
     "priority": ("requests are served in order of arrival", (0,)),
     "kv_transfer_params": ("caches are not sent between servers", ({},)),
     "return_tokens_as_token_ids": ("use return_token_ids", (False,)),

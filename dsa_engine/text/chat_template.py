@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dsa_engine.config.checks import shown
+
+_ROLES = {"system", "user", "assistant", "tool"}  # which templates read
+_MARK = "marked 9f2c1e7a"  # in no template
 # How templates read messages: arguments of calls as objects, else as texts; a missing content as None, else as "".
 _READS_OBJECTS = re.compile(r"\.items\(|\|\s*items\b|arguments\W{0,4}\|\s*tojson|function\W{0,4}\|\s*tojson")
 _ASKS_FOR_NONE = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none")
+_READS_TOOLS = re.compile(r"(?<![.\w'\"])tools\b(?!['\"])")  # the variable, not a key of messages
 
 
 def render(
@@ -36,14 +41,15 @@ def render(
         tools: functions that the model may call: JSON schemas, or Python functions with types and a docstring.
 
     Raises:
-        ValueError: the folder has no template, or the template fails.
+        ValueError: the folder has no template, the template fails, or has no words for the tools or a message's role.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(f"{folder} has no chat template; use generate() with a prompt of your own making")
-    try:
-        template = tokenizer.get_chat_template(chat_template, tools)
+    given = "that was given" if chat_template is not None else f"of {folder}"
+
+    def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
         # Not apply_chat_template: it drops contents that are None, for which the templates of DeepSeek-V3 ask.
         (text,), _ = render_jinja_template(
             conversations=[[_as_read(one, template) for one in messages]],
@@ -53,11 +59,43 @@ def render(
             continue_final_message=continue_final_message,
             **tokenizer.special_tokens_map | dict(chat_template_kwargs or {}),
         )
+        return str(text)
+
+    try:
+        template = tokenizer.get_chat_template(chat_template, tools)
+        text = text_of(messages)
+        unread = _without_words(messages, text_of)
     except Exception as error:
-        given = "that was given" if chat_template is not None else f"of {folder}"
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(f"the chat template {given} failed: {type(error).__name__}: {reason}") from error
-    return str(text)
+    if tools and not _READS_TOOLS.search(template) and not _described(tools, messages):
+        raise ValueError(
+            f"the chat template {given} has no words for tools, so the model would not know of them; describe them in "
+            "the system message, by their names, or use a chat_template that reads tools"
+        )
+    if unread is not None:
+        raise ValueError(
+            f"the chat template {given} leaves out messages of the role {shown(unread)}; use system, user, assistant or "
+            "tool"
+        )
+    return text
+
+
+def _described(tools: Sequence[Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a system message names all tools: templates of DeepSeek-V3.1 and R1 leave their description to callers."""
+    text = "".join(str(m.get("content")) for m in messages if m["role"] == "system")
+    functions = [tool_schema(tool).get("function") or tool_schema(tool) for tool in tools]
+    return all(str(function.get("name")) in text for function in functions)
+
+
+def _without_words(messages: Sequence[Mapping[str, Any]], text_of: Callable[[Any], str]) -> str | None:
+    """The first role, besides the usual ones, of whose messages nothing is in the text."""
+    for number, message in enumerate(messages):
+        if message["role"] not in _ROLES and message.get("content"):
+            marked = {**message, "content": _MARK}
+            if _MARK not in text_of([*messages[:number], marked, *messages[number + 1 :]]):
+                return str(message["role"])
+    return None
 
 
 def _as_read(given: Mapping[str, Any], template: str) -> dict[str, Any]:

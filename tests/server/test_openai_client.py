@@ -70,7 +70,7 @@ def test_tools(client: OpenAI) -> None:
         },
         {"role": "tool", "tool_call_id": "c", "content": "14 °C"},
     ]
-    template = "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }};{% endfor %}"
+    template = "{{ tools }}{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }};{% endfor %}"
     completion = client.chat.completions.create(
         **given | {"messages": called}, extra_body={"chat_template": template, "return_token_ids": True}
     )

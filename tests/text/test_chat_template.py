@@ -64,6 +64,23 @@ def test_arguments(form: ConversationFormat) -> None:
         form.render(HELLO, chat_template_kwargs={"chat_template": "x"})
 
 
+def test_what_a_template_would_leave_out_is_an_error(form: ConversationFormat) -> None:
+    """Tools without words for them, unless the system message names them; messages of a role that is not read."""
+    tools = [{"type": "function", "function": {"name": "find_page"}}]
+    calls = "{% for m in messages %}{{ m.tools }}{{ m['tools'] }}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="has no words for tools.*describe them in the system message"):
+        form.render(HELLO, chat_template=calls, tools=tools)
+    told = [{"role": "system", "content": "Call find_page."}, *HELLO]
+    assert form.render(told, chat_template=calls, tools=tools) == "Call find_page.Hello"
+    assert "find_page" in form.render(HELLO, chat_template=calls + "{{ tools | tojson }}", tools=tools)
+
+    some = "{% for m in messages %}{% if m.role in ('user', 'critic') %}{{ m.content }};{% endif %}{% endfor %}"
+    critic = [*HELLO, {"role": "critic", "content": "Hello"}]
+    assert form.render(critic, chat_template=some) == "Hello;Hello;"
+    with pytest.raises(ValueError, match="leaves out messages of the role 'usr'"):
+        form.render([*HELLO, {"role": "usr", "content": "Hello"}], chat_template=some)
+
+
 @pytest.mark.parametrize(
     "template, reason",
     [

@@ -20,7 +20,7 @@ USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 TAG = "｜DSML｜"
 TOKENS = (BEGIN, END, USER, ASSISTANT, THINK, THINK_END, TAG)
 
-_KWARGS = ("thinking", "enable_thinking", "drop_thinking")
+_KWARGS = ("thinking", "enable_thinking", "reasoning_effort", "drop_thinking")
 
 
 def render_v32(
@@ -38,7 +38,7 @@ def render_v32(
             ``tools`` and a ``response_format``, the JSON schema of the answer.
         folder: the model's folder, in whose file the words about tools and formats stand.
         chat_template_kwargs: ``thinking`` (also ``enable_thinking``): whether the answer begins with a thought, False
-            by default; ``drop_thinking``: whether a thinking model's prompt leaves out the developer messages before
+            by default; ``reasoning_effort``, for which the form has no words; ``drop_thinking``: whether a thinking model's prompt leaves out the developer messages before
             the last question, True by default. Thoughts before it are never written.
         add_generation_prompt: end the text where the assistant's answer begins.
         continue_final_message: leave the assistant's last message open, to be continued.
@@ -82,7 +82,8 @@ def _modes(given: dict[str, Any]) -> tuple[bool, bool]:
     if wrong := sorted(given.keys() - set(_KWARGS)):
         raise ValueError(f"chat_template_kwargs of DeepSeek-V3.2 are {', '.join(_KWARGS)}, not {', '.join(wrong)}")
     for name, value in given.items():
-        check(f"{name} in chat_template_kwargs", value, bool)
+        if name != "reasoning_effort":  # the form has no words for one
+            check(f"{name} in chat_template_kwargs", value, bool)
     return given.get("thinking", False) or given.get("enable_thinking", False), given.get("drop_thinking", True)
 
 

@@ -1,0 +1,85 @@
+"""Parameters and endpoints that clients of other servers use: efforts, lengths, order, the cache, the description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+VARIABLES = "{{ thinking }} {{ enable_thinking }} {{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "  "),
+        ({"reasoning_effort": None}, "  "),
+        ({"reasoning_effort": "high"}, "True True high"),
+        ({"reasoning_effort": "none"}, "False False none"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, " False low"),
+    ],
+)
+def test_an_effort_asks_for_thoughts(server: Any, llm: LLM, given: dict[str, Any], text: str) -> None:
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    for path in ("/tokenize", CHAT):
+        more = {} if path == "/tokenize" else {"max_tokens": 1, "return_token_ids": True}
+        answer = server.answer(path, messages=HELLO, chat_template=VARIABLES, **given, **more)
+        assert answer["tokens" if path == "/tokenize" else "prompt_token_ids"] == ids
+    assert "reasoning_effort: " in server.refused(CHAT, messages=HELLO, reasoning_effort="extreme")
+
+
+def test_the_last_tokens_of_a_prompt(server: Any, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Once upon a time")
+    given = {"max_tokens": 1, "return_token_ids": True}
+    for prompt in ("Once upon a time", ids):
+        (choice,) = server.complete(prompt, truncate_prompt_tokens=2, **given)["choices"]
+        assert choice["prompt_token_ids"] == ids[-2:]
+    (choice,) = server.complete(ids, truncate_prompt_tokens=2, echo=True, **given)["choices"]
+    assert choice["text"].startswith(llm.tokenizer.decode(ids[-2:]))
+    long = [5, *range(6, 100)] * 30
+    (choice,) = server.complete(long, truncate_prompt_tokens=-1, **given)["choices"]
+    assert choice["prompt_token_ids"] == long[-2047:]
+    answer = server.chat(HELLO, truncate_prompt_tokens=3, **given)
+    assert answer["prompt_token_ids"] == llm.tokenizer.encode(llm.conversation_format.render(HELLO), False)[-3:]
+    assert "truncate_prompt_tokens must leave a token" in server.refused(
+        COMPLETIONS, prompt=ids, truncate_prompt_tokens=0
+    )
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_there_is_room_for(server: Any, name: str) -> None:
+    """An error in a request that asks for them, as vLLM's server has it; what is only a default ends at the length."""
+    path, prompt = (COMPLETIONS, {"prompt": [5] * 48}) if name == "max_tokens" else (CHAT, {"messages": HELLO})
+    words = server.refused(path, **prompt, **{name: 2040 if name == "max_tokens" else 2048})
+    assert words.startswith(f"{name} is 20") and "max_model_len is 2048, so ask for at most " in words
+    if name == "max_tokens":
+        assert "48 tokens, 2088 in all" in words and "at most 2000" in words
+        end = {"allowed_token_ids": [1]}
+        assert server.complete([5] * 48, max_tokens=2000, **end)["choices"][0]["finish_reason"] == "stop"
+        assert server.complete([5] * 2040, **end)["choices"][0]["finish_reason"] == "stop"
+
+
+def test_an_order_of_its_own_is_none(server: Any) -> None:
+    server.complete("a", max_tokens=1, priority=0)
+    assert "order of arrival" in server.refused(COMPLETIONS, prompt="a", priority=-1)
+
+
+def test_resetting_the_prefix_cache(server: Any, llm: LLM) -> None:
+    given = {"prompt": [7] * 300, "max_tokens": 1}
+    cached = []
+    for _ in range(2):
+        server.complete(**given)
+        cached.append(server.complete(**given)["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert server.post("/reset_prefix_cache").status_code == 200
+        cached.append(server.complete(**given)["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[2] == 256 and cached[1] == cached[3] == 0
+
+
+def test_the_description_of_the_api(server: Any) -> None:
+    described = server.get("/openapi.json").json()
+    assert described["openapi"].startswith("3.") and {CHAT, COMPLETIONS, "/tokenize"} <= described["paths"].keys()
+    assert "reasoning_effort" in described["components"]["schemas"]["ChatRequest"]["properties"]

@@ -43,6 +43,7 @@ ENDINGS = r"(?:py|md|cpp|json|jsonl|png|sh|toml)"
 
 # Files of checkpoints, results of commands on the pages, and files of other projects.
 NOT_OURS = {
+    "/openapi.json",
     "config.json",
     "encoding_dsv32.py",
     "generation_config.json",

@@ -110,7 +110,7 @@ class EngineClient(AsyncCalls):
         return await self._answer(AskState(), self._asked)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets all cached pages, once the requests before it have ended; raises the error that has ended the engine."""
+        """Forgets all cached pages, once the requests before it have ended; raises what :meth:`state` raises."""
         if error := (await self._answer(ResetCache(), self._resets)).error:
             raise EngineError(error)
 

@@ -73,7 +73,7 @@ class GenerationBody(RequestBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # last tokens of the prompt; -1: those for which there is room
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: as many as there is room for
 
     @property
     def max_output(self) -> tuple[str, Any]:
@@ -92,7 +92,9 @@ class GenerationBody(RequestBody):
         if count == -1:
             count = max_model_len - (self.max_output[1] or 1)
         if count < 1:
-            raise ValueError(f"truncate_prompt_tokens must leave a token, or be -1 for all that there is room for: {count}")
+            raise ValueError(
+                f"truncate_prompt_tokens must leave a token, or be -1 for all that there is room for: {count}"
+            )
         return tokens[-count:]
 
     def check_room(self, prompt_tokens: int, max_model_len: int) -> None:

@@ -70,13 +70,13 @@ def render(
         raise ValueError(f"the chat template {given} failed: {type(error).__name__}: {reason}") from error
     if tools and not _READS_TOOLS.search(template) and not _described(tools, messages):
         raise ValueError(
-            f"the chat template {given} has no words for tools, so the model would not know of them; describe them in "
-            "the system message, by their names, or use a chat_template that reads tools"
+            f"the chat template {given} has no words for tools, so the model would not know of them; describe "
+            "them in the system message, by their names, or use a chat_template that reads tools"
         )
     if unread is not None:
         raise ValueError(
-            f"the chat template {given} leaves out messages of the role {shown(unread)}; use system, user, assistant or "
-            "tool"
+            f"the chat template {given} leaves out messages of the role {shown(unread)}; use system, user, assistant "
+            "or tool"
         )
     return text
 

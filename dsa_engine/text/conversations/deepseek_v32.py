@@ -38,8 +38,9 @@ def render_v32(
             ``tools`` and a ``response_format``, the JSON schema of the answer.
         folder: the model's folder, in whose file the words about tools and formats stand.
         chat_template_kwargs: ``thinking`` (also ``enable_thinking``): whether the answer begins with a thought, False
-            by default; ``reasoning_effort``, for which the form has no words; ``drop_thinking``: whether a thinking model's prompt leaves out the developer messages before
-            the last question, True by default. Thoughts before it are never written.
+            by default; ``drop_thinking``: whether a thinking model's prompt leaves out the developer messages before
+            the last question, True by default; ``reasoning_effort``, which changes nothing. Thoughts before that
+            question are never written.
         add_generation_prompt: end the text where the assistant's answer begins.
         continue_final_message: leave the assistant's last message open, to be continued.
 

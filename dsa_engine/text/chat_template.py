@@ -70,7 +70,7 @@ def render(
         raise ValueError(f"the chat template {given} failed: {type(error).__name__}: {reason}") from error
     if tools and not _READS_TOOLS.search(template) and not _described(tools, messages):
         raise ValueError(
-            f"the chat template {given} has no words for tools, so the model would not know of them; describe "
+            f"the chat template {given} has no words for tools, so the model would not know them; describe "
             "them in the system message, by their names, or use a chat_template that reads tools"
         )
     if unread is not None:
@@ -82,7 +82,7 @@ def render(
 
 
 def _described(tools: Sequence[Any], messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a system message names all tools: templates of DeepSeek-V3.1 and R1 leave their description to callers."""
+    """Whether a system message names all tools: templates of V3.1 and R1 leave their description to callers."""
     text = "".join(str(m.get("content")) for m in messages if m["role"] == "system")
     functions = [tool_schema(tool).get("function") or tool_schema(tool) for tool in tools]
     return all(str(function.get("name")) in text for function in functions)

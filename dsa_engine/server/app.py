@@ -30,6 +30,7 @@ from dsa_engine.server.protocol import (
     RequestBody,
     TokenizeRequest,
 )
+from dsa_engine.server.responses import ResponsesForm, ResponsesRequest
 from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.version import __version__
@@ -83,6 +84,11 @@ class Server:
     def chat(self, asked: ChatRequest) -> ChatForm:
         """What a request to /v1/chat/completions asks for."""
         return ChatForm(self.llm, self._form(), asked, self.model(asked.model), self._template(asked))
+
+    def response(self, asked: ResponsesRequest) -> ResponsesForm:
+        """What a request to /v1/responses asks for."""
+        template = self._template(Conversation.model_validate(asked.model_extra))
+        return ResponsesForm(self.llm, self._form(), asked, self.model(asked.model), template)
 
     def completion(self, asked: CompletionRequest) -> CompletionForm:
         """What a request to /v1/completions asks for."""
@@ -204,6 +210,10 @@ def _api(server: Server) -> APIRouter:
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest) -> Response:
         return await server.generate(request, asked, server.chat)
+
+    @api.post("/v1/responses")
+    async def responses(request: Request, asked: ResponsesRequest) -> Response:
+        return await server.generate(request, asked, server.response)
 
     @api.post("/tokenize")
     async def to_tokens(request: Request, asked: TokenizeRequest) -> Response:

@@ -25,7 +25,10 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-_PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize and /detokenize, as models here write text"
+_PATHS = (
+    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize and /detokenize, as models here write "
+    "text"
+)
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds that a client is told to wait before it tries again
 
 

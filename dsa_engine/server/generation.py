@@ -7,6 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, MutableSequence, Sequence
 from contextlib import aclosing, contextmanager
+from functools import cached_property
 from mmap import mmap
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +43,10 @@ class Form(ABC):
         prompts: what the engine gets.
         params: the same for all prompts.
         chunk_head: what all chunks of a stream begin with.
+        end_of_stream: its last bytes.
     """
+
+    end_of_stream = b"data: [DONE]\n\n"
 
     prompts: list[dict[str, Any]]
     params: SamplingParams
@@ -55,6 +59,10 @@ class Form(ABC):
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer, without its usage."""
 
+    def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """The usage of a whole answer, after :meth:`whole`; ``counts``: see :func:`.parts.usage`."""
+        return counts
+
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Called with the token ids of the prompts before the first piece."""
@@ -62,6 +70,23 @@ class Form(ABC):
     @abstractmethod
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
         """The chunks of a stream that a piece makes, without head and usage; none if it has nothing to show."""
+
+    def last(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks after the last piece."""
+        options = self.asked.stream_options
+        return [{"choices": [], "usage": usage}] if options and options.include_usage else []
+
+    @cached_property
+    def _begin(self) -> bytes:
+        return b"data: %b," % to_json(self.chunk_head)[:-1]  # encoded once, as it is most of a chunk
+
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        """The event of a chunk."""
+        return b"%b%b\n\n" % (self._begin, to_json(chunk)[1:])
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error after the first piece."""
+        return b"data: %b\n\n" % to_json(error.body)
 
 
 class ClientLeft(Exception):
@@ -147,8 +172,8 @@ class Generation(Response):
         if error is not None and not self._started:
             await error.response(scope, receive, send)
         elif self._started:
-            last = b"" if error is None else b"data: %b\n\n" % to_json(error.body)
-            await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n", "more_body": False})
+            last = b"" if error is None else self._form.failed(error)
+            await send({"type": "http.response.body", "body": last + self._form.end_of_stream, "more_body": False})
         else:
             await Response(body, media_type="application/json")(scope, receive, send)
 
@@ -188,7 +213,7 @@ class Generation(Response):
                 self._finished(output, 0 if number else len(one.prompt_token_ids), len(output.token_ids))
         if reason := failure_of(output for one in outputs for output in one.outputs):
             raise ApiError(500, f"an output failed: {reason}")
-        return to_json(self._form.whole(outputs) | {"usage": usage_of(outputs)})
+        return to_json(self._form.whole(outputs) | {"usage": self._form.usage(usage_of(outputs))})
 
     async def _stream(self, send: Send) -> bytes:
         form, n = self._form, self._form.params.n
@@ -196,7 +221,6 @@ class Generation(Response):
         prompts = [one.adds[0].prompt_ids for one in self._prepared]
         form.begin(prompts)
         usage = StreamUsage(prompts, n)
-        begin = b"data: %b," % to_json(form.chunk_head)[:-1]  # encoded once, as it is most of a chunk
         async with aclosing(self._llm.pieces_of(self._prepared)) as together:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             self._started = True
@@ -210,12 +234,13 @@ class Generation(Response):
                     for chunk in form.chunks(piece) if piece.finish_reason != "error" else ():
                         if show.continuous_usage_stats:
                             chunk["usage"] = usage.form
-                        events.append(b"%b%b\n\n" % (begin, to_json(chunk)[1:]))
-                if show.include_usage and not self._unfinished:
-                    events.append(b"%b%b\n\n" % (begin, to_json({"choices": [], "usage": usage.form})[1:]))
+                        events.append(form.event(chunk))
+                reason = failure_of(pieces)
+                if not self._unfinished and reason is None:
+                    events += map(form.event, form.last(usage.form))
                 if events:
                     await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-                if reason := failure_of(pieces):
+                if reason is not None:
                     raise ApiError(500, f"an output failed: {reason}")
         return b""
 

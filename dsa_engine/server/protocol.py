@@ -16,6 +16,7 @@ from dsa_engine.vllm_options import answer
 logger = logging.getLogger(__name__)
 _SAMPLING = {f.name for f in fields(SamplingParams) if f.init}
 _MAX_LOGGED_NAMES = 100  # that are not known
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_OUTPUTS = 512  # in one request
 MAX_LOGPROBS = 20  # for a token, as OpenAI's API and vLLM have it
 _ignored: set[str] = set()
@@ -173,7 +174,7 @@ class Conversation(RequestBody):
     tools: list[dict[str, Any]] = Field([], max_length=512)
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -220,10 +221,15 @@ class DetokenizeRequest(RequestBody):
 
 
 _NO_MEDIA = "the model reads and writes text only"
+_NOTHING_STORED = "nothing is stored: send the whole conversation"
 _TOOLS = "give tools, and tool_choice"
 
 # name: (what to do instead, the values that ask for what is done anyway)
 _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "previous_response_id": (_NOTHING_STORED, ()),
+    "conversation": (_NOTHING_STORED, ()),
+    "background": ("a response is answered at once", (False,)),
+    "truncation": ("use truncate_prompt_tokens", ("disabled",)),
     "suffix": ("text is only continued; put what comes before into the prompt", ("",)),
     "best_of": ("use n with logprobs, and choose", (1,)),
     "use_beam_search": ("there is no beam search; use n with logprobs, and choose", (False,)),
@@ -241,6 +247,7 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 # Parameters for accounts, bills and routing at a provider; they never change an output here.
 _WITHOUT_EFFECT = {
+    "max_tool_calls",
     "metadata",
     "prediction",
     "prompt_cache_key",

@@ -89,7 +89,7 @@ def test_errors(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo", "other"]
     for call in (
         lambda: client.embeddings.create(model="demo", input="a"),
-        lambda: client.responses.create(model="demo", input="a"),
+        lambda: client.moderations.create(model="demo", input="a"),
     ):
         with pytest.raises(openai.NotFoundError, match="there are /v1/chat/completions"):
             call()

@@ -1,0 +1,301 @@
+"""``/v1/responses``: OpenAI's Responses API, by way of the chat request that asks for the same."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from dsa_engine.config.checks import shown
+from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
+from dsa_engine.server.chat import ChatForm
+from dsa_engine.server.client import EngineClient
+from dsa_engine.server.errors import ApiError
+from dsa_engine.server.generation import to_json
+from dsa_engine.server.protocol import ChatRequest, Effort, RequestBody
+from dsa_engine.text.conversations import ConversationFormat
+from dsa_engine.text.conversations.deltas import message_of
+from dsa_engine.text.conversations.reader import THINK_END
+
+_ITEMS = "message, reasoning, function_call and function_call_output"
+_PARTS = ("input_text", "output_text", "text")
+
+
+class _Text(BaseModel):
+    format: dict[str, Any] | None = None
+
+
+class _Reasoning(BaseModel):
+    effort: Effort | None = None
+
+
+class ResponsesRequest(RequestBody):
+    """The body of a request to ``/v1/responses``. Nothing is stored, so ``input`` is the whole conversation."""
+
+    input: str | list[dict[str, Any]] = Field([], max_length=2**24)
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = Field([], max_length=512)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    text: _Text = _Text()
+    reasoning: _Reasoning = _Reasoning()
+    metadata: dict[str, Any] | None = None
+    include: list[str] = []
+    top_logprobs: int | None = Field(None, ge=0)
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The chat request that asks for the same; raises ``ValueError`` if there is none."""
+        choice, form = self.tool_choice, self.text.format
+        if isinstance(choice, dict) and "name" in choice:
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        if form and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+        logprobs = "message.output_text.logprobs" in self.include
+        return _AsChat(
+            messages=_messages(self.instructions, self.input),
+            tools=[_tool(tool) for tool in self.tools],
+            tool_choice=choice if self.tools else None,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=form,
+            reasoning_effort=self.reasoning.effort,
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=logprobs,
+            top_logprobs=self.top_logprobs if logprobs else None,
+            stream=self.stream,
+            **(self.model_extra or {}),
+        )
+
+
+class _AsChat(ChatRequest):
+    @property
+    def max_output(self) -> tuple[str, Any]:
+        return "max_output_tokens", self.max_completion_tokens
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise ValueError(
+            f"tools must be {{'type': 'function', 'name': …}}, as no other tools are here, not {shown(tool)}"
+        )
+    about = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": about}
+
+
+def _messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation of instructions and items. What an assistant thought, said and called is one message."""
+    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+
+    def assistant(*without: str) -> dict[str, Any]:
+        """The last message, if it is the assistant's and has none of these; otherwise a new one."""
+        if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in without):
+            messages.append({"role": "assistant"})
+        return messages[-1]
+
+    items: Sequence[Mapping[str, Any]] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for item in items:
+        kind, role = item.get("type") or "message", item.get("role")
+        if kind == "message" and role == "assistant":
+            assistant("content", "tool_calls")["content"] = _content(item.get("content"))
+        elif kind == "message":
+            messages.append(
+                {"role": "system" if role == "developer" else role, "content": _content(item.get("content"))}
+            )
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+                raise ValueError(f"input has reasoning whose content is no list of texts, but {shown(parts)}")
+            if thought := "\n".join(str(part.get("text")) for part in parts):
+                assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
+        elif kind == "function_call":
+            function = {name: item.get(name) for name in ("name", "arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            assistant().setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            about = {"tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+            messages.append({"role": "tool"} | about)
+        else:
+            raise ValueError(f"input has an item of the type {shown(kind)}; there are {_ITEMS}, and nothing is stored")
+    return messages
+
+
+def _content(content: Any) -> Any:
+    """A message's content as chat requests have it."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in _PARTS else part
+        for part in content
+    ]
+
+
+class _Item:
+    """An item of the output that grows: "reasoning", "message" or "function_call", with ``more`` fields."""
+
+    _NAMES = {
+        "reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text"),
+        "function_call": ("fc", "function_call_arguments"),
+    }  # fmt: skip
+
+    def __init__(self, kind: str, index: int, **more: Any):
+        self.kind, self._more, self._texts, self._logprobs = kind, more, list[str](), list[Any]()
+        prefix, self._name = self._NAMES[kind]
+        self._where: dict[str, Any] = {"item_id": f"{prefix}_{uuid.uuid4().hex}", "output_index": index}
+        if kind != "function_call":
+            self._where["content_index"] = 0
+
+    def form(self, status: str) -> dict[str, Any]:
+        """The item as it is now."""
+        form: dict[str, Any] = {"id": self._where["item_id"], "type": self.kind, "status": status} | self._more
+        if self.kind == "function_call":
+            return form | {"arguments": "".join(self._texts)}
+        form["content"] = [] if status == "in_progress" else [self._part]
+        form["role" if self.kind == "message" else "summary"] = "assistant" if self.kind == "message" else []
+        return form
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self._name, "text": "".join(self._texts)}
+        return part | {"annotations": [], "logprobs": self._logprobs} if self.kind == "message" else part
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        about = {"output_index": self._where["output_index"], "item": self.form("in_progress")}
+        yield {"type": "response.output_item.added"} | about
+        if self.kind != "function_call":
+            yield {"type": "response.content_part.added", **self._where, "part": self._part}
+
+    def add(self, text: str, logprobs: list[Any]) -> dict[str, Any]:
+        self._texts.append(text)
+        self._logprobs += logprobs
+        delta = {"type": f"response.{self._name}.delta", **self._where, "delta": text}
+        return delta | ({"logprobs": logprobs} if self.kind == "message" else {})
+
+    def end(self, status: str) -> Iterator[dict[str, Any]]:
+        whole = {"type": f"response.{self._name}.done", **self._where}
+        if self.kind == "function_call":
+            yield whole | {"arguments": "".join(self._texts), "name": self._more["name"]}
+        else:
+            yield whole | {"text": "".join(self._texts)} | ({"logprobs": []} if self.kind == "message" else {})
+            yield {"type": "response.content_part.done", **self._where, "part": self._part}
+        about = {"output_index": self._where["output_index"], "item": self.form(status)}
+        yield {"type": "response.output_item.done"} | about
+
+
+class ResponsesForm(ChatForm):
+    """One request to ``/v1/responses``; see :class:`.chat.ChatForm` for the arguments and errors."""
+
+    end_of_stream = b""
+
+    def __init__(
+        self, llm: EngineClient, form: ConversationFormat, asked: ResponsesRequest, model: str, template: str | None
+    ):
+        super().__init__(llm, form, asked.chat, model, template)
+        if self.params.n > 1:
+            raise ValueError(f"n must be 1 in a response, not {self.params.n}; send several requests")
+        self._given = asked
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._number = 0  # the next event's
+        self._items: list[_Item] = []
+        self._status = "completed"
+        self._ids: list[int] = []
+
+    def _response(self, status: str, usage: Any = None, error: Any = None) -> dict[str, Any]:
+        asked, params, chat = self._given, self.params, self._asked
+        return {
+            "id": self._id, "object": "response", "created_at": self._head["created"], "model": self._head["model"],
+            "status": status, "error": error, "output": [one.form(status) for one in self._items],
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {}, "temperature": params.temperature, "top_p": params.top_p,
+            "tools": asked.tools, "tool_choice": asked.tool_choice or "auto", "store": False, "background": False,
+            "parallel_tool_calls": asked.parallel_tool_calls, "previous_response_id": None, "truncation": "disabled",
+            "text": {"format": asked.text.format or {"type": "text"}},
+            "reasoning": {"effort": chat.reasoning_effort, "summary": None}, "usage": usage,
+        }  # fmt: skip
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        ((output,),) = (one.outputs for one in outputs)
+        reader = self._reader()
+        message = message_of([*reader.push(output.text), *reader.finish()])
+        logprobs = (self._logprobs(output) or {"content": []})["content"]
+        if thought := message.get("reasoning_content"):
+            self._open("reasoning").add(thought, [])
+        if message["content"] is not None:
+            self._open("message").add(message["content"], logprobs)
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            self._open("function_call", call_id=call["id"], name=function["name"]).add(function["arguments"], [])
+        self._status, self._ids = _status(output), output.token_ids
+        return self._response(self._status)
+
+    def _open(self, kind: str, **more: Any) -> _Item:
+        self._items.append(_Item(kind, len(self._items), **more))
+        return self._items[-1]
+
+    def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
+        end = self._conversation.tokenizer.hf.convert_tokens_to_ids(THINK_END)
+        thinks = any(one.kind == "reasoning" for one in self._items)
+        in_thought = self._ids.index(end) + 1 if end in self._ids else len(self._ids)
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": in_thought if thinks else 0},
+            "total_tokens": counts["total_tokens"],
+        }
+
+    def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
+        events = []
+        if not self._readers:
+            self._readers[0] = self._reader()
+            events += [{"type": f"response.{name}", "response": self._response("in_progress")}
+                       for name in ("created", "in_progress")]  # fmt: skip
+        self._ids += piece.token_ids
+        read = self._readers[0].push(piece.text)
+        if piece.finish_reason is not None:
+            self._status = _status(piece)
+            read += self._readers[0].finish()
+        logprobs = (self._logprobs(piece) or {"content": []})["content"]
+        for delta in read:
+            if delta.reasoning:
+                events += self._grow("reasoning", delta.reasoning)
+            if delta.content:
+                events += self._grow("message", delta.content, logprobs)
+                logprobs = []
+            for call in delta.tool_calls:
+                more: dict[str, Any] = {} if call.name is None else {"call_id": call.id, "name": call.name}
+                events += self._grow("function_call", call.arguments, **more)
+        if piece.finish_reason is not None:
+            events += [] if self._items else self._grow("message", "")
+            events += self._items[-1].end(self._status)
+        return events
+
+    def _grow(self, kind: str, text: str, logprobs: Sequence[Any] = (), **more: Any) -> Iterator[dict[str, Any]]:
+        """The events of further text; a new item begins with another kind, and with ``more`` fields of its own."""
+        if more or not self._items or self._items[-1].kind != kind:
+            if self._items:
+                yield from self._items[-1].end("completed")
+            yield from self._open(kind, **more).begin()
+        if text:
+            yield self._items[-1].add(text, list(logprobs))
+
+    def last(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"type": f"response.{self._status}", "response": self._response(self._status, self.usage(usage))}]
+
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        numbered = chunk | {"sequence_number": self._number}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), to_json(numbered))
+
+    def failed(self, error: ApiError) -> bytes:
+        reason = {"code": "server_error", "message": error.detail}
+        return self.event({"type": "response.failed", "response": self._response("failed", error=reason)})
+
+
+def _status(output: CompletionOutput | StreamPiece) -> str:
+    return "incomplete" if output.finish_reason == "length" else "completed"

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from recipes import int4_checkpoint
+
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
 
@@ -137,6 +139,12 @@ def deepspeed() -> Launch:
         return launch_with([*command, "--master_port", str(free_port())], script, *arguments, timeout=timeout)
 
     return launch
+
+
+@pytest.fixture(scope="session")
+def int4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint of the recipe with INT4 experts."""
+    return int4_checkpoint(tmp_path_factory.mktemp("int4"))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(RELEASED_CONFIGS)
     parser.add_argument("--model", default="deepseek_v32", help=f"a folder with a config.json, or one of {names}")
     parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
+    parser.add_argument(
+        "--load-format", default="auto", choices=("auto", "dummy"), help="dummy: commands that need no checkpoint"
+    )
     parser.add_argument("--device", default="H200", help=f"one of {', '.join(DEVICES)}")
     parser.add_argument("--devices", type=int, default=8, help="number of devices")
     parser.add_argument("--input-len", type=int, default=131072, help="tokens of a prompt")
@@ -55,6 +58,7 @@ def run_plan(args: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError: an option or the configuration is not possible, or nothing fits.
     """
+    from dsa_engine.commands.planner.launch import commands
     from dsa_engine.commands.planner.predict import PUBLISHED
     from dsa_engine.commands.planner.search import Planner
     from dsa_engine.model_folder import model_config
@@ -72,9 +76,10 @@ def run_plan(args: argparse.Namespace) -> None:
     fast = planner.again(plan, PUBLISHED)
     print(f"{args.model} on {args.devices} × {device.name} ({device.source}), {args.input_len:,} tokens in, ", end="")
     print(f"{args.output_len:,} out; modelled\n\n" + format_table(("", "best"), _rows(planner, plan, fast)))
-    print(f"\n{NOT_KNOWN}")
+    runs = commands(planner, plan, args.model, args.hf_overrides, args.load_format == "dummy")
+    print(f"\n{NOT_KNOWN}\n\n{_launches(plan, runs)}")
     if args.json:
-        about = {"modelled": True, "model": args.model, "device": device.name, "demand": vars(demand)}
+        about = {"modelled": True, "model": args.model, "device": device.name, "demand": vars(demand), "commands": runs}
         write_json(args.json, about | _to_json(planner, plan, fast))
 
 
@@ -108,6 +113,18 @@ def _rows(planner: Planner, plan: Plan, fast: Plan) -> list[tuple[str, str]]:
         when, device = ("and then", "beside")[phase == "decode"], total - one.stages["host"]
         rows.append((f"host in {phase}, ms", f"{_rough(1e3 * one.host)}, {when} {_rough(1e3 * device)} of the device"))
     return rows
+
+
+def _launches(plan: Plan, runs: dict[str, list[str]]) -> str:
+    """The commands, and where they run."""
+    from dsa_engine.commands.planner.launch import shell_lines
+
+    where = "Commands that run it"
+    if "--nnodes" in runs["serve"]:
+        where += ", on every node; all reach FIRST_HOST"
+    if plan.instances > 1:
+        where += f"; {plan.instances} times, with devices and ports of its own for each instance"
+    return "\n\n".join([f"{where}:", *map(shell_lines, runs.values())])
 
 
 def _to_json(planner: Planner, plan: Plan, fast: Plan) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Activations are not counted: in small steps they stay in the device's caches, an
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,7 +24,7 @@ from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: a plan makes a million
 class Work:
     """Work of one stage, or of several."""
 
@@ -53,7 +54,7 @@ def add(*parts: Stages) -> Stages:
     total: Stages = {}
     for part in parts:
         for name, work in part.items():
-            total[name] = total.get(name, Work()) + work
+            total[name] = total[name] + work if name in total else work
     return total
 
 
@@ -225,7 +226,7 @@ def prefill_plans(
         chunk: maximum number of tokens of a rank in a step.
         world_size: number of ranks that have a plan; default: those of the group.
     """
-    request, maximum = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
+    request, maximum = Request(-1, array("i", bytes(4 * tokens)), SamplingParams()), chunk * cp_size
     chunks = [
         Chunk(request, first, min(maximum, tokens - first), range(cp_size)) for first in range(0, tokens, maximum)
     ]
@@ -241,7 +242,7 @@ def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:
 @lru_cache(maxsize=256)
 def _decode_shape(config: ModelConfig, step: Decode, rows: int) -> Shape:
     """The requests of a step, of one length, each with ``rows`` rows at its end."""
-    request = Request(-1, [0] * step.context, SamplingParams())
+    request = Request(-1, array("i", bytes(4 * step.context)), SamplingParams())
     alone = Shape.of(StepPlan.of([Chunk(request, step.context - rows, rows, range(1), rows)], 0, 1, config).own)
     mha, dense, sparse = (
         Attended(*(n * step.requests for n in form)) for form in (alone.mha, alone.dense, alone.sparse)

@@ -19,18 +19,21 @@ import httpx
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from recipes import Recipe, recipes, tiny, words_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LONG = {"prompt": [5, 6], "max_tokens": 900, "ignore_eos": True}
 
 
 @contextmanager
-def served(ranks: int, log: Path, *options: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
+def served(
+    ranks: int, log: Path, *options: str, model: str = "demo-random"
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
     """A client of a server on several ranks, and the launcher's process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*launcher, "-m", "dsa_engine", "serve", "demo-random", "--device", "cpu", "--port", str(port)]
+    command = [*launcher, "-m", "dsa_engine", "serve", model, "--device", "cpu", "--port", str(port)]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD"))
     }
@@ -119,3 +122,23 @@ def test_an_end_in_order(tmp_path: Path, options: tuple[str, ...]) -> None:
         process.wait(60)
     log = (tmp_path / "log").read_text()
     assert "shutting down: running requests have 20 seconds" in log and "failed and ends the run" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", recipes(), ids=lambda one: one.title)
+def test_recipes(recipe: Recipe, int4_folder: Path, tmp_path: Path) -> None:
+    """The server of each recipe, with a tiny model: it answers, on two ranks as on the one of the last recipe."""
+    ranks, _, (command, model, *options) = tiny(words_of(recipe.commands)[-1], int4_folder)
+    assert command == "serve"
+    with served(ranks, tmp_path / "log", *options, model=model) as (client, process):
+        body = {
+            "prompt": [4 + i % 200 for i in range(300)],
+            "max_tokens": 8,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answers = [client.post("/v1/completions", json=body | {"temperature": 0.0}).json() for _ in range(2)]
+        tokens = [answer["choices"][0]["token_ids"] for answer in answers]
+        assert len(tokens[0]) == 8 and tokens[0] == tokens[1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

@@ -1,0 +1,98 @@
+"""The commands that run a plan, with the names of the engine's options."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+from dsa_engine.commands.bench.options import OUTPUT_LEN
+from dsa_engine.quantization.choose import NAMES, quantization_name
+
+if TYPE_CHECKING:
+    from dsa_engine.commands.planner.search import Plan, Planner
+
+# Hub ids of the released configurations, whose FP8 checkpoints they are.
+HUB_IDS = {
+    "deepseek_v32": "deepseek-ai/DeepSeek-V3.2",
+    "deepseek_v3": "deepseek-ai/DeepSeek-V3",
+    "glm_moe_dsa": "zai-org/GLM-5-FP8",
+}
+
+
+def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy: bool) -> dict[str, list[str]]:
+    """The words of each command of one instance, by name: "convert" if the checkpoint has other weights than the plan,
+    then "serve", "bench prefill", "bench ttft" and "bench tpot", for every node.
+
+    Args:
+        model: a folder or hub id, or a key of :data:`HUB_IDS`.
+        hf_overrides: the option of that name, a JSON object.
+        dummy: random weights.
+    """
+    demand, prefill, decode = planner.demand, plan.prefill, plan.decode
+    weights, stored = decode.how.weights, quantization_name(planner.config.quantization)
+    model, words = model if dummy else HUB_IDS.get(model, model), {}
+    if weights != (stored or "bfloat16") and (weights, stored) != ("bfloat16", "fp8"):
+        target = f"{model.rstrip('/').rpartition('/')[2]}-{weights}"
+        words["convert"] = ["dsa-engine", "convert", model, target, "--quantize", weights]
+        model = target
+    options = {
+        "load-format": "dummy" if dummy else None,
+        "hf-overrides": None if json.loads(hf_overrides) == {} else hf_overrides,
+        "quantization": weights if weights in NAMES.values() else "dequantize" if stored else None,
+        "kv-cache-dtype": decode.how.cache,
+        "max-model-len": demand.longest,
+        "max-num-seqs": decode.requests,
+        "max-num-batched-tokens": prefill.how.chunk,
+        "cp-size": prefill.how.cp_size,
+        "tp-size": decode.how.tp_size,
+        "moe-dispatch": prefill.dispatch,
+        "decode-dispatch": decode.dispatch,
+        "speculative-config": _drafting(decode.how.drafts),
+    }
+    given = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    given.append("--enable-dbo" if max(prefill.micro_batches, decode.micro_batches) > 1 else "--no-enable-dbo")
+    lengths = ["--input-len", str(demand.input_len)]
+    # Decode alone, with the plan's acceptance; filled caches spare the prefill of a whole batch.
+    decoded = max(2, min(OUTPUT_LEN["tpot"], demand.output_len - 1))
+    alone = ["--fill-cache", "random", "--batch-size", str(decode.requests), "--output-len", str(decoded)]
+    if decode.how.drafts:
+        alone += ["--acceptance", ",".join(map(str, demand.acceptance))]
+    programs = {
+        "serve": ["-m", "dsa_engine", "serve", model],
+        "bench prefill": ["scripts/bench_prefill.py", "--model", model, "--seq-len", str(demand.input_len)],
+        "bench ttft": ["scripts/measure_ttft.py", "--model", model, *lengths],
+        "bench tpot": ["scripts/measure_tpot.py", "--model", model, *lengths, *alone],
+    }
+    nodes = torchrun(decode.how.ranks, planner.device.node_size)
+    return words | {name: [*nodes, *program, *given] for name, program in programs.items()}
+
+
+def torchrun(ranks: int, node_size: int) -> list[str]:
+    """The launcher of ``ranks`` ranks, on every node; all nodes have equally many."""
+    own = max(n for n in range(1, min(ranks, node_size) + 1) if ranks % n == 0)
+    words = ["torchrun", "--nproc-per-node", str(own)]
+    if own < ranks:
+        words[1:1] = ["--nnodes", str(ranks // own)]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500"]
+    return words
+
+
+def shell_lines(command: list[str]) -> str:
+    """A command as a shell reads it, in lines of up to 120 characters; an option stays beside its value."""
+    text, parts = [""], list[str]()
+    for previous, word in zip(["", *command], command):
+        if previous.startswith("-") and not word.startswith("-"):
+            parts[-1] += f" {shlex.quote(word)}"
+        else:
+            parts.append(shlex.quote(word))
+    for part in parts:
+        if len(text[-1]) + len(part) > 117:
+            text[-1] += "\\"
+            text.append("    ")
+        text[-1] += f"{part} "
+    return "\n".join(line.rstrip() for line in text)
+
+
+def _drafting(drafts: int) -> str | None:
+    return json.dumps({"method": "mtp", "num_speculative_tokens": drafts}) if drafts else None

@@ -47,13 +47,13 @@ class Recipe(NamedTuple):
 
 def recipes() -> list[Recipe]:
     page = RECIPES.read_text(encoding="utf-8")
-    sections = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```\ndsa-engine plan (.*?)\n\n(.*?)\n```$", page, re.M | re.S)
+    sections = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```\ndsa-engine plan (.*?)\n(.*?)\n```$", page, re.M | re.S)
     return [Recipe(title, shlex.split(plan), commands) for title, plan, commands in sections]
 
 
 def words_of(commands: str) -> list[list[str]]:
-    """The words of each command of a block; an empty line is between commands."""
-    return [shlex.split(command.replace("\\\n", "")) for command in commands.split("\n\n")]
+    """The words of each command of a text."""
+    return [shlex.split(line) for line in commands.replace("\\\n", "").splitlines() if line]
 
 
 def tiny(words: list[str], int4_folder: Path) -> tuple[int, str, list[str]]:

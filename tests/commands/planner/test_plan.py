@@ -57,20 +57,6 @@ def test_a_token_takes_the_bytes_of_the_engines_pages(cache: str, drafts: int) -
     assert 16 * placed.token_bytes == pools.page_bytes
 
 
-def test_the_weights_that_the_docs_print(config: ModelConfig) -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
-    table = text.partition("## What fits")[2].partition("| weights |")[2].partition("\n\n")[0].splitlines()
-    stored_as = {"fp8": "fp8", "INT4": "int4-experts", "dequantize": "bfloat16"}
-    sizes = [[int(number) for number in re.findall(r"\d+", cell)] for cell in table[0].split("|")[:-1]]
-    assert sizes == [[8], [8, 8], [16, 8], [64], [64, 8]] and len(table) == 5
-    for line in table[2:]:
-        name, *cells = line.strip("|").split("|")
-        weights = next(stored for word, stored in stored_as.items() if word in name)
-        for cell, (ranks, *tp) in zip(cells, sizes, strict=True):
-            size = Placed(config, H200, Deployment(ranks, tp_size=tp[0] if tp else 1, weights=weights)).weight_bytes
-            assert float(cell.removesuffix("GiB ")) == pytest.approx(size / 2**30, abs=0.051), (name, ranks, tp)
-
-
 def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
     placed, demand = Placed(config, H200, Deployment(64, 64, 8, cache="fp8")), Demand(64, 131_072)
     half, whole = (predict_prefill(placed, tokens, OWN) for tokens in (65_536, 131_072))

@@ -34,17 +34,8 @@ def test_the_program(fork_ranks: Callable[..., Any], tmp_path: Path) -> None:
     """As it is on the page but for the model, which is small, has a tokenizer and is stored in FP8, and for sizes."""
     (program,) = re.findall(r"```python\n(.*?)```", RECIPES.read_text(encoding="utf-8"), re.S)
     model = tmp_path / "model"
-    main(
-        [
-            "make-checkpoint",
-            "--config",
-            "demo",
-            "--output",
-            str(model),
-            "--overrides",
-            '{"num_nextn_predict_layers": 1}',
-        ]
-    )
+    keys = '{"num_nextn_predict_layers": 1, "kv_lora_rank": 128, "index_head_dim": 128}'
+    main(["make-checkpoint", "--config", "demo", "--overrides", keys, "--output", str(model)])
     for given, small in (
         ('"deepseek-ai/DeepSeek-V3.2"', f'"{model}", device="cpu", cache_memory="64MiB"'),
         ("max_model_len=132096", "max_model_len=1024"),

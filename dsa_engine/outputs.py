@@ -56,6 +56,9 @@ class RequestMetrics:
     preemptions: int = 0  # times it lost its cache pages to an older request and was prefilled again
     speculation: SpeculationMetrics | None = None  # None without drafts
     num_cached_tokens: int = 0  # tokens of the prompt whose cache rows an earlier request had computed
+    queue_s: float | None = (
+        None  # from the request to its first pages, the part of ttft_s that it waited; None: unknown
+    )
 
     @classmethod
     def of(
@@ -67,11 +70,12 @@ class RequestMetrics:
         preemptions: int,
         speculation: SpeculationMetrics | None = None,
         num_cached_tokens: int = 0,
+        admitted: float | None = None,
     ) -> RequestMetrics:
+        more = (preemptions, speculation, num_cached_tokens, None if admitted is None else max(0.0, admitted - arrival))
         if first is None or last is None:
-            return cls(math.nan, None, preemptions, speculation, num_cached_tokens)
-        tpot = (last - first) / (tokens - 1) if tokens > 1 else None
-        return cls(first - arrival, tpot, preemptions, speculation, num_cached_tokens)
+            return cls(math.nan, None, *more)
+        return cls(first - arrival, (last - first) / (tokens - 1) if tokens > 1 else None, *more)
 
 
 class Logprob(float):

@@ -25,6 +25,7 @@ class RequestRecord(NamedTuple):
     draft_stats: Sequence[tuple[int, int]] = ()
     num_cached_tokens: int | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    admitted_at: float | None = None
 
     @classmethod
     def of(cls, request: Request | None) -> RequestRecord:
@@ -170,6 +171,7 @@ class Reply(Receiver):
             record.preemptions,
             SpeculationMetrics.of(record.draft_stats) if record.draft_stats else None,
             record.num_cached_tokens or 0,
+            record.admitted_at,
         )
 
     def completion(self, index: int) -> CompletionOutput:

@@ -61,7 +61,7 @@ class Server:
         self.names = options.served_model_name or [facts.model]
         self.created = int(time.time())
         self.admission = Admission(facts.max_num_seqs + options.max_waiting_requests, number, counts)
-        self.metrics = Metrics(facts.pid, self.names[0])
+        self.metrics = Metrics(facts, self.names[0])
         parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}
         self._conversation = None
         if llm.has_tokenizer:

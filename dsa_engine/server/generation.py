@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, MutableSequence, Sequence
 from contextlib import aclosing, contextmanager
@@ -220,14 +221,17 @@ class Generation(Response):
         show = form.asked.stream_options or StreamOptions()
         prompts = [one.adds[0].prompt_ids for one in self._prepared]
         form.begin(prompts)
-        usage = StreamUsage(prompts, n)
+        usage, times = StreamUsage(prompts, n), dict[int, float]()  # when tokens of an output came last
         async with aclosing(self._llm.pieces_of(self._prepared)) as together:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             self._started = True
             async for pieces in together:
-                events = []
+                events, now = [], time.perf_counter()
                 for piece in pieces:
                     usage.add(piece)
+                    if piece.token_ids and piece.index in times:
+                        self._metrics.came(len(piece.token_ids), now - times[piece.index])
+                    times[piece.index] = now
                     if piece.finish_reason is not None:
                         prompt_tokens = 0 if piece.index % n else len(prompts[piece.index // n])
                         self._finished(piece, prompt_tokens, usage.output_tokens[piece.index])

@@ -31,6 +31,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
         default_sampling: see :class:`dsa_engine.async_calls.AsyncCalls`.
         model: the option ``model`` as it was given.
         pid: the engine's process.
+        cache: settings of the caches, as metrics show them.
     """
 
     folder: str
@@ -44,6 +45,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     stream_interval: int
     model: str
     pid: int
+    cache: dict[str, str] = {}
 
 
 class NewRequest(msgspec.Struct, tag=True):

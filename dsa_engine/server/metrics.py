@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from dsa_engine.outputs import RequestMetrics
-from dsa_engine.server.messages import EngineState
+from dsa_engine.server.messages import EngineFacts, EngineState
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
@@ -25,16 +25,16 @@ class Metrics:
     Of several processes, which have ``PROMETHEUS_MULTIPROC_DIR``, any gives the sums over all.
 
     Args:
-        pid: the process of the engine, whose memory and times are metrics too.
+        facts: of the engine; memory and times of its process are metrics too.
         model_name: a label of every metric.
     """
 
-    def __init__(self, pid: int, model_name: str):
+    def __init__(self, facts: EngineFacts, model_name: str):
         self.registry = CollectorRegistry()
         self._shown = CollectorRegistry() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else self.registry
         if self._shown is not self.registry:
             MultiProcessCollector(self._shown)
-        ProcessCollector(pid=lambda: pid, registry=self._shown)
+        ProcessCollector(pid=lambda: facts.pid, registry=self._shown)
         self._model = {"model_name": model_name}
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
@@ -49,6 +49,11 @@ class Metrics:
             "vllm:request_time_per_output_token_seconds", "Mean time per token after the first, of a request", _TPOT
         )
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Time from arrival to the last token", _E2E)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Time from arrival to the first pages", _E2E)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "Time from there to the first token", _E2E)
+        self._decode = histogram("vllm:request_decode_time_seconds", "Time from the first token to the last", _E2E)
+        self._inference = histogram("vllm:request_inference_time_seconds", "Prefill and decode together", _E2E)
+        self._itl = histogram("vllm:inter_token_latency_seconds", "Time between tokens of a stream", _TPOT)
         self._prompts = histogram("vllm:request_prompt_tokens", "Tokens of a prompt", _LENGTHS)
         self._outputs = histogram("vllm:request_generation_tokens", "Tokens of an output", _LENGTHS)
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts")
@@ -64,7 +69,7 @@ class Metrics:
             self._ended.labels(model_name, reason)
         for plain in (self._prompt_tokens, self._output_tokens, self._drafts, self._draft_tokens, self._accepted):
             plain.labels(model_name)
-        self._state = _StateCollector(model_name)
+        self._state = _StateCollector(facts, model_name)
         self._shown.register(self._state)
 
     def finished(self, metrics: RequestMetrics, reason: str, prompt_tokens: int, output_tokens: int) -> None:
@@ -76,8 +81,13 @@ class Metrics:
         if prompt_tokens:
             self._prompts.observe(prompt_tokens)
         if not math.isnan(metrics.ttft_s):
+            decode, queue = (metrics.tpot_s or 0.0) * max(0, output_tokens - 1), metrics.queue_s or 0.0
             self._ttft.observe(metrics.ttft_s)
-            self._e2e.observe(metrics.ttft_s + (metrics.tpot_s or 0.0) * max(0, output_tokens - 1))
+            self._e2e.observe(metrics.ttft_s + decode)
+            self._queue.observe(queue)
+            self._prefill.observe(metrics.ttft_s - queue)
+            self._decode.observe(decode)
+            self._inference.observe(metrics.ttft_s - queue + decode)
         if metrics.tpot_s is not None:
             self._tpot.observe(metrics.tpot_s)
         if metrics.speculation is not None:
@@ -86,6 +96,11 @@ class Metrics:
             self._accepted.labels(**self._model).inc(metrics.speculation.num_accepted_tokens)
             for position, accepted in enumerate(metrics.speculation.num_accepted_tokens_per_pos):
                 self._accepted_at.labels(position=str(position), **self._model).inc(accepted)
+
+    def came(self, tokens: int, seconds: float) -> None:
+        """Counts the tokens of a piece of a stream that came so many seconds after the one before."""
+        for _ in range(tokens):
+            self._itl.observe(seconds / tokens)
 
     def unfinished(self, outputs: int, reason: str) -> None:
         """Counts outputs that have ended before their time: "abort" if the client left, or a limit was reached."""
@@ -102,10 +117,17 @@ class _StateCollector:
 
     state: EngineState | None = None
 
-    def __init__(self, model_name: str):
+    def __init__(self, facts: EngineFacts, model_name: str):
         self._model_name = model_name
+        pages = {"block_size": str(facts.capacity.page_size), "num_gpu_blocks": str(facts.capacity.pages)}
+        self._cache = {"model_name": model_name, "cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
+        self._cache["enable_prefix_caching"] = facts.cache.get("enable_prefix_caching", "")
 
     def collect(self) -> Iterator[Metric]:
+        about = "Settings of the caches; pages of a rank and their tokens are its blocks"
+        settings = GaugeMetricFamily("vllm:cache_config_info", about, labels=list(self._cache))
+        settings.add_metric(list(self._cache.values()), 1)
+        yield settings
         state = self.state
         if state is None:
             return

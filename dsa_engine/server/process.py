@@ -93,6 +93,7 @@ class Relay:
             stream_interval=options.stream_interval,
             model=str(options.model),
             pid=os.getpid(),
+            cache={name: str(getattr(options, name)) for name in ("kv_cache_dtype", "enable_prefix_caching")},
         )
 
     def close(self) -> None:

@@ -128,10 +128,8 @@ def _content(content: Any) -> Any:
     """A message's content as chat requests have it."""
     if not isinstance(content, list):
         return content
-    return [
-        {"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in _PARTS else part
-        for part in content
-    ]
+    texts = [isinstance(part, dict) and part.get("type") in _PARTS for part in content]
+    return [{"type": "text", "text": part.get("text")} if text else part for text, part in zip(texts, content)]
 
 
 class _Item:

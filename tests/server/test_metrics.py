@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,4 +54,51 @@ def test_what_is_counted(serve: Any, drafting: LLM) -> None:
     assert drafts > accepted >= 0 and counts["spec_decode_num_drafts_total"] > 0
     by_position = [counts[f"spec_decode_num_accepted_tokens_per_pos_total {position}"] for position in (0, 1)]
     assert sum(by_position) == accepted
+    names = ("queue", "prefill", "decode", "inference")
+    times = {name: counts[f"request_{name}_time_seconds_sum"] for name in names}
+    assert [counts[f"request_{name}_time_seconds_count"] for name in names] == [6] * 4
+    assert min(times.values()) >= 0 and times["prefill"] > 0 and times["decode"] > 0
+    assert times["queue"] + times["prefill"] == pytest.approx(counts["time_to_first_token_seconds_sum"])
+    assert times["queue"] + times["inference"] == pytest.approx(counts["e2e_request_latency_seconds_sum"])
+    assert counts["inter_token_latency_seconds_count"] == 0  # only streams count
+    server.post("/v1/completions", json={"prompt": [9] * 20, "max_tokens": 8, "stream": True, **given})
+    assert values(server)["inter_token_latency_seconds_count"] in range(5, 8)  # the first step may bring three
     assert counts["num_preemptions_total"] == 0 and after["process_resident_memory_bytes"] > 0
+
+
+def test_the_dashboard_shows_what_there_is(serve: Any, drafting: LLM) -> None:
+    """docs/serving/grafana.json: a dashboard as Grafana imports it, of metrics that /metrics has."""
+    dashboard = json.loads((Path(__file__).parents[2] / "docs/serving/grafana.json").read_text(encoding="utf-8"))
+    assert dashboard["schemaVersion"] >= 36 and dashboard["title"] and dashboard["uid"]
+    variables = {one["name"]: one["type"] for one in dashboard["templating"]["list"]}
+    assert variables == {"datasource": "datasource", "model": "query"}
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    expressions = [dashboard["templating"]["list"][1]["query"]]
+    for panel in panels:
+        assert panel["type"] in ("timeseries", "table") and panel["title"] and panel["fieldConfig"]["defaults"]["unit"]
+        grid = panel["gridPos"]
+        of_panel = {(grid["x"] + x, grid["y"] + y) for x in range(grid["w"]) for y in range(grid["h"])}
+        assert max(x for x, _ in of_panel) < 24 and not cells & of_panel, "panels overlap"
+        cells |= of_panel
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
+        for target in panel["targets"]:
+            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            expressions.append(target["expr"])
+    for expression in expressions:
+        assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}")
+        assert set(re.findall(r"\$(?!__)(\w+)", expression)) <= variables.keys()
+    server = serve(drafting, served_model_name=["tiny"])
+    server.complete([5, 6, 7], max_tokens=4)
+    there = set(re.findall(r"^(vllm:\w+)", server.get("/metrics").text, re.M))
+    asked = {name for expression in expressions for name in re.findall(r"vllm:\w+", expression)}
+    assert asked <= there
+    ours = {re.sub("_(bucket|sum|count|total|created)$", "", name) for name in there}
+    unshown = {"spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos", "request_inference_time_seconds"}
+    named = {re.sub("_(bucket|total)$", "", name) for name in asked}
+    assert ours - named == {f"vllm:{name}" for name in unshown}
+    (settings,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1.0$", server.get("/metrics").text, re.M)
+    assert (
+        f'block_size="{drafting.engine.scheduler.capacity.page_size}"' in settings and 'model_name="tiny"' in settings
+    )

@@ -9,6 +9,7 @@ number of them is limited, as their buffers are.
 
 from __future__ import annotations
 
+import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
@@ -225,10 +226,8 @@ class PrefixCache:
             self.digests(request)  # those of a prompt are made as it arrives, not in the step that prefills it
 
     def usable(self, request: Request) -> list[bytes]:
-        """Digests of the first pages of a waiting request: those that it need not compute.
-
-        It computes its last tokens, and the tokens before those whose log-probabilities it still wants.
-        """
+        """Digests of the first pages of a waiting request, which it need not compute: all but its last tokens, and the
+        tokens before those whose log-probabilities it still wants."""
         if request.digests is None or not request.reads_prefix_cache:
             return []
         tokens = request.num_prefill_tokens - self.least_computed
@@ -258,7 +257,7 @@ class PrefixCache:
         request.num_named_pages = request.num_found_pages = pages
         request.num_computed_tokens = pages * self._page_size
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens, request.admitted_at = request.num_computed_tokens, time.perf_counter()
             self.queries += request.num_prefill_tokens
             self.hits += request.num_computed_tokens
 

@@ -123,6 +123,7 @@ class Request:
     num_found_pages: int = 0  # its first pages, which other requests have computed
     searched_disk: bool = False  # whether its pages have been looked for on the disk
     num_cached_tokens: int | None = None  # tokens found in the prefix cache when it was first admitted
+    admitted_at: float | None = None  # time of that, by time.perf_counter
     cp_group: int = 0  # the context-parallel group that prefills it
     owner: int = 0  # the rank that decodes it
     pages: Sequence[int] = ()

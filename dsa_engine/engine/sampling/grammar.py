@@ -36,8 +36,8 @@ class GrammarMasks:
 
     def __init__(self, folder: Path, trust_remote_code: bool, vocab: int, eos_token_ids: Sequence[int]):
         self._folder, self._trusts, self._vocab, self._ends = folder, trust_remote_code, vocab, list(eos_token_ids)
-        # Each request's matcher, and how many tokens of prompt and output it is past.
-        self._matchers: WeakKeyDictionary[Request, tuple[Any, int]] = WeakKeyDictionary()
+        # Each request's matcher, the position that it has come to, and the tokens before it that were not read then.
+        self._matchers: WeakKeyDictionary[Request, tuple[Any, int, list[int]]] = WeakKeyDictionary()
         self._new_matcher = lru_cache(256)(self._read)
         self._loading: Thread | None = None
 
@@ -68,6 +68,23 @@ class GrammarMasks:
         self._loading.join()
         return LLMatcher(self._tokens, source, log_level=0)
 
+    def _matcher(self, request: Request, source: str, end: int, read: Callable[[], torch.Tensor] | None) -> Any:
+        """A request's matcher after its tokens before position ``end``; for ``read`` see :meth:`masks`."""
+
+        def tokens(start: int, stop: int) -> list[int]:
+            ids = request.tokens(start, max(0, min(stop, end) - start))
+            return [token if token >= 0 or read is None else int(read()[-1 - token]) for token in ids]
+
+        matcher, taken, ahead = self._matchers.get(request, (None, 0, []))
+        if matcher is None or tokens(taken - len(ahead), taken) != ahead:  # a preemption has undone their step
+            matcher, taken = self._new_matcher(source).deep_copy(), len(request.prompt)
+        new = tokens(taken, end)
+        if min(new, default=0) >= 0:  # a negative token is the code of an error; its request has ended
+            matcher.try_consume_tokens(new)
+        known = min(end, request.num_known_tokens)
+        self._matchers[request] = matcher, end, new[max(0, known - taken) :]
+        return matcher
+
     def masks(
         self,
         wanted: Sequence[Wanted],
@@ -96,16 +113,7 @@ class GrammarMasks:
             if not len(masks):
                 masks = np.full((rows, masks.shape[1]), -1, np.int32)
             (first, number), *others = of_request
-            matcher, taken = self._matchers.get(request, (None, len(request.prompt)))
-            if matcher is None:
-                matcher = self._new_matcher(form.grammar).deep_copy()
-            tokens = [
-                token if token >= 0 or read is None else int(read()[-1 - token])
-                for token in request.tokens(taken, max(0, first.position - taken))
-            ]
-            if min(tokens, default=0) >= 0:  # a negative token is the code of an error; its request has ended
-                matcher.try_consume_tokens(tokens)
-            self._matchers[request] = matcher, max(taken, first.position)
+            matcher = self._matcher(request, form.grammar, first.position, read)
             if matcher.is_error():  # its mask would cost too much; the request ends, as no token is allowed
                 masks[number] = 0
             elif drafts := list(request.tokens(first.position, len(others))):

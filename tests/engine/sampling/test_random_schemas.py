@@ -42,7 +42,7 @@ def schema_of(rng: random.Random, depth: int = 0) -> Any:
         case "array":
             return {"type": "array", "items": more(), "minItems": count // 2, "maxItems": count}
         case "tuple":
-            items = [more() for _ in range(count)]
+            items = [more() for _ in range(count + 1)]
             return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
         case "anyOf":
             return {"anyOf": [more() for _ in range(count + 1)]}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import zipfile
 from pathlib import Path
 
@@ -170,19 +171,23 @@ def test_the_lines_of_the_readme(tree: Path, tmp_path: Path) -> None:
             line = line.replace(given, smaller)
         serves = " serve " in line
         with subprocess.Popen(
-            ["timeout", "--signal=KILL", "300", "bash", "-c", f"exec {line}"],
+            ["bash", "-c", f"exec {line}"],
             cwd=tree.parent,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         ) as process:
+            end = threading.Timer(300, os.killpg, (process.pid, signal.SIGKILL))
+            end.start()
             assert process.stdout is not None
             out = ""
             for read in process.stdout:
                 out += read
                 if serves and "http://127.0.0.1:" in read:
                     process.send_signal(signal.SIGINT)
+            end.cancel()
         assert process.returncode in ((0, 130) if serves else (0,)), f"{line}\n{out}"
         assert not serves or "http://127.0.0.1:" in out
 

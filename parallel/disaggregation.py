@@ -1,9 +1,7 @@
 """P/D disaggregation: the first ranks of a run prefill, the others decode.
 
-Each part has its own mesh. Each pair of a rank of one part and a rank of the other has its own process group: with
-NCCL a communicator and a stream, so that a message that waits for its other side delays no collective and no message
-of another pair. Messages of a pair keep their order; between pairs there is none, and so no cycle of ranks that wait
-for each other.
+Each part has its own mesh. Two groups of all ranks carry what goes from one part to the other: one of the hosts, over
+which two ranks agree that both are ready, and one of the devices, with one communicator for all pairs.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,7 @@ from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.group import Group, new_group
 from dsa_engine.parallel.mesh import Mesh
 
-_MAX_CTAS = 4  # thread blocks of the device that a message takes, also while it waits for its other side
+_MAX_CTAS = 1  # thread blocks, each on a multiprocessor that steps lack, that a message between parts takes
 
 
 def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelConfig:
@@ -80,27 +78,40 @@ def position(config: ParallelConfig) -> tuple[int, int, int]:
     return rank, prefill, size
 
 
-def pair_groups(
-    rank: int, senders: Sequence[int], receivers: Sequence[int], device: torch.device, timeout: float
-) -> dict[int, Group]:
-    """Makes the groups of this rank with every rank of the other part, by its number in the run.
+class PageGroups(NamedTuple):
+    """Two groups of all ranks of a run, in order. On a CPU both have the same connections."""
 
-    All ranks of the run call it, as every rank takes part in making every group. They go through the pairs in one order
-    and exchange a message in each, so that NCCL's memory is taken and no later message has to connect first. A pair
-    without this rank costs it no message.
+    host: Group
+    device: Group
+
+
+def page_groups(
+    rank: int, senders: Sequence[int], receivers: Sequence[int], device: torch.device, timeout: float
+) -> PageGroups:
+    """Makes the groups that carry pages from ``senders`` to ``receivers``; all ranks of the run call it.
+
+    All of them exchange a message in each pair, so that NCCL's memory is taken and no later message has to connect
+    first.
 
     Args:
         timeout: seconds after which a message that does not arrive ends the run.
     """
-    groups = {}
+    ranks = (*senders, *receivers)
+    handle = over_devices = new_group(ranks, timeout, "gloo")
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = _MAX_CTAS
+        over_devices = new_group(ranks, timeout, options=options)
+    groups = PageGroups(*(Group(ranks, ranks.index(rank), one) for one in (handle, over_devices)))
+    word = torch.zeros(1, dtype=torch.int64, device=device)
+    groups.device.all_gather(word)  # connects all, as NCCL wants before messages of pairs
     for sender, receiver in pairs_in_rounds(senders, receivers):
-        pair = sorted((sender, receiver))
-        handle = new_group(pair, timeout, options=_nccl_options() if device.type == "cuda" else None)
-        if rank not in pair:
-            continue
-        group = Group(tuple(pair), pair.index(rank), handle)
-        _connect(group, rank == sender, device)
-        groups[receiver if rank == sender else sender] = group
+        if rank == sender:
+            groups.device.exchange([(word, receiver)], [])
+        elif rank == receiver:
+            groups.device.exchange([], [(word, sender)])
+        word.tolist()  # it has gone, or come
+    groups.device.bytes_sent = 0
     return groups
 
 
@@ -115,19 +126,3 @@ def pairs_in_rounds(senders: Sequence[int], receivers: Sequence[int]) -> Iterato
             other = (index + shift) % count
             if other < len(receivers):
                 yield sender, receivers[other]
-
-
-def _nccl_options() -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _MAX_CTAS
-    return options
-
-
-def _connect(group: Group, sends: bool, device: torch.device) -> None:
-    word = torch.zeros(1, dtype=torch.int64, device=device)
-    if sends:
-        group.send(word, 1 - group.index)
-    else:
-        group.recv(word, 1 - group.index)
-    word.tolist()  # it has come
-    group.bytes_sent = 0

@@ -225,6 +225,12 @@ class Group:
         self._recv(into, source)
         return into
 
+    def recv_any(self, into: torch.Tensor) -> int:
+        """Fills a contiguous tensor on the CPU with what any other rank of the group sends next; returns the index of
+        that rank."""
+        assert self.handle is not None
+        return dist.get_group_rank(self.handle, dist.recv(into, group=self.handle))
+
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Sends tensors to other ranks and fills tensors with what they send, all at once. All are contiguous, and a
         rank names another one's tensors in the order in which that rank sends them.

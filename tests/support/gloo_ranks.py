@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel import disaggregation
+from dsa_engine.parallel.disaggregation import PageGroups
 from dsa_engine.parallel.group import Group
 
 Result = TypeVar("Result")
@@ -70,24 +71,25 @@ def exchange_unregistered(
 
 
 def on_linked_ranks(
-    senders: Sequence[int], receivers: Sequence[int], work: Callable[[int, dict[int, Group]], Result]
+    senders: Sequence[int], receivers: Sequence[int], work: Callable[[int, PageGroups], Result]
 ) -> list[Result]:
-    """Runs ``work`` on each rank of two parts of a run, with its groups of two; returns all results, by rank."""
+    """Runs ``work`` on each rank of two parts of a run, with the groups of their pages; returns all results, by rank."""
     store, this = dist.HashStore(), threading.local()
+    ranks = [*senders, *receivers]
 
-    def new_group(pair: list[int], *_: object, **__: object) -> dist.ProcessGroup | None:
-        return None if this.rank not in pair else _gloo(dist.PrefixStore(str(pair), store), pair.index(this.rank), 2)
+    def new_group(members: Sequence[int], *_: object, **__: object) -> dist.ProcessGroup:
+        return _gloo(store, members.index(this.rank), len(members))
 
     def run(rank: int) -> Result:
         this.rank = rank
-        return work(rank, disaggregation.pair_groups(rank, senders, receivers, torch.device("cpu"), 30))
+        return work(rank, disaggregation.page_groups(rank, senders, receivers, torch.device("cpu"), 30))
 
-    ranks = [*senders, *receivers]
     with (
         patch.object(disaggregation, "new_group", new_group),
+        patch.object(Group, "_exchange_pairs", exchange_unregistered),
         ThreadPoolExecutor(len(ranks)) as threads,
     ):
-        return list(threads.map(run, sorted(ranks)))
+        return list(threads.map(run, ranks))
 
 
 def _gloo(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:

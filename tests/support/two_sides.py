@@ -112,7 +112,7 @@ class Side:
         prefills = loop is PrefillLoop
         engine: Any = object.__new__(Engine)
         self.engine = engine
-        host = SimpleNamespace(alone=True, all_gather=lambda counts: counts)
+        host = SimpleNamespace(alone=True)
         engine.mesh = SimpleNamespace(
             host=host, rank=0, global_ranks=[int(not prefills)], is_front=prefills, has_counterpart=True,
             cp_ranks=lambda group: range(1), device=torch.device("cpu"), world_size=1, run_ranks=[0, 1],

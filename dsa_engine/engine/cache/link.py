@@ -1,16 +1,19 @@
 """Pages from the ranks that prefill to those that decode, under the steps of both.
 
-Each pair of ranks is a link, with its own group, buffer and order of work, so that a rank that is late delays neither
-the steps of the other nor its other links.
+A link is a thread for one other rank, so a rank that is late delays neither the steps of the other nor other links.
+Hosts agree before the device gets anything: the sender's waits until a layer is stored and says so, the receiver's
+answers when its buffer is free, and only then both launch. No kernel waits for a rank that may be late, and each
+receiver has one message under way, which its sender is about to send: there is no circle of ranks that wait.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +22,10 @@ from dsa_engine.engine.cache.transfer import pack, unpack
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
-from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.disaggregation import PageGroups
 
-# Both ranks of a link cut pages into messages by these, whatever the number of their links.
-_MESSAGE_BYTES = 4 << 20
-_ROUND = 1 << 14  # pages whose numbers are on the device at a time
+# A layer of 128K tokens from 8 ranks, in bfloat16, is one message. Both ranks of a link cut pages into messages by this.
+_MESSAGE_BYTES = 24 << 20
 
 Done = Callable[[], bool]  # whether work has ended; raises its error
 
@@ -42,86 +44,92 @@ def dealt(pages: Sequence[int], index: int, size: int) -> list[int]:
     return list(pages[index::size])
 
 
+class _Carrier:
+    """The buffer, stream and communicator of a rank, which its links use in turn."""
+
+    def __init__(self, pools: list[list[torch.Tensor]], groups: PageGroups, sends: bool):
+        first = pools[0][0]
+        largest = max(sum(pool.shape[1] for pool in layer) for layer in pools)
+        self._pools, self._groups, self._sends = pools, groups, sends
+        self._pages = _message_pages(largest * first.element_size())
+        self._buffer = first.new_empty(self._pages * largest)
+        self._numbers = first.new_empty(self._pages, dtype=torch.int64)
+        self._cuda = torch.get_device_module(first.device)  # on a CPU torch.cpu, whose streams and events do nothing
+        self._stream = self._cuda.Stream(first.device)
+        self._event = partial(self._cuda.Event, blocking=True) if first.is_cuda else self._cuda.Event
+        self._lock = threading.Lock()
+
+    def end(self) -> Any:
+        """An event at the end of what the current stream has been given so far; a thread that waits for it sleeps."""
+        event = self._event()
+        event.record()
+        return event
+
+    def move(self, layer: int, pages: Sequence[int], rank: int) -> None:
+        """Sends pages of a layer, or fills them, when both ranks are ready; returns when that is done."""
+        host, word = self._groups.host, torch.zeros(1, dtype=torch.uint8)
+        if self._sends:
+            host.send(word, rank)
+            host.recv(word, rank)
+            with self._lock:  # whose holder's receiver has launched, so it ends
+                self._carry(self._pools[layer], pages, rank)
+        else:
+            host.recv(word, rank)
+            with self._lock:
+                host.send(word, rank)
+                self._carry(self._pools[layer], pages, rank)
+
+    def _carry(self, pools: list[torch.Tensor], pages: Sequence[int], rank: int) -> None:
+        width, device = sum(pool.shape[1] for pool in pools), self._groups.device
+        with self._cuda.stream(self._stream), torch.inference_mode():
+            for first in range(0, len(pages), self._pages):
+                numbers = torch.tensor(pages[first : first + self._pages], dtype=torch.int64)
+                numbers = upload(numbers, self._numbers.device, self._numbers[: len(numbers)])
+                rows = self._buffer[: len(numbers) * width].view(len(numbers), width)
+                if self._sends:
+                    pack(pools, numbers, rows)
+                    device.exchange([(rows, rank)], [])
+                else:
+                    device.exchange([], [(rows, rank)])
+                    unpack(pools, numbers, rows)
+            self.end().synchronize()
+
+
 class PageLink:
-    """Sends or receives pages over a group of two ranks, in the order of the calls; the caller never waits.
-
-    A message is at most 4 MiB of a layer, or one page: packed into a buffer, sent, received into a buffer, and stored
-    in its pages. On CUDA all this is launched at once, on a stream of its own, after what the current stream has been
-    given so far. On a CPU a thread runs it, which may block; after an error it runs nothing more.
-
-    Args:
-        pools: see ``KVCache.page_words``.
+    """Sends pages to a rank, or receives them, in the order of the calls; the caller never waits. After an error
+    nothing more is moved.
 
     Attributes:
         done: whether the work of the calls so far has ended; later calls replace it.
     """
 
-    def __init__(self, pools: list[list[torch.Tensor]], group: Group, sends: bool):
-        first = pools[0][0]
-        largest = max(sum(pool.shape[1] for pool in layer) for layer in pools)
-        self._pools, self._group, self._sends = pools, group, sends
-        self._buffer = first.new_empty(_message_pages(largest * first.element_size()) * largest)
-        self._numbers = first.new_empty(_ROUND, dtype=torch.int64)
-        self._stream = torch.cuda.Stream(first.device) if first.is_cuda else None
-        self._work: SimpleQueue[tuple[Callable[[], object], Future[bool]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+    def __init__(self, carrier: _Carrier, rank: int):
+        self._carrier, self._rank = carrier, rank
+        self._work: SimpleQueue[tuple[int, Sequence[int], Any, Future[bool]] | None] = SimpleQueue()
+        # It may wait for ever for another rank, so it does not keep the process alive.
+        self._thread = threading.Thread(target=self._work_off, name="dsa_engine pages", daemon=True)
+        self._thread.start()
         self.done: Done = lambda: True
 
-    def load(self, pages: Sequence[int]) -> None:
-        """Sets the pages that later calls move, at most as many as a round has."""
-        numbers, into = torch.tensor(pages, dtype=torch.int64), self._numbers[: len(pages)]
-        self._run(lambda: upload(numbers, into.device, into))
-
-    def move(self, layer: int, count: int) -> None:
-        """Sends the first ``count`` of the pages in a layer, as they are after the work before, or fills them."""
-        self._run(lambda: self._move(layer, count))
-
-    def close(self) -> None:
-        """Waits for all work; on a CPU ends the thread."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _move(self, layer: int, count: int) -> None:
-        pools, other = self._pools[layer], 1 - self._group.index
-        step, width = _message_pages(sum(pool[0].nbytes for pool in pools)), sum(pool.shape[1] for pool in pools)
-        for first in range(0, count, step):
-            numbers = self._numbers[first : min(first + step, count)]
-            rows = self._buffer[: len(numbers) * width].view(len(numbers), width)
-            if self._sends:
-                pack(pools, numbers, rows)
-                self._group.send(rows, other)
-            else:
-                self._group.recv(rows, other)
-                unpack(pools, numbers, rows)
-
-    def _run(self, work: Callable[[], object]) -> None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream), torch.inference_mode():
-                work()
-                end = torch.cuda.Event()
-                end.record(self._stream)
-            self.done = end.query
-            return
-        if self._thread is None:  # it may wait for ever for another rank, so it does not keep the process alive
-            self._thread = threading.Thread(target=self._work_off, name="dsa_engine pages", daemon=True)
-            self._thread.start()
+    def move(self, layer: int, pages: Sequence[int], after: Any) -> None:
+        """Sends these pages of a layer as they are after an event, or fills them then."""
         ended: Future[bool] = Future()
-        self._work.put((work, ended))
+        self._work.put((layer, pages, after, ended))
         self.done = lambda: ended.done() and ended.result()
 
-    @torch.inference_mode()
+    def close(self) -> None:
+        """Waits for all work, and ends the thread."""
+        self._work.put(None)
+        self._thread.join()
+
     def _work_off(self) -> None:
         error: BaseException | None = None
         while (job := self._work.get()) is not None:
-            work, ended = job
+            layer, pages, after, ended = job
             try:
                 if error is None:
-                    work()
+                    after.synchronize()
+                    self._carrier.move(layer, pages, self._rank)
             except BaseException as raised:
                 error = raised
             if error is None:
@@ -133,20 +141,24 @@ class PageLink:
 class _Transfers:
     """Pages on their way over the links of this rank.
 
-    Args:
-        links: groups of two ranks, this one and another, by the other's number in the run.
-
     Attributes:
         bytes_moved: bytes of all transfers that have ended.
     """
 
     _sends: bool
 
-    def __init__(self, cache: KVCache, links: Mapping[int, Group]):
+    def __init__(self, cache: KVCache, groups: PageGroups):
         self._page_bytes, self._layers = cache.page_bytes, len(cache.latent)
-        self._links = {rank: PageLink(cache.page_words(), group, self._sends) for rank, group in links.items()}
+        self._carrier = _Carrier(cache.page_words(), groups, self._sends)
+        self._links: dict[int, PageLink] = {}  # by the other rank's number in the run
         self._under_way: list[tuple[list[RankPages], Done]] = []
         self.bytes_moved = 0
+
+    @staticmethod
+    def device_bytes(config: ModelConfig, format: CacheFormat, page_size: int) -> int:
+        """Device memory of the buffer; ``config`` with its MTP modules."""
+        largest = max(map(sum, pool_page_bytes(config, format, page_size)))
+        return _message_pages(largest) * (largest + torch.int64.itemsize)
 
     def poll(self) -> list[RankPages]:
         """Those that have ended since the last call, without waiting.
@@ -164,10 +176,10 @@ class _Transfers:
         """Waits until all transfers have ended."""
         for link in self._links.values():
             link.close()
+        self._links = {}
 
-    def _by_link(self, moves: Iterable[RankPages]) -> Iterator[tuple[PageLink, list[RankPages], list[list[int]]]]:
-        """For each link its moves, and their pages in rounds, as :meth:`PageLink.load` takes them. Moves without pages
-        have ended."""
+    def _by_link(self, moves: Iterable[RankPages]) -> Iterator[tuple[PageLink, list[RankPages], list[int]]]:
+        """For each link its moves, and their pages. Moves without pages have ended."""
         of_rank: dict[int, list[RankPages]] = {}
         for move in moves:
             if move.pages:
@@ -175,16 +187,9 @@ class _Transfers:
             else:
                 self._under_way.append(([move], lambda: True))
         for rank, its in of_rank.items():
-            pages = [page for move in its for page in move.pages]
-            yield self._links[rank], its, [pages[first : first + _ROUND] for first in range(0, len(pages), _ROUND)]
-
-    def _move(self, link: PageLink, moves: list[RankPages], rounds: list[list[int]]) -> None:
-        """Starts to move these rounds in all layers, with which the moves end."""
-        for pages in rounds:
-            link.load(pages)
-            for layer in range(self._layers):
-                link.move(layer, len(pages))
-        self._under_way.append((moves, link.done))
+            if rank not in self._links:
+                self._links[rank] = PageLink(self._carrier, rank)
+            yield self._links[rank], its, [page for move in its for page in move.pages]
 
 
 class PageSender(_Transfers):
@@ -202,66 +207,52 @@ class PageSender(_Transfers):
 
     _sends = True
 
-    def __init__(self, cache: KVCache, links: Mapping[int, Group], layers: int):
-        super().__init__(cache, links)
+    def __init__(self, cache: KVCache, groups: PageGroups, layers: int):
+        super().__init__(cache, groups)
         self._main_layers = layers
-        self._step: list[tuple[PageLink, list[RankPages], list[list[int]]]] = []  # what the step sends that runs now
+        self._step: list[tuple[PageLink, list[RankPages], list[int]]] = []  # what the step sends that runs now
         self._next = 0  # the layer that is sent next
         cache.after_store.append(self.arrive)
 
-    @staticmethod
-    def device_bytes(config: ModelConfig, format: CacheFormat, page_size: int, links: int) -> int:
-        """Device memory of the buffers, here and in a :class:`PageReceiver`; ``config`` with its MTP modules."""
-        largest = max(map(sum, pool_page_bytes(config, format, page_size)))
-        return links * (_message_pages(largest) * largest + _ROUND * torch.int64.itemsize)
-
     def begin(self, sends: Iterable[RankPages]) -> None:
-        """Begins a step that sends pages: those that it fills, or others.
-
-        Raises:
-            KeyError: there is no link to a rank.
-        """
+        """Begins a step that sends pages: those that it fills, or others."""
         self._step, self._next = list(self._by_link(sends)), 0
-        for link, _, rounds in self._step:
-            link.load(rounds[0])
 
     def arrive(self, layer: int) -> None:
-        """Starts to send a layer, whose rows the current stream has been given to store, and all layers before it."""
+        """Lets a layer be sent, whose rows the current stream has been given to store, and all layers before it."""
         if layer < self._main_layers:
             self._send_until(layer + 1)
 
     def finish(self) -> None:
-        """Starts to send what is missing, after all work that the current stream has been given: after a step, also one
-        that failed."""
+        """Lets all be sent that is missing, after all work that the current stream has been given: after a step, also
+        one that failed."""
         self._send_until(self._layers)
-        for link, moves, rounds in self._step:
-            self._move(link, moves, rounds[1:])
+        self._under_way += [(moves, link.done) for link, moves, _ in self._step]
         self._step = []
 
     def _send_until(self, layer: int) -> None:
-        for number in range(self._next, layer):
-            for link, _, rounds in self._step:
-                link.move(number, len(rounds[0]))
+        if self._step and self._next < layer:
+            stored = self._carrier.end()
+            for number in range(self._next, layer):
+                for link, _, pages in self._step:
+                    link.move(number, pages, stored)
         self._next = max(self._next, layer)
 
 
 class PageReceiver(_Transfers):
-    """Fills pages of ``cache`` with what the :class:`PageSender` of other ranks send; see there for the order of calls
-    and for the memory of the buffers. No step may use the pages until :meth:`poll` returns them."""
+    """Fills pages of ``cache`` with what the :class:`PageSender` of other ranks send; see there for the order of calls.
+    No step may use the pages until :meth:`poll` returns them."""
 
     _sends = False
 
     def post(self, receives: Iterable[RankPages]) -> None:
-        """Starts to receive what one ``PageSender.begin`` of each of these ranks sends, after all work that the current
-        stream has been given.
-
-        On CUDA a receive that waits for its message takes part of the device: post it when the sender begins.
-
-        Raises:
-            KeyError: there is no link to a rank.
-        """
-        for link, moves, rounds in self._by_link(receives):
-            self._move(link, moves, rounds)
+        """Receives what one ``PageSender.begin`` of each of these ranks sends, after all work that the current stream
+        has been given."""
+        given = self._carrier.end()
+        for link, moves, pages in self._by_link(receives):
+            for layer in range(self._layers):
+                link.move(layer, pages, given)
+            self._under_way.append((moves, link.done))
 
 
 def _message_pages(page_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 An offered request waits, in the order of arrival, until a rank has room for it. Its pages are posted when the prefill
 side begins to send them. It decodes when all of them have come and it has been handed over. All ranks of this side
-take the same decisions; which pages have come is known to the rank that receives them, so the ranks agree on that.
+take the same decisions; the rank that receives a request's pages tells the leader, and so all, that they have come.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from dsa_engine.engine.cache.link import RankPages, dealt
 from dsa_engine.engine.disaggregation import messages
@@ -31,8 +29,8 @@ class _Arrival:
 
     Attributes:
         posted: number of its first pages that have come, are under way, or were there already.
-        under_way: transfers of its pages that have not ended; counted on its owner only.
-        pending: whether there may be any, as all ranks know.
+        landed: number of its first pages that are there, as all ranks know.
+        under_way: messages with its pages that have not come; counted on its owner only.
         complete: whether its last page has been sent.
         aborted: whether it has ended while pages are under way.
         handover: its first token and drafts; None until the prefill side has them.
@@ -40,11 +38,16 @@ class _Arrival:
 
     request: Request
     posted: int = 0
+    landed: int = 0
     under_way: int = 0
-    pending: bool = False
     complete: bool = False
     aborted: bool = False
     handover: messages.Handover | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether pages may be under way, as all ranks know."""
+        return self.landed < self.posted
 
 
 class DecodeLoop(SideLoop):
@@ -74,6 +77,8 @@ class DecodeLoop(SideLoop):
             self._arrivals[request.id] = _Arrival(request)
         elif isinstance(message, messages.TransferBegun):
             self._post(message.sent)
+        elif isinstance(message, messages.Landed):
+            self._land(self._arrivals[message.id], message.pages)
         elif isinstance(message, messages.Handover):
             self._arrivals[message.id].handover = message
         elif isinstance(message, messages.Reset):
@@ -86,11 +91,12 @@ class DecodeLoop(SideLoop):
         self._return()
         if self._pending:
             self._look()
-            if self._pending and not self._requests:
+            if not self._requests:
                 time.sleep(_POLL_S)
         self._start_arrived()
         while (request := self._scheduler.reserve()) is not None:
-            self._arrivals[request.id].posted = request.num_found_pages
+            arrival = self._arrivals[request.id]
+            arrival.posted = arrival.landed = request.num_found_pages
             rank = self.engine.mesh.global_ranks[request.owner]
             self.tell(messages.Reserved(request.id, rank, request.num_found_pages))
 
@@ -102,7 +108,7 @@ class DecodeLoop(SideLoop):
         for one in sent:
             arrival = self._arrivals[one.id]
             first, arrival.posted = arrival.posted, arrival.posted + one.pages
-            arrival.pending, arrival.complete = True, one.last
+            arrival.complete = one.last
             if arrival.request.owner == rank:
                 pages = arrival.request.pages[first : arrival.posted]
                 arrival.under_way += len(one.ranks)
@@ -113,24 +119,23 @@ class DecodeLoop(SideLoop):
             self.side.receiver.post(receives)
 
     def _look(self) -> None:
-        """Finds out which pages have come, and lets their senders free them."""
+        """Tells the leader which pages have come here."""
         assert self.side.receiver is not None
-        mesh, pending = self.engine.mesh, self._pending
         for move in self.side.receiver.poll():
-            self._arrivals[move.id].under_way -= 1
-        counts = torch.tensor([[arrival.under_way for arrival in pending]], dtype=torch.int64)
-        counts = mesh.host.all_gather(counts)
-        landed = []
-        for arrival, under_way in zip(pending, counts.sum(dim=0).tolist(), strict=True):
-            if under_way:
-                continue
-            arrival.pending = False
-            if arrival.complete or arrival.aborted:
-                landed.append(arrival.request.id)
-            if arrival.aborted:
-                self._drop(arrival)
-        if landed:
-            self.tell(messages.TransferDone(tuple(landed)))
+            arrival = self._arrivals[move.id]
+            arrival.under_way -= 1
+            if not arrival.under_way:
+                self.tell_leader(messages.Landed(move.id, arrival.posted))
+
+    def _land(self, arrival: _Arrival, pages: int) -> None:
+        """Lets the senders of a request free its pages, if all have come."""
+        arrival.landed = pages
+        if arrival.pending:
+            return
+        if arrival.complete or arrival.aborted:
+            self.tell(messages.TransferDone((arrival.request.id,)))
+        if arrival.aborted:
+            self._drop(arrival)
 
     def _start_arrived(self) -> None:
         """Lets requests decode whose pages and first token have come."""

@@ -1,4 +1,4 @@
-"""Messages between the leaders of the two sides: plain data. Each arrives between two steps of the other side.
+"""Messages to the leaders of the two sides: plain data. Each arrives between two steps of all ranks of a side.
 
 Both sides know a request by its id. ``Abort`` and ``Shutdown`` of callers go from prefill to decode too.
 """
@@ -91,6 +91,16 @@ class Preempted(NamedTuple):
     """A request has lost its pages and is to be prefilled again, with all tokens that it has."""
 
     id: int
+
+
+# On the decode side.
+
+
+class Landed(NamedTuple):
+    """The first ``pages`` pages of a request have come, says its owner."""
+
+    id: int
+    pages: int
 
 
 class LineBroken(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dsa_engine.config.model import ModelConfig
@@ -13,7 +12,7 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions, options_of_decode
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.agreement import Meeting
-from dsa_engine.parallel.disaggregation import pair_groups, part_options
+from dsa_engine.parallel.disaggregation import PageGroups, page_groups, part_options
 from dsa_engine.parallel.group import Group, new_group
 
 
@@ -22,14 +21,15 @@ class Side:
     """One rank of the part that prefills, or of the part that decodes.
 
     Attributes:
-        links: groups of this rank and each rank of the other part, by its number in the run.
-        lines: groups of both leaders, for messages to the other side and from there; none on other ranks.
+        pages: groups of all ranks of the run, for pages.
+        lines: groups for messages that go out and that come in. That to the decode side's leader has the other leader
+            and all ranks of the decode side, which have a group to send by only.
         sender, receiver: of the pages; set by :meth:`connect`, one of them.
     """
 
     prefills: bool
     mesh: Mesh
-    links: Mapping[int, Group]
+    pages: PageGroups
     lines: list[Group]
     sender: PageSender | None = None
     receiver: PageReceiver | None = None
@@ -50,13 +50,13 @@ class Side:
                 "num_speculative_tokens for one module, or leave prefill_ranks out"
             )
         ranks, timeout = mesh.run_ranks, options.parallel.timeout
-        links = pair_groups(mesh.run_rank, ranks[:prefill], ranks[prefill:], mesh.device, timeout)
-        leaders, lines, prefills = [0, prefill], [], mesh.run_rank < prefill
-        for _ in range(2):  # to the decode side and back
-            handle = new_group(leaders, timeout, "gloo")
-            if mesh.run_rank in leaders:
-                lines.append(Group((0, 1), leaders.index(mesh.run_rank), handle))
-        return cls(prefills, mesh, links, lines if prefills else lines[::-1])
+        pages = page_groups(mesh.run_rank, ranks[:prefill], ranks[prefill:], mesh.device, timeout)
+        prefills, lines = mesh.run_rank < prefill, []
+        for members in ([0, *ranks[prefill:]], [0, prefill]):  # to the decode side and back; both leaders come first
+            handle = new_group(members, timeout, "gloo")
+            if mesh.run_rank in members:
+                lines.append(Group(tuple(members), members.index(mesh.run_rank), handle))
+        return cls(prefills, mesh, pages, lines[::-1] if mesh.run_rank == prefill else lines)
 
     @property
     def scheduler(self) -> type[PrefillScheduler] | type[DecodeScheduler]:
@@ -64,8 +64,8 @@ class Side:
         return PrefillScheduler if self.prefills else DecodeScheduler
 
     def device_bytes(self, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
-        """Device memory of the buffers; ``config`` with its MTP modules."""
-        return PageSender.device_bytes(config, format, page_size, len(self.links))
+        """Device memory of the buffer; ``config`` with its MTP modules."""
+        return PageSender.device_bytes(config, format, page_size)
 
     def connect(self, cache: KVCache, layers: int) -> None:
         """Makes what sends or receives the pages of a cache.
@@ -74,9 +74,9 @@ class Side:
             layers: number of the model's layers, those of MTP modules not counted.
         """
         if self.prefills:
-            self.sender = PageSender(cache, self.links, layers)
+            self.sender = PageSender(cache, self.pages, layers)
         else:
-            self.receiver = PageReceiver(cache, self.links)
+            self.receiver = PageReceiver(cache, self.pages)
 
     def fewest(self, pages: int) -> int:
         """The smallest of the numbers that all ranks of the run call this with."""

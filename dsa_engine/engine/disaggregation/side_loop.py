@@ -27,23 +27,23 @@ _CLOSE_S = 10.0  # longest wait for the last messages of the other side
 
 
 class LeaderLine:
-    """One leader's end. A thread sends, another receives; no call waits.
+    """One end of the lines to leaders. A thread sends, another receives; no call waits.
 
     Args:
-        groups: of both leaders, one for the messages that go out and one for those that come in.
+        groups: see ``Side.lines``.
         timeout: seconds after which a message that does not come ends the line.
         deliver: called in a thread with each message; the last one is a ``LineBroken`` if an error ends the line.
     """
 
     def __init__(self, groups: Sequence[Group], timeout: float, deliver: Callable[[Any], None]):
-        self._outgoing, self._incoming = groups
+        self._groups = groups
         self._pause = min(_HEARTBEAT_S, timeout / 4)
         self._deliver = deliver
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._closing = False
         self._threads = [
             threading.Thread(target=self._watched, args=(work,), name="dsa_engine leaders", daemon=True)
-            for work in (self._send_all, self._receive_all)
+            for work in (self._send_all, self._receive_all)[: len(groups)]
         ]
         for thread in self._threads:
             thread.start()
@@ -53,7 +53,7 @@ class LeaderLine:
         self._queue.put(message)
 
     def close(self, wait_s: float) -> None:
-        """Sends what is left, and waits for the end of the other leader's messages."""
+        """Sends what is left, and waits for the end of the others' messages."""
         self._closing = True
         self._queue.put(_END)
         for thread in self._threads:
@@ -67,26 +67,31 @@ class LeaderLine:
                 self._deliver(LineBroken(f"{type(error).__name__}: {error}"))
 
     def _send_all(self) -> None:
-        to, message = 1 - self._outgoing.index, None
+        line, message = self._groups[0], None
+        to = 0 if line.index == 1 else 1  # to the prefill side's leader, or to the decode side's
         while message != _END:
             try:
                 message = self._queue.get(timeout=self._pause)
             except queue.Empty:
                 message = None
             payload = pickle.dumps(message)
-            self._outgoing.send(torch.tensor([len(payload)]), to)
-            self._outgoing.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to)
+            line.send(torch.tensor([len(payload)]), to)
+            line.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to)
 
     def _receive_all(self) -> None:
-        source, message = 1 - self._incoming.index, None
-        while message != _END:
-            length = int(self._incoming.recv(torch.empty(1, dtype=torch.int64), source))
-            payload = self._incoming.recv(torch.empty(length, dtype=torch.uint8), source)
+        line = self._groups[1]
+        senders = set(range(line.size)) - {line.index}
+        while senders:
+            length = torch.empty(1, dtype=torch.int64)
+            source = line.recv_any(length)
+            payload = line.recv(torch.empty(int(length), dtype=torch.uint8), source)
             message = pickle.loads(bytes(payload.numpy()))
-            if message is not None and message != _END:
+            if message == _END:
+                senders.remove(source)
+                if source == 1 - line.index and not self._closing:
+                    self._deliver(LineBroken("their leader has left"))
+            elif message is not None:
                 self._deliver(message)
-        if not self._closing:
-            raise RuntimeError("their leader has left")
 
 
 class SideLoop(EngineLoop):
@@ -100,13 +105,21 @@ class SideLoop(EngineLoop):
     def _main(self) -> None:
         # In the loop's thread, when all of the loop is made.
         lines, timeout = self.side.lines, self.side.mesh.config.timeout
-        self._line = LeaderLine(lines, timeout, self._delivered) if lines else None
+        self._end_of_line = LeaderLine(lines, timeout, self._delivered) if lines else None
+        self._line = self._end_of_line if len(lines) == 2 else None
         super()._main()
 
     def tell(self, message: Any) -> None:
         """Sends the other side a message; does nothing on ranks that do not lead, which have the same to say."""
         if self._line is not None:
             self._line.send(message)
+
+    def tell_leader(self, message: Any) -> None:
+        """Sends a message to all ranks of this side, by way of its leader; on the decode side."""
+        if self._line is not None:
+            self._delivered(message)
+        elif self._end_of_line is not None:
+            self._end_of_line.send(message)
 
     def _delivered(self, message: Any) -> None:
         self.calls.put((message, None))
@@ -124,6 +137,6 @@ class SideLoop(EngineLoop):
             for end in (self.side.sender, self.side.receiver):
                 if end is not None:
                     end.close()
-            if self._line is not None:
-                self._line.close(_CLOSE_S)
+            if self._end_of_line is not None:
+                self._end_of_line.close(_CLOSE_S)
         super()._end()

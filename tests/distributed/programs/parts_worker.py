@@ -17,7 +17,7 @@ from worker import run_case
 
 from dsa_engine import ParallelConfig
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.disaggregation import create_mesh, pair_groups
+from dsa_engine.parallel.disaggregation import create_mesh, page_groups
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def exchange(mesh: Mesh) -> list[float]:
 
 
 def exchange_between_parts(rank: int, timeout: float) -> dict[int, int]:
-    """Ranks 0 and 1 send their number to ranks 2 and 3; returns what each other rank of a pair sent, or was sent."""
-    sends, numbers = rank < 2, {}
-    for other, group in pair_groups(rank, (0, 1), (2, 3), torch.device("cpu"), timeout).items():
-        word = torch.tensor([rank])
-        group.send(word, 1 - group.index) if sends else group.recv(word, 1 - group.index)
-        numbers[other] = int(word)
+    """Ranks 0 and 1 send their number to ranks 2 and 3; returns what each rank of the other part sent, or was sent."""
+    sends, groups, numbers = rank < 2, page_groups(rank, (0, 1), (2, 3), torch.device("cpu"), timeout), {}
+    for other in (2, 3) if sends else (0, 1):
+        word = [(torch.tensor([rank]), other)]
+        groups.device.exchange(*((word, []) if sends else ([], word)))
+        numbers[other] = int(word[0][0])
     return numbers
 
 

@@ -19,6 +19,7 @@ from dsa_engine.engine.cache.link import PageReceiver, PageSender, RankPages, de
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.kv_cache import KVCache, cache_format
+from dsa_engine.parallel.disaggregation import PageGroups
 from dsa_engine.parallel.group import Group
 from fake_cuda import FakeDevice
 from fake_cuda.world import FakeGroup
@@ -74,10 +75,9 @@ def drained(poll: Callable[[], list[RankPages]], count: int) -> list[RankPages]:
 def test_transfers_in_any_order(
     senders: list[int], receivers: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many transfers over all pairs, several in a step, in messages and rounds of two or three pages; each rank takes
+    """Many transfers over all pairs, several in a step, in messages of two pages; each rank takes
     part at its own pace, and goes through its pairs in an order of its own."""
     monkeypatch.setattr(link, "_MESSAGE_BYTES", 2 * PAGE_SIZE * 1000)
-    monkeypatch.setattr(link, "_ROUND", 3)
     plan = random.Random(0)
     steps = []  # for each pair its steps, each a list of (pages there, pages here)
     for _ in range(6):
@@ -89,9 +89,10 @@ def test_transfers_in_any_order(
                 step[sender, receiver] = [(plan.sample(range(PAGES), len(into)), into) for into in moves]
         steps.append(step)
 
-    def work(rank: int, links: dict[int, Group]) -> Any:
-        cache, pace, others = make(dtype, rank), random.Random(rank), list(links)
-        sender, receiver = PageSender(cache, links, MAIN), PageReceiver(cache, links)
+    def work(rank: int, groups: PageGroups) -> Any:
+        cache, pace = make(dtype, rank), random.Random(rank)
+        others = list(receivers if rank in senders else senders)
+        sender, receiver = PageSender(cache, groups, MAIN), PageReceiver(cache, groups)
         states, bytes_moved = [], 0
         for step in steps:
             pace.shuffle(others)
@@ -106,7 +107,7 @@ def test_transfers_in_any_order(
                 assert sorted(drained(receiver.poll, len(moves))) == sorted(moves)
                 states.append([pool.clone() for pool in flat(cache)])
             bytes_moved += sum(len(move.pages) for move in moves) * cache.page_bytes
-        assert sum(group.bytes_sent for group in links.values()) == sender.bytes_moved
+        assert groups.device.bytes_sent == sender.bytes_moved
         assert sender.bytes_moved == bytes_moved * (rank in senders)
         assert receiver.bytes_moved == bytes_moved * (rank in receivers)
         sender.close()
@@ -128,10 +129,10 @@ def test_a_late_receiver_delays_nothing() -> None:
     """The sender runs its steps and sends to another rank; pages that a layer writes arrive as it has written them."""
     posting, checked = threading.Event(), threading.Event()
 
-    def work(rank: int, links: dict[int, Group]) -> None:
+    def work(rank: int, groups: PageGroups) -> None:
         cache = make(rank=rank)
         if rank == 0:
-            sender = PageSender(cache, links, MAIN)
+            sender = PageSender(cache, groups, MAIN)
             for number in range(3):
                 sender.begin([RankPages(number, 1, [number, 5]), RankPages(number, 2, [number])])
                 for layer in range(MAIN):
@@ -152,7 +153,7 @@ def test_a_late_receiver_delays_nothing() -> None:
             return
         if rank == 1:
             assert checked.wait(60)
-        receiver = PageReceiver(cache, links)
+        receiver = PageReceiver(cache, groups)
         for number in range(3):
             receiver.post([RankPages(number, 0, [number + 6, 1] if rank == 1 else [number + 6])])
         posting.set() if rank == 1 else None
@@ -177,17 +178,17 @@ def test_ranks_that_have_the_same_pages_send_each_once(size: int) -> None:
     into, senders = [9, 2, 11, 4, 7], list(range(size))
     have = [[(3 * rank + 2 * page) % PAGES for page in range(len(into))] for rank in senders]
 
-    def work(rank: int, links: dict[int, Group]) -> int:
+    def work(rank: int, groups: PageGroups) -> int:
         cache = make()
         if rank < size:
             for page, number in enumerate(have[rank]):
                 for pool in flat(cache):
                     pool[number] = 1000 + page
-            sender = PageSender(cache, links, MAIN)
+            sender = PageSender(cache, groups, MAIN)
             run_step(sender, [RankPages(0, size, dealt(have[rank], rank, size))])
             drained(sender.poll, 1)
             return sender.bytes_moved
-        receiver = PageReceiver(cache, links)
+        receiver = PageReceiver(cache, groups)
         receiver.post([RankPages(0, source, dealt(into, source, size)) for source in senders])
         drained(receiver.poll, size)
         for page, number in enumerate(into):
@@ -204,10 +205,9 @@ def test_a_link_that_fails_says_so() -> None:
 
         _recv = _send
 
-    cache = make()
-    sender = PageSender(cache, {1: Broken((0, 1), 0, None)}, MAIN)
+    cache, broken = make(), Broken((0, 1), 0, None)
+    sender, receiver = PageSender(cache, PageGroups(broken, broken), MAIN), PageReceiver(cache, PageGroups(broken, broken))
     run_step(sender, [RankPages(0, 1, [1])])
-    receiver = PageReceiver(cache, {1: Broken((0, 1), 0, None)})
     receiver.post([RankPages(0, 1, [1])])
     for poll in (sender.poll, receiver.poll):
         with pytest.raises(RuntimeError, match="closed by peer"):
@@ -232,7 +232,8 @@ def test_a_layer_says_when_its_rows_are_stored(llm: LLM, random_ids: Callable[..
 
 
 def test_no_pages_are_no_message() -> None:
-    sender, receiver = PageSender(make(), {}, MAIN), PageReceiver(make(), {})
+    alone = PageGroups(Group((0,), 0, None), Group((0,), 0, None))
+    sender, receiver = PageSender(make(), alone, MAIN), PageReceiver(make(), alone)
     nothing = RankPages(3, 9, [])
     run_step(sender, [nothing])
     receiver.post([nothing])
@@ -240,28 +241,58 @@ def test_no_pages_are_no_message() -> None:
     assert sender.poll() == receiver.poll() == []
 
 
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of links run when they are joined."""
+
+    class Thread:
+        def __init__(self, target: Callable[[], None], **_: Any):
+            self.join = target
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+
+
 @NO_GPU
 @pytest.mark.parametrize("sends", [True, False])
-def test_on_cuda_links_have_streams_and_steps_allocate_nothing(sends: bool) -> None:
+def test_on_cuda_links_share_a_stream_and_allocate_nothing(by_hand: None, sends: bool) -> None:
     with FakeDevice() as device:
         cache = make(torch.bfloat16, device="cuda:0")
-        links = {rank: FakeGroup((0, rank), 0, None, device=device) for rank in (1, 2)}
+        groups = PageGroups(*(FakeGroup((0, 1, 2), 0, None, device=device) for _ in range(2)))
         before = device.live
-        sender, receiver = PageSender(cache, links, MAIN), PageReceiver(cache, links)
+        sender, receiver = PageSender(cache, groups, MAIN), PageReceiver(cache, groups)
         live = device.live
-        counted = 2 * PageSender.device_bytes(small_config(), cache.format, PAGE_SIZE, links=2)
-        assert counted <= live - before <= counted + 2 * 2 * 2 * 511, "each of 2 buffers is rounded up"
-        moves = [RankPages(0, 1, [1, 2]), RankPages(1, 2, [3])]
+        counted = 2 * PageSender.device_bytes(small_config(), cache.format, PAGE_SIZE)
+        assert counted <= live - before <= counted + 2 * 2 * 511, "each of 2 buffers is rounded up"
+        moves, end = [RankPages(0, 1, [1, 2]), RankPages(1, 2, [3])], sender if sends else receiver
         with device.watched():
             for _ in range(2):
-                if sends:
-                    run_step(sender, moves)
-                else:
-                    receiver.post(moves)
-                assert (sender if sends else receiver).poll() == moves
+                run_step(sender, moves) if sends else receiver.post(moves)
+                assert not device.launches and end.poll() == []
+            end.close()
+            assert end.poll() == 2 * moves
         assert device.peak == device.live == live
-        assert len(device.streams_used - {0}) == 2, "a stream for each link"
-        assert all(device.reached[stream][0] == device.reached[0][0] for stream in device.streams_used - {0})
-        assert all(device.reached[0][stream] == 0 for stream in device.streams_used - {0}), "no step waits for it"
-        assert device.waits == []
-        assert device.count("collective", "send" if sends else "recv") == 2 * 2 * LAYERS
+        (own,) = device.streams_used - {0}
+        assert device.reached[0][own] == 0, "no step waits for it"
+        messages = 2 * 2 * LAYERS
+        assert device.count("collective", "exchange") == messages
+        waits = ["event in link.py:_work_off", "event in link.py:_carry"]
+        assert device.waits == waits * messages, "of the host: for the rows of a layer, and until a message has come"
+
+
+@NO_GPU
+def test_a_prompt_of_128k_in_messages_of_a_layer(by_hand: None) -> None:
+    """From 8 ranks, in FP8. The loop launches nothing; each message is 4 launches, and nothing is launched beyond it
+    before it has come."""
+    config, ranks = ModelConfig.from_dict(released_config("deepseek_v32")), range(1, 9)
+    with FakeDevice() as device:
+        cache = KVCache(config, cache_format(config, FP8), 2048, 64, torch.device("cuda:0"))
+        groups = PageGroups(*(FakeGroup((0, *ranks), 0, None, device=device) for _ in range(2)))
+        receiver = PageReceiver(cache, groups)
+        with device.watched():
+            receiver.post([RankPages(0, rank, dealt(range(2048), rank - 1, 8)) for rank in ranks])
+            assert len(device.launches) == 0, "between two steps"
+            receiver.close()
+        names = ["aten::copy_", "exchange", "aten::index_copy_", "aten::index_copy_"]
+        assert [launch.name for launch in device.launches] == names * 61 * 8

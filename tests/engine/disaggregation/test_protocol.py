@@ -53,7 +53,8 @@ def test_an_abort_between_the_pages_of_a_prompt() -> None:
         run.decode.turn()
         while run.link.sends and run.link.receives:
             run.link.move()
-        run.decode.turn()
+        for _ in range(2):  # its owner tells that pages have come, and all know it a turn later
+            run.decode.turn()
         if run.decode.outgoing:
             run.deliver(run.decode, run.prefill)
     (arrival,) = run.decode.loop._arrivals.values()

@@ -12,10 +12,9 @@ from functools import singledispatch
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from dsa_engine.parallel.config import ParallelConfig
-from dsa_engine.parallel.group import Group, new_group
+from dsa_engine.parallel.group import Group, nccl_options, new_group
 from dsa_engine.parallel.mesh import Mesh
 
 _MAX_CTAS = 1  # thread blocks, each on a multiprocessor that steps lack, that a message between parts takes
@@ -99,9 +98,7 @@ def page_groups(
     ranks = (*senders, *receivers)
     handle = over_devices = new_group(ranks, timeout, "gloo")
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = _MAX_CTAS
-        over_devices = new_group(ranks, timeout, options=options)
+        over_devices = new_group(ranks, timeout, options=nccl_options(_MAX_CTAS))
     groups = PageGroups(*(Group(ranks, ranks.index(rank), one) for one in (handle, over_devices)))
     word = torch.zeros(1, dtype=torch.int64, device=device)
     groups.device.all_gather(word)  # connects all, as NCCL wants before messages of pairs

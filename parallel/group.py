@@ -48,6 +48,13 @@ def new_group(
     return group
 
 
+def nccl_options(max_ctas: int) -> Any:
+    """Options of a new NCCL group whose collectives take at most so many thread blocks, each on a multiprocessor."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    return options
+
+
 def agree_on_names(ranks: Sequence[int], rank: int, timeout: float) -> None:
     """Lets the next groups that these ranks make alone have the same names on all of them; all of them call it.
 

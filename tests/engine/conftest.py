@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,19 @@ def fake_engine(tmp_path: Path) -> Callable[..., Engine]:
         return start(tmp_path, EngineOptions(tmp_path, parallel=ranks, **fixed | options))[0]
 
     return make
+
+
+@pytest.fixture
+def threads_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads run when they are joined."""
+
+    class Thread:
+        def __init__(self, target: Callable[[], None], **_: Any):
+            self.join = target
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(threading, "Thread", Thread)
 
 
 @dataclass

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine.engine.cache.link import PageReceiver, RankPages
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.requests import add_filled
+from dsa_engine.parallel.disaggregation import PageGroups
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
+from fake_cuda.world import FakeGroup
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="the interpreter needs values"),
@@ -265,3 +268,17 @@ def test_micro_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
                 engine.step()
             assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
             assert engine.launched_ahead == ahead and len(device.launches) <= WITH_DRAFTS[8, "greedy"][1]
+
+
+def test_streams_of_a_rank_with_links_to_63_others(fake_engine: Callable[..., Any], threads_by_hand: None) -> None:
+    """PyTorch hands out 32 streams in turn: none of them is used twice."""
+    with FakeDevice() as device:
+        engine = fake_engine(device, "deepseek_v32", 64, {"node_size": 8}, enable_dbo=True)
+        prefill(device, engine, 65_536)
+        every = FakeGroup(tuple(range(128)), 0, None, device=device)
+        receiver = PageReceiver(engine.cache, PageGroups(every, every))
+        receiver.post([RankPages(0, rank, [rank]) for rank in range(1, 64)])
+        receiver.close()
+        others = [torch.cuda.Stream() for _ in range(8)]
+        with pytest.raises(RuntimeError, match="two users get stream 1: PyTorch has 32"):
+            others += [torch.cuda.Stream() for _ in range(32)]

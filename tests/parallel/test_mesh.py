@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
+from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.tensor_parallel import shard, vocab_shard
 from dsa_engine.quantization import Unquantized
@@ -255,3 +260,71 @@ def test_parts_of_a_vocabulary_take_as_many_rows() -> None:
     assert parts(12, 3) == [((0, 4), 4), ((4, 8), 4), ((8, 12), 4)]
     assert parts(331, 2) == [((0, 166), 166), ((166, 331), 166)]
     assert parts(5, 4) == [((0, 2), 2), ((2, 4), 2), ((4, 5), 2), ((5, 5), 2)]
+
+
+@pytest.mark.parametrize("max_ctas", [None, 12])
+def test_groups_that_carry_tokens_take_few_multiprocessors(
+    max_ctas: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[list[int], str | None, Any]] = []
+
+    def new_group(ranks: list[int], timeout: float, backend: str | None, options: Any, alone: bool) -> Any:
+        made.append((ranks, backend, options))
+        return object()
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+
+    monkeypatch.setattr(mesh_module, "new_group", new_group)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    Mesh(ParallelConfig(max_ctas=max_ctas, tp_size=2), 0, 4, torch.device("cuda"))
+    given = [(ranks, backend, options and options.config.max_ctas) for ranks, backend, options in made]
+    every = [0, 1, 2, 3]
+    assert given == [
+        (every, None, None),
+        (every, None, max_ctas),
+        ([0, 1], None, None),
+        ([2, 3], None, None),
+        (every, "gloo", None),
+    ]
+
+
+QUEUES, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+
+@pytest.mark.parametrize(
+    ("given", "one_part", "expected", "warned"),
+    [
+        ({}, True, {QUEUES: "32", ORDER: "1"}, []),
+        ({}, False, {QUEUES: "32"}, []),
+        ({QUEUES: "8", ORDER: "1"}, True, {QUEUES: "8", ORDER: "1"}, [f"{QUEUES} is '8', .* set 32"]),
+        ({QUEUES: "x", ORDER: "0"}, True, {QUEUES: "x", ORDER: "0"}, [f"{QUEUES} is 'x'", f"{ORDER} is '0', .* set 1"]),
+        ({ORDER: "1"}, False, {QUEUES: "32", ORDER: "1"}, [f"{ORDER} is '1', and prefill_ranks may hang: unset it"]),
+    ],
+)
+def test_what_cuda_reads_when_it_starts(
+    given: dict[str, str], one_part: bool, expected: dict[str, str], warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is set before the first question to CUDA, unless the environment has it."""
+    for name in (QUEUES, ORDER):
+        monkeypatch.setenv(name, "")  # restores what the test changes
+        monkeypatch.delenv(name)
+        if name in given:
+            monkeypatch.setenv(name, given[name])
+    seen: list[dict[str, str]] = []
+
+    def available() -> bool:
+        seen.append({name: os.environ[name] for name in (QUEUES, ORDER) if name in os.environ})
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    with warnings.catch_warnings(record=True) as texts:
+        warnings.simplefilter("always")
+        assert choose_device("auto", one_part) == torch.device("cuda", 0)
+    assert seen[0] == expected
+    assert len(texts) == len(warned)
+    for text, pattern in zip(texts, warned, strict=True):
+        assert re.search(pattern, str(text.message))

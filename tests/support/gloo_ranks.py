@@ -73,7 +73,7 @@ def exchange_unregistered(
 def on_linked_ranks(
     senders: Sequence[int], receivers: Sequence[int], work: Callable[[int, PageGroups], Result]
 ) -> list[Result]:
-    """Runs ``work`` on each rank of two parts of a run, with the groups of their pages; returns all results, by rank."""
+    """Runs ``work`` on each rank of two parts of a run, with the groups for their pages; returns all results."""
     store, this = dist.HashStore(), threading.local()
     ranks = [*senders, *receivers]
 

@@ -24,7 +24,7 @@ from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
 from dsa_engine.parallel.disaggregation import PageGroups
 
-# A layer of 128K tokens from 8 ranks, in bfloat16, is one message. Both ranks of a link cut pages into messages by this.
+# A layer of 128K tokens from 8 ranks, in bfloat16, is one message. Both ranks of a link cut pages by this.
 _MESSAGE_BYTES = 24 << 20
 
 Done = Callable[[], bool]  # whether work has ended; raises its error

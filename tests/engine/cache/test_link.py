@@ -206,7 +206,10 @@ def test_a_link_that_fails_says_so() -> None:
         _recv = _send
 
     cache, broken = make(), Broken((0, 1), 0, None)
-    sender, receiver = PageSender(cache, PageGroups(broken, broken), MAIN), PageReceiver(cache, PageGroups(broken, broken))
+    sender, receiver = (
+        PageSender(cache, PageGroups(broken, broken), MAIN),
+        PageReceiver(cache, PageGroups(broken, broken)),
+    )
     run_step(sender, [RankPages(0, 1, [1])])
     receiver.post([RankPages(0, 1, [1])])
     for poll in (sender.poll, receiver.poll):
@@ -241,22 +244,9 @@ def test_no_pages_are_no_message() -> None:
     assert sender.poll() == receiver.poll() == []
 
 
-@pytest.fixture
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of links run when they are joined."""
-
-    class Thread:
-        def __init__(self, target: Callable[[], None], **_: Any):
-            self.join = target
-
-        def start(self) -> None: ...
-
-    monkeypatch.setattr(threading, "Thread", Thread)
-
-
 @NO_GPU
 @pytest.mark.parametrize("sends", [True, False])
-def test_on_cuda_links_share_a_stream_and_allocate_nothing(by_hand: None, sends: bool) -> None:
+def test_on_cuda_links_share_a_stream_and_allocate_nothing(threads_by_hand: None, sends: bool) -> None:
     with FakeDevice() as device:
         cache = make(torch.bfloat16, device="cuda:0")
         groups = PageGroups(*(FakeGroup((0, 1, 2), 0, None, device=device) for _ in range(2)))
@@ -282,7 +272,7 @@ def test_on_cuda_links_share_a_stream_and_allocate_nothing(by_hand: None, sends:
 
 
 @NO_GPU
-def test_a_prompt_of_128k_in_messages_of_a_layer(by_hand: None) -> None:
+def test_a_prompt_of_128k_in_messages_of_a_layer(threads_by_hand: None) -> None:
     """From 8 ranks, in FP8. The loop launches nothing; each message is 4 launches, and nothing is launched beyond it
     before it has come."""
     config, ranks = ModelConfig.from_dict(released_config("deepseek_v32")), range(1, 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fake_cuda.device import FakeDevice
 
 _MULTIPROCESSORS = 132
+_POOL = 32  # streams that PyTorch hands out, round robin
 
 
 class _Stream:
@@ -65,7 +67,16 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         def elapsed_time(self, end: Event) -> float:
             return 0.0
 
-    streams, pools = itertools.count(1), itertools.count(1)
+    streams, pools = itertools.count(), itertools.count(1)
+    users: dict[int, weakref.ref[_Stream]] = {}
+
+    def new_stream(*_: Any, **__: Any) -> _Stream:
+        number = 1 + next(streams) % _POOL
+        if number in users and users[number]() is not None:
+            raise RuntimeError(f"two users get stream {number}: PyTorch has {_POOL}")
+        stream = _Stream(device, number)
+        users[number] = weakref.ref(stream)
+        return stream
 
     class Graph:
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -89,7 +100,7 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         "current_device": lambda: 0,
         "set_device": lambda *_: None,
         "current_stream": lambda *_: _Stream(device, device.stream),
-        "Stream": lambda *_, **__: _Stream(device, next(streams)),
+        "Stream": new_stream,
         "stream": lambda s: s,
         "Event": Event,
         "CUDAGraph": Graph,

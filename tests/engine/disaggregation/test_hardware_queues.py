@@ -1,0 +1,115 @@
+"""Pages under a prefill, on devices whose streams share hardware queues: nothing hangs, and no device holds
+multiprocessors for a rank that is late."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
+from dsa_engine.engine.cache.link import PageReceiver, PageSender, RankPages
+from dsa_engine.model.kv_cache import KVCache, cache_format
+from dsa_engine.parallel.disaggregation import PageGroups
+from hardware_queues import Device, DeviceGroup, HostGroup, Meeting, Queues, Wait
+
+LAYERS = 3
+SIZES = {"num_hidden_layers": LAYERS, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "index_head_dim": 4}
+CONFIG = ModelConfig.from_dict(released_config("deepseek_v32") | SIZES)
+PARTS = [(1, 1), (2, 6), (4, 4), (6, 2), (8, 8), (16, 16), (24, 40), (32, 32)]
+
+
+def run_layers(devices: Sequence[Device], arrive: Callable[[Device, int], object]) -> None:
+    """A step of ranks that prefill: a layer stores its rows on a side stream, and ends with a collective."""
+    for device in devices:
+        communicator, beside = device.Stream(), device.Stream()
+        for layer in range(LAYERS):
+            device.follow(beside, Meeting((device.rank, layer), 1))
+            arrive(device, layer)
+            device.follow(communicator, Meeting(layer, len(devices)))
+
+
+def run_linked(queues: Queues, devices: Sequence[Device], senders: int, targets: Sequence[int]) -> None:
+    """Each rank that prefills sends pages to some that decode, as the engine does."""
+    words: Any = defaultdict(SimpleQueue)
+    transfers: list[Any] = []
+    for device in devices:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "get_device_module", lambda _, device=device: device)
+            cache = KVCache(CONFIG, cache_format(CONFIG, torch.float32), 4, 2, torch.device("cpu"))
+            groups: Any = PageGroups(HostGroup(device.rank, words), DeviceGroup(device))
+            end = PageReceiver(cache, groups)
+            transfers.append(PageSender(cache, groups, LAYERS) if device.rank < senders else end)
+    for end in transfers[:senders]:
+        end.begin([RankPages(0, target, [1, 2]) for target in targets])
+    run_layers(devices[:senders], lambda device, layer: transfers[device.rank].arrive(layer))
+    for end in transfers[:senders]:
+        end.finish()
+    for target in reversed(targets):  # each of them late
+        transfers[target].post([RankPages(0, sender, [0, 3]) for sender in range(senders)])
+    for end, count in [(end, len(targets)) for end in transfers[:senders]] + [
+        (transfers[target], senders) for target in targets
+    ]:
+        limit = time.monotonic() + 60
+        while count:
+            assert time.monotonic() < limit
+            count -= len(end.poll())
+            time.sleep(1e-4)
+        end.close()
+
+
+def run_launched_at_once(queues: Queues, devices: Sequence[Device], senders: int, targets: Sequence[int]) -> None:
+    """The same with a stream and a communicator for each link, and messages launched before their other sides."""
+    links = {(one.rank, other): (one.Stream(), one.Stream()) for one in devices for other in range(len(devices))}
+
+    def message(device: Device, other: int, pair: tuple[int, int], layer: int) -> None:
+        lane, communicator = links[device.rank, other]
+        given = device.Event()
+        given.record()
+        with device.stream(lane):
+            device.put(Wait(given))
+            device.follow(communicator, Meeting((*pair, layer), 2, pages=True))
+
+    def arrive(device: Device, layer: int) -> None:
+        for target in targets:
+            message(device, target, (device.rank, target), layer)
+
+    run_layers(devices[:senders], arrive)
+    for target in targets:
+        for sender in range(senders):
+            for layer in range(LAYERS):
+                message(devices[target], sender, (sender, target), layer)
+
+
+def run(way: Any, senders: int, receivers: int, number: int, before: int) -> Queues:
+    """Two ranks get a prompt each; ``before`` streams exist when those of links are made."""
+    queues = Queues(number)
+    devices = [Device(queues, rank) for rank in range(senders + receivers)]
+    for device in devices:
+        for _ in range(before):
+            device.Stream()
+    way(queues, devices, senders, sorted({senders, senders + receivers - 1}))
+    return queues
+
+
+@pytest.mark.parametrize("number", [8, 32])
+@pytest.mark.parametrize(("senders", "receivers"), PARTS)
+def test_nothing_hangs(senders: int, receivers: int, number: int) -> None:
+    for before in range(0, 8, 1 if senders < 8 else 4):
+        queues = run(run_linked, senders, receivers, number, before)
+        assert queues.empty
+        assert max(queues.held.values()) == 1, "and its other side is about to launch"
+
+
+def test_messages_launched_at_once_would_hang() -> None:
+    """And a rank that decodes would hold a message for every rank that prefills, until that has computed it."""
+    ran = [run(run_launched_at_once, 4, 4, 8, before) for before in range(8)]
+    assert not all(queues.empty for queues in ran)
+    independent = run(run_launched_at_once, 8, 8, 1024, 0)
+    assert independent.held[8] == 8

@@ -18,15 +18,7 @@ from dsa_engine.version import __version__
 
 _PACKAGES = ("triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn", "deepspeed", "matplotlib")
 # Prefixes of variables that change what the program does, none of which can be secret.
-_VARIABLES: tuple[str, ...] = (
-    "CUDA_DEVICE_",
-    "CUDA_VISIBLE_",
-    "DSA_ENGINE_",
-    "GLOO_",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "LOCAL_",
-)
+_VARIABLES: tuple[str, ...] = ("CUDA_", "DSA_ENGINE_", "GLOO_", "HF_HOME", "HF_HUB_CACHE", "LOCAL_")
 _VARIABLES += ("NCCL_", "OMP_NUM_THREADS", "RANK", "TRITON_", "WORLD_SIZE", "XDG_CACHE_HOME")
 
 

@@ -28,7 +28,7 @@ from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.start_facts import start_facts
-from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, step_bytes
+from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, connect, step_bytes
 from dsa_engine.engine.startup.weights import limited_model_len, load_model, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -201,11 +201,17 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
     tiers = TierSizes.of(options, mesh, cached, format, prepared.max_model_len)
     tiers.warm_up(mesh)
     for_steps = None
+    dummies = loaded.model, format, prepared.dummy_steps, prepared.relaxed, captures and mesh.static_decode
+    if prepared.on_cuda and mesh.world_size > 1:
+        connect(*dummies)
     if prepared.on_cuda and options.cache_memory is None:
         logger.info("running the largest steps, to count their memory")
-        static = captures and mesh.static_decode
-        for_steps = step_bytes(loaded.model, format, prepared.dummy_steps, prepared.relaxed, static)
+        for_steps = step_bytes(*dummies)
         logger.info("set aside for steps and graphs: %s", format_bytes(for_steps))
+    if prepared.on_cuda:
+        free, total = torch.cuda.mem_get_info(mesh.device)
+        outside = format_bytes(total - free - torch.cuda.memory_reserved(mesh.device))
+        logger.info("in use beside PyTorch's memory: %s, of NCCL's communicators, CUDA and other programs", outside)
     others = [for_steps or 0, tiers.device_bytes(mesh, cached, format, options.page_size)]
     others += [side.device_bytes(cached, format, options.page_size)] if side else []
     token_bytes = cache_bytes_per_token(cached, format)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -82,6 +83,19 @@ class DummySteps:
             steps.append(Step([Chunk(one, start, *part) for one, part in zip(requests, parts, strict=True)]))
         return steps
 
+    def classes(self) -> list[Step]:
+        """The steps after which all ranks are connected in the ways of all steps: a decode step, and a prefill of each
+        class of sizes by which a dispatch or a way of gathering is chosen; of the smallest, if nothing is chosen."""
+        mesh, tokens = self.mesh, self.options.max_num_batched_tokens
+        chosen = mesh.dispatch(decodes=False) == "auto" or mesh.cp.levels or mesh.ep.levels
+        sizes = {min(1 << i, tokens) for i in range(next_power_of_2(tokens).bit_length() if chosen else 1)}
+        groups, steps = range(mesh.world_size // mesh.cp_size), [self.decode(1, 2, GREEDY)]
+        for length in sorted({min(size * mesh.cp_size, self.max_model_len) for size in sizes}):
+            requests = self._requests(len(groups), length, GREEDY)
+            chunks = [Chunk(one, 0, length, mesh.cp_ranks(group)) for one, group in zip(requests, groups, strict=True)]
+            steps.append(Step(chunks))
+        return steps
+
     def decode(self, requests: int, context: int, params: SamplingParams) -> Step:
         """A decode step of ``requests`` on every rank, which come to ``context`` tokens with their drafts."""
         rank, world, rows = self.mesh.rank, self.mesh.world_size, 1 + self.num_drafts
@@ -119,6 +133,40 @@ class DummySteps:
         return requests
 
 
+def connect(
+    model: Model, stored: CacheFormat, steps: DummySteps, relaxed: RelaxedAcceptance | None, graphs: bool
+) -> None:
+    """Runs :meth:`DummySteps.classes`, so that no request waits while NCCL connects ranks; every rank calls it."""
+    runner = _runner(model, stored, steps, relaxed, graphs)
+    with _fitting(), steps.mesh.experts.even_routing():
+        for step in steps.classes():
+            _peak(steps.mesh, runner, step)
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
+            "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
+        ) from error
+
+
+def _runner(
+    model: Model, stored: CacheFormat, steps: DummySteps, relaxed: RelaxedAcceptance | None, graphs: bool
+) -> ModelRunner:
+    """A runner with a cache of one page; ``graphs``: whether decode steps are padded as those in graphs are."""
+    mesh, options = steps.mesh, steps.options
+    cache = KVCache(model.config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
+    contexts = ContextBuckets(steps.max_model_len, options.page_size)
+    padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
+    runner = ModelRunner(model, cache, padded, relaxed, MicroBatches.of(options, mesh))
+    runner.num_drafts = steps.num_drafts
+    return runner
+
+
 def step_bytes(
     model: Model, stored: CacheFormat, steps: DummySteps, relaxed: RelaxedAcceptance | None, graphs: bool
 ) -> int:
@@ -131,25 +179,15 @@ def step_bytes(
         CapacityError: the largest steps do not fit beside the weights.
     """
     config, mesh, options, drafts = model.config, steps.mesh, steps.options, steps.num_drafts
-    cache = KVCache(config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
-    contexts = ContextBuckets(steps.max_model_len, options.page_size)
-    padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
-    runner = ModelRunner(model, cache, padded, relaxed, MicroBatches.of(options, mesh))
-    runner.num_drafts = drafts
+    runner = _runner(model, stored, steps, relaxed, graphs)
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly
     before = torch.cuda.memory_allocated(mesh.device)
-    try:
-        with mesh.experts.even_routing():
-            decodes = (steps.decode(options.max_num_seqs, steps.max_model_len, kind) for kind in kinds)
-            decode = max(_peak(mesh, runner, step) for step in decodes) - before
-            # Tables of penalties and biases stay from step to step.
-            tables = torch.cuda.memory_allocated(mesh.device) - before
-            prefill = max(_peak(mesh, runner, step) for step in steps.prefills()) - before
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
-            "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
-        ) from error
+    with _fitting(), mesh.experts.even_routing():
+        decodes = (steps.decode(options.max_num_seqs, steps.max_model_len, kind) for kind in kinds)
+        decode = max(_peak(mesh, runner, step) for step in decodes) - before
+        # Tables of penalties and biases stay from step to step.
+        tables = torch.cuda.memory_allocated(mesh.device) - before
+        prefill = max(_peak(mesh, runner, step) for step in steps.prefills()) - before
     token = torch.empty(1, config.hidden_size, dtype=runner.dtype, device=mesh.device)
     experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
     words = any(one.quantize_for_dispatch(token).dtype != token.dtype for one in experts)

@@ -21,6 +21,7 @@ from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.system.sizes import format_bytes
 from fake_cuda import FakeDevice
 
 pytestmark = [
@@ -70,6 +71,26 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
             assert device.reserved + device.outside <= UTILIZATION * MEMORY
             assert len(device.connected) == connected, "every collective had run"
             assert len(device.captures) == 4, "two requests a rank were captured at the start"
+
+
+def test_all_that_auto_may_choose_is_connected_at_the_start(
+    fake_engine: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On 4 nodes of 8 ranks the smallest steps gather all tokens and others go by node; no step connects ranks that the
+    start has not. The log says what communicators hold."""
+    caplog.set_level("INFO")
+    with FakeDevice() as device:
+        options = {"max_model_len": 4096, "max_num_batched_tokens": 64, "enforce_eager": True}
+        engine = fake_engine(device, "deepseek_v32", 32, {"node_size": 8, "moe_dispatch": "auto"}, **options)
+        connected = set(device.connected)
+        assert f"PyTorch's memory: {format_bytes(device.outside)}, of NCCL's" in caplog.text
+        for tokens in (1, 3, 64):
+            request = engine.add([5] * (32 * tokens), SamplingParams(max_tokens=1))
+            while engine.has_work:
+                engine.step()
+            assert device.connected == connected, tokens
+        ways = {name for name, _ in connected}
+        assert ways == {"all_gather", "reduce_scatter", "all_to_all"} and request.finish_reason == "length"
 
 
 def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[..., Any]) -> None:

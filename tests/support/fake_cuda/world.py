@@ -72,7 +72,7 @@ class FakeDivision(ExpertDivision):
     _mesh: FakeMesh
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:
-        parallel = FakeExpertParallel(self._mesh.ep, placement, self._mesh.node_groups)
+        parallel = FakeExpertParallel(self._mesh.ep, placement, self._mesh.node_groups, self._choice)
         parallel.skew = self._mesh.config.skew
         return parallel
 

@@ -208,10 +208,6 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
         logger.info("running the largest steps, to count their memory")
         for_steps = step_bytes(*dummies)
         logger.info("set aside for steps and graphs: %s", format_bytes(for_steps))
-    if prepared.on_cuda:
-        free, total = torch.cuda.mem_get_info(mesh.device)
-        outside = format_bytes(total - free - torch.cuda.memory_reserved(mesh.device))
-        logger.info("in use beside PyTorch's memory: %s, of NCCL's communicators, CUDA and other programs", outside)
     others = [for_steps or 0, tiers.device_bytes(mesh, cached, format, options.page_size)]
     others += [side.device_bytes(cached, format, options.page_size)] if side else []
     token_bytes = cache_bytes_per_token(cached, format)

@@ -13,6 +13,7 @@ and these are right.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ from dsa_engine.parallel.experts.all_to_all import rounds_needed
 from dsa_engine.parallel.experts.rails import largest_groups
 from dsa_engine.parallel.experts.traffic import RowBytes
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.system.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
 
 # Memory of a captured graph outside of PyTorch's allocator, and of its buffers. Assumed, not measured: a kernel in a
 # graph takes some KB, and a decode step of V3.2 has about 2,700 kernels.
@@ -141,6 +145,9 @@ def connect(
     with _fitting(), steps.mesh.experts.even_routing():
         for step in steps.classes():
             _peak(steps.mesh, runner, step)
+    free, total = torch.cuda.mem_get_info(steps.mesh.device)
+    outside = format_bytes(total - free - torch.cuda.memory_reserved(steps.mesh.device))
+    logger.info("ranks connected; NCCL's communicators, CUDA and other programs take %s of the device", outside)
 
 
 @contextmanager

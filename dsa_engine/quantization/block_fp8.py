@@ -17,12 +17,13 @@ from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.formats.quantize import FP8, quantize_tokens, quantized_words
 from dsa_engine.kernels.grouped.product_formats import block_fp8
-from dsa_engine.kernels.linear.block_scaled_libraries import are_powers_of_two, library_product, packs_scales
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
+    are_powers_of_two,
     block_scaled_linear,
     multiplies_fp8,
     no_program_finished,
+    packs_scales,
 )
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -79,7 +80,7 @@ class BlockFP8Linear(Linear):
             self.sources += _sources(part, codes, scales)
 
     def loaded(self) -> None:
-        if self._power_of_two and packs_scales(self.scale.device):
+        if self._power_of_two and packs_scales(self.scale):
             self._weight_power_of_two = are_powers_of_two(self.scale)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,9 +146,6 @@ class BlockFP8(StoredFormat):
                 "or leave the option out"
             )
         self._scheme, self._dtype, self._device = scheme, dtype, device
-        if device.type == "cuda":
-            for powers_of_two in {False, scheme.power_of_two}:  # tried out now, not in the middle of a step
-                library_product(torch.empty(0, device=device).device, powers_of_two)
 
     def linear(self, *parts: Matrix) -> Linear:
         whole_blocks = all(part.shape[0] % BLOCK == 0 for part in parts[:-1])

@@ -13,16 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.rows.segment import CuSeqlens
-from dsa_engine.kernels.runtime.launch import capability
-
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:  # optional: PyTorch's attention does the same
-    flash_attn_varlen_func = None
-try:
-    from flash_attn_interface import flash_attn_varlen_func as flash_attn_3_varlen_func  # FlashAttention-3, of Hopper
-except ImportError:
-    flash_attn_3_varlen_func = None
+from dsa_engine.kernels.runtime.operation import operation
 
 
 def dense_attention_reference(
@@ -78,6 +69,7 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
+@operation(writes=("out",), runs=lambda q: q.is_cuda)
 def dense_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -89,8 +81,8 @@ def dense_attention(
     workspace: int = 256 << 20,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the last n of S tokens of every sequence: flash-attn where it is installed and fits, else PyTorch's
-    own, sequence by sequence.
+    """Attention of the last n of S tokens of every sequence: PyTorch's, sequence by sequence, or a library's
+    (:mod:`dsa_engine.kernels.libraries.flash_attention`).
 
     Args:
         q: ``[T, heads, dim]``, T the queries of all sequences.
@@ -119,24 +111,4 @@ def dense_attention(
         raise ValueError(f"out is {[*q.shape[:2], v.shape[-1]]} in {q.dtype}, not {list(out.shape)} in {out.dtype}")
     if any(last - first > stop - start for (first, last), (start, stop) in zip(cu_seqlens_q, cu_seqlens_k)):
         raise ValueError("the queries and keys do not fit together: a sequence has more queries than tokens")
-    half_precision = q.dtype in (torch.float16, torch.bfloat16)
-    fits_flash = q.is_cuda and half_precision and q.shape[-1] <= 256 and v.shape[-1] <= q.shape[-1]
-    flash = flash_attn_varlen_func
-    if flash_attn_3_varlen_func is not None and fits_flash and capability(q) == 90:
-        flash = flash_attn_3_varlen_func
-    if flash is None or not fits_flash:
-        return dense_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, workspace, out)
-    attended = flash(
-        q,
-        k,
-        _widened(v, q.shape[-1]),  # FlashAttention-2 wants values as wide as the keys
-        cu_seqlens_q=cu_seqlens_q.on_device,
-        cu_seqlens_k=cu_seqlens_k.on_device,
-        max_seqlen_q=cu_seqlens_q.longest,
-        max_seqlen_k=cu_seqlens_k.longest,
-        softmax_scale=scale,
-        causal=True,
-    )
-    # Some versions of FlashAttention-3 return the log-sum-exp too.
-    attended = (attended[0] if isinstance(attended, tuple) else attended)[..., : v.shape[-1]]
-    return attended if out is None else out.copy_(attended)
+    return dense_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, workspace, out)

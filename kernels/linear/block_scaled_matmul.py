@@ -28,7 +28,6 @@ from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
 )
 from dsa_engine.kernels.grouped.skeleton import banded
 from dsa_engine.kernels.grouped.tiles import Tiles, fitting
-from dsa_engine.kernels.linear.block_scaled_libraries import library_product, takes
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -167,6 +166,16 @@ def block_scaled_matmul_triton(
     return out
 
 
+def packs_scales(like: torch.Tensor) -> bool:
+    """Whether a library may pack scales as ue8m0 on the device of ``like``."""
+    return capability(like) >= 100
+
+
+def are_powers_of_two(scales: torch.Tensor) -> bool:
+    """Whether float32 ``scales`` are powers of two, or 0; waits for the device."""
+    return bool((scales.view(torch.int32) & 0x807FFFFF == 0).all())
+
+
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether a device has FP8 tensor cores."""
     return device.type == "cuda" and capability(torch.empty(0, device=device)) >= 89
@@ -184,8 +193,8 @@ def block_scaled_linear(
 ) -> torch.Tensor:
     """A linear layer in FP8: quantises its input 1 × 128 and multiplies.
 
-    On CUDA many rows of bfloat16 are multiplied by DeepGEMM or PyTorch where they can (:mod:`.block_scaled_libraries`),
-    all others by the kernel here, which quantises few rows itself.
+    Few rows are quantised by the kernel that multiplies them. Many rows of bfloat16 may be multiplied by a library
+    (:mod:`dsa_engine.kernels.libraries.block_scaled`).
 
     Args:
         x: ``[..., in]``, any floating dtype.
@@ -205,17 +214,13 @@ def block_scaled_linear(
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
     rows = x.reshape(-1, x.shape[-1])
-    ours, library = runs_triton(x), None
-    if len(rows) > FEW_ROWS and takes(x, weight, x.dtype):
-        library = library_product(x.device, power_of_two and weight_power_of_two)
+    ours = runs_triton(x)
     if ours and len(rows) <= QUANTISED_ROWS:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = block_scaled_matmul_triton(rows, None, weight, weight_scale, x.dtype, power_of_two, finished)
     else:
         codes, scales = quantize_rows(rows, BLOCK, power_of_two)
-        if library is not None:
-            out = library(codes, scales, weight, weight_scale)
-        elif ours:
+        if ours:
             out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype, finished=finished)
         else:
             out = block_scaled_matmul_reference(codes, scales, weight, weight_scale).to(x.dtype)

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dsa_engine.kernels.runtime import launch
+from dsa_engine.kernels.runtime import launch, libraries
 from dsa_engine.kernels.runtime.difference import Kind, differences
 
 P = ParamSpec("P")
@@ -31,12 +31,14 @@ class Comparison:
         errors: the largest error of each operation that ran both ways, as :func:`.difference.differences` measures;
             infinite where the kernel does not run.
         wrong: the reason for each operation whose kernel was replaced.
-        before: called with an operation's name before its kernel runs for the first time.
+        rejected: why an adapter of another library (:mod:`.libraries`) does not run calls of a class.
+        before: called with the name of an operation or adapter before its kernel runs for the first time.
     """
 
     before: Callable[[str], None] = lambda name: None
     errors: dict[str, float] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
 
 
 _replaced: dict[str, str] = {}  # operation: why its reference runs
@@ -89,13 +91,16 @@ def operation(
 
         @functools.wraps(run)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _replaced and _watching is None:
+            if not _replaced and _watching is None and name not in libraries.IN_USE:
                 return run(*args, **kwargs)
             if name in _replaced:
                 with launch.references():
                     return run(*args, **kwargs)
             if _watching is not None and runs(_first_tensor(*args, *kwargs.values())):
                 return compare(_watching, marked, args, kwargs)
+            if name in libraries.IN_USE:
+                library = libraries.chosen(name, _first_tensor(*args, *kwargs.values()), args, kwargs)
+                return (library.run if library else run)(*args, **kwargs)
             return run(*args, **kwargs)
 
         return call
@@ -110,6 +115,16 @@ def compared(comparison: Comparison) -> Iterator[Comparison]:
     before, _watching = _watching, comparison
     try:
         yield comparison
+    finally:
+        _watching = before
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    global _watching
+    before, _watching = _watching, None
+    try:
+        yield
     finally:
         _watching = before
 
@@ -131,40 +146,97 @@ def waiting() -> set[str]:
 
 
 def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -> Any:
-    """Runs an operation both ways, writes down the error, and replaces a kernel that is wrong.
+    """Runs an operation both ways, writes down the error, and replaces a kernel that is wrong. Where it is right, the
+    adapters of other libraries are tried too.
 
     Returns:
         the reference's result; what is written holds the reference's too.
     """
     name, run = marked.run.__name__, marked.run
-    given, apart, before = (inspect.signature(run).bind(*args, **kwargs) for _ in range(3))
-    written = {key: x for key in marked.writes if (x := given.arguments.get(key)) is not None}
-    for bound in (apart, before):
-        bound.arguments.update({key: _copy(x) for key, x in written.items()})
+    given, before = (inspect.signature(run).bind(*args, **kwargs) for _ in range(2))
+    written = [key for key in marked.writes if given.arguments.get(key) is not None]
+    before.arguments.update({key: _copy(given.arguments[key]) for key in written})
     if name not in comparison.errors:
         comparison.before(name)
-    reason, ours = "", None
-    try:
-        ours = run(*apart.args, **apart.kwargs)  # operations within it are compared by themselves
-    except Exception as problem:  # a compiler's own error, of whatever type
-        reason = error_line(problem)
-    with launch.references():
-        wanted = run(*args, **kwargs)
-    error = float("inf")
-    if not reason:
-        for bound in (apart, given, before):
-            bound.apply_defaults()
+
+    def apart() -> inspect.BoundArguments:
+        bound = inspect.signature(run).bind(*before.args, **before.kwargs)
+        bound.arguments.update({key: _copy(before.arguments[key]) for key in written})
+        return bound
+
+    def tried(way: Callable[..., Any]) -> tuple[inspect.BoundArguments, Any, str]:
+        """Arguments and result of a way to run it, and why it did not run."""
+        bound = apart()
+        try:
+            return bound, way(*bound.args, **bound.kwargs), ""  # operations within it are compared by themselves
+        except Exception as problem:  # a compiler's own error, of whatever type
+            return bound, None, error_line(problem)
+
+    def judged(bound: inspect.BoundArguments, ours: Any, reason: str) -> tuple[float, str]:
+        """The error of what was tried, and the reason if it is wrong."""
+        if reason:
+            return float("inf"), reason
+        for each in (bound, given, before):
+            each.apply_defaults()
         defined = None if marked.defined is None else marked.defined(*args, **kwargs)
-        both = (apart.arguments, ours), (given.arguments, wanted)
-        errors = _errors(marked, defined, list(written), *both, before.arguments)
-        error = max(e for e, _ in errors)
+        both = (bound.arguments, ours), (given.arguments, wanted)
+        errors = _errors(marked, defined, written, *both, before.arguments)
         worst = max(errors, key=lambda pair: pair[0] / max(pair[1], 1e-30))
-        if worst[0] > worst[1]:
-            reason = f"its result differs from the reference by {worst[0]:.2g}; allowed is {worst[1]:.2g}"
+        wrong = f"its result differs from the reference by {worst[0]:.2g}; allowed is {worst[1]:.2g}"
+        return max(error for error, _ in errors), wrong if worst[0] > worst[1] else ""
+
+    def timed(way: Callable[..., Any]) -> float:
+        bound = apart()
+        with _unwatched():
+            return libraries.milliseconds(lambda: way(*bound.args, **bound.kwargs))
+
+    ours = tried(run)
+    x = _first_tensor(*args, *kwargs.values())
+    others = []
+    for one in libraries.candidates(name, x, args, kwargs):
+        if f"{one.name} ({libraries.class_of(x)})" not in comparison.rejected and one.name not in _replaced:
+            comparison.before(one.name)
+            others.append((one, tried(one.run)))
+    with launch.references():
+        wanted = run(*args, **kwargs)  # last, as what it writes to may be what it reads
+    error, reason = judged(*ours)
     comparison.errors[name] = max(comparison.errors.get(name, 0.0), error)
     if reason:
         comparison.wrong[name] = _replaced[name] = reason
+    else:
+        _choose(comparison, run, x, [(one, judged(*each)[1]) for one, each in others], timed)
     return wanted
+
+
+def _choose(
+    comparison: Comparison,
+    run: Callable[..., Any],
+    x: torch.Tensor,
+    others: list[tuple[libraries.Library, str]],
+    timed: Callable[[Callable[..., Any]], float],
+) -> None:
+    """Lets the fastest adapter with right results run calls like this one, if it is faster than our kernel.
+
+    Args:
+        others: adapters that have run, and what is wrong with their results.
+        timed: ms of a way to run the call.
+    """
+    fastest, least = None, None
+    for one, reason in others:
+        if not reason and libraries.is_chosen(one, x):  # by another layer
+            continue
+        if not reason:
+            least = timed(run) if least is None else least
+            took = timed(one.run)
+            if took <= least:
+                fastest, least = one, took
+                continue
+            reason = f"it takes {took:.3g} ms, another kernel {least:.3g} ms"
+        comparison.rejected[f"{one.name} ({libraries.class_of(x)})"] = reason
+        if libraries.is_chosen(one, x):
+            libraries.choose(None, one.operation, x)
+    if fastest is not None:
+        libraries.choose(fastest, fastest.operation, x)
 
 
 def _errors(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, LatentFormat
-from dsa_engine.kernels.rows.segment import Paging, Segment, Segments
+from dsa_engine.kernels.rows.segment import CuSeqlens, Paging, Segment, Segments
 from dsa_engine.kernels.runtime.operation import OPERATIONS
 from operation_cases import BF16, CASES, Make, T
 
@@ -78,6 +78,12 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("hidden", set_to(126), "rows of 126"),
         ("words", to(F32), "no codes and scales"),
         ("pair_rows", to(I64), "pair_rows must be int32"),
+    ],
+    "dense_attention": [
+        ("k", columns(8), r"k \(60, 2, 8\)"),
+        ("cu_seqlens_q", set_to(CuSeqlens.of([60])), "1 sequences of 60 queries and 2 of 60 keys"),
+        ("cu_seqlens_k", set_to(CuSeqlens.of([10, 50])), "a sequence has more queries than tokens"),
+        ("out", set_to(torch.ones(3, 2, 16)), r"\[60, 2, 16\] in torch.bfloat16"),
     ],
     "dense_mla": [
         ("q", columns(143), "does not fit rows of LatentFormat"),

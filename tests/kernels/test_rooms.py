@@ -8,7 +8,8 @@ from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 # From the bottom: a room imports from itself and from earlier rows.
-ROOMS = (("runtime",), ("formats",), ("rows",), ("grouped",), ("attention", "indexer", "linear"), ("moe",))
+LOWER = (("runtime",), ("formats",), ("rows",), ("grouped",))
+ROOMS = (*LOWER, ("attention", "indexer", "linear"), ("moe",), ("libraries",))
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 FILES = [path for path in sorted(KERNELS.rglob("*.py")) if path.parent != KERNELS]
 

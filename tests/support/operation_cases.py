@@ -15,7 +15,7 @@ from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.grouped.product_formats import INT8, W4A16, block_fp8
-from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments
 
 for _module in pkgutil.walk_packages(dsa_engine.kernels.__path__, "dsa_engine.kernels."):  # all of OPERATIONS
     if "native" not in _module.name:
@@ -147,6 +147,10 @@ CASES: dict[str, Callable[[Make], Call]] = {
         (quantize_tokens(m.normal(T * 4, HIDDEN), True), m.order(T * 4).view(T, 4), HIDDEN, BF16), {},
     ),
     "choose_replicas": lambda m: ((m.whole(EXPERTS, T, TOP_K), _two_replicas(), 3), {}),
+    "dense_attention": lambda m: (
+        (m.normal(T, HEADS, 24), m.normal(T, HEADS, 24), m.normal(T, HEADS, 16), *2 * (CuSeqlens.of([20, T - 20]),)),
+        {"scale": 0.2},
+    ),
     "dense_mla": _dense,
     "dequantize_blocks": lambda m: ((*(x.squeeze(0) for x in m.blocks(1, 256, 256)), (128, 128)), {"dtype": BF16}),
     "expert_mlp": lambda m: ((*m.experts(), (m.normal(EXPERTS, 128, HIDDEN),), (m.normal(EXPERTS, HIDDEN, 64),)), {}),

@@ -28,7 +28,7 @@ from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup.kernel_check import trial_tokens, try_steps
 from dsa_engine.engine.startup.start import start
-from dsa_engine.kernels.runtime import cpu, operation
+from dsa_engine.kernels.runtime import cpu, libraries, operation
 from dsa_engine.kernels.runtime.operation import error_line
 from dsa_engine.llm import LLM
 from dsa_engine.model_folder import resolve_model
@@ -151,7 +151,7 @@ def check_kernels(mesh: Mesh) -> str:
     CPU: the native kernels, or Triton's in the interpreter, at the demo model's sizes."""
     if not max(mesh.all_gather_int(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
         raise NotHere("there is no C++ compiler, or DSA_ENGINE_NATIVE=0: CPU tensors take the PyTorch references")
-    before, running = operation.replaced(), "nothing"
+    before, running = (operation.replaced(), libraries.choices()), "nothing"
     operation.replace({})
 
     def about_to_run(name: str) -> None:
@@ -165,10 +165,12 @@ def check_kernels(mesh: Mesh) -> str:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
                 for _ in try_steps(engine.model, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
+            in_use = [f"{name} runs {calls}" for calls, name in libraries.choices().items()]
     except RuntimeError as error:
         raise Unwell(f"while {running} ran: {error_line(error, 300)}", "report it, with `dsa-engine env`") from error
     finally:
-        operation.replace(before)
+        operation.replace(before[0])
+        libraries.use(before[1])
     if comparison.wrong:
         raise Unwell(
             "; ".join(f"{name}: {reason}" for name, reason in comparison.wrong.items()),
@@ -176,7 +178,9 @@ def check_kernels(mesh: Mesh) -> str:
         )
     # A rank without a compiler compares no kernels.
     name, worst = max(comparison.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
-    return f"{len(comparison.errors)} operations equal their references; the largest error is {worst:.2g} ({name})"
+    seen = f"{len(comparison.errors)} operations equal their references; the largest error is {worst:.2g} ({name})"
+    rejected = [f"not {one}: {reason}" for one, reason in comparison.rejected.items()]
+    return "; ".join([seen, *in_use, *rejected])
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Check of kernels: before an engine serves, each kernel is compared with its reference on this device.
+"""Check of kernels: before an engine serves, each kernel is compared with its reference on this device, and so are
+kernels of other libraries that are installed (`kernels/libraries/`), of which the fastest right ones are used.
 
 The comparison takes a few seconds and runs once: its results are stored in the cache folder, by device, driver,
 versions, sources of the kernels and sizes of the model. A kernel that leaves the device in an error ends the process;
@@ -13,24 +14,28 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+import dsa_engine.kernels.libraries  # noqa: F401  (names the adapters)
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.kernels.runtime import cpu, launch, operation
+from dsa_engine.kernels.runtime import cpu, launch, libraries, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.kernels.runtime.operation import first_line
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.output_files import write_text
 from dsa_engine.version import __version__
@@ -53,15 +58,23 @@ def check_kernels(
     mesh = model.runtime.mesh
     launch.use_references(always=options.kernels == "reference")
     operation.replace({})
+    libraries.use({})
     if options.kernels != "checked" or not _has_kernels(model):
         return options.kernels == "reference"
     path = _file_of(model.config, stored, mesh.device, options)
-    finished, wrong = _read(path)
+    finished, wrong, in_use = _read(path)
     operation.replace(wrong)  # a kernel that has left the device in an error is not run again
+    libraries.use(in_use)
     if max(mesh.all_gather_int(int(not finished))):  # all ranks or none, as layers have collectives
         with progress(None, "kernels", "comparing with references") as bar:
             _compare(model, stored, path, bar)
+    _agree_on_libraries(mesh)
+    for calls, name in libraries.choices().items():
+        logger.info("rank %s: %s runs %s", mesh.rank, name, calls)
     for name, reason in operation.replaced().items():
+        if name in libraries.ADAPTERS:
+            logger.warning("rank %s: %s is not used: %s", mesh.rank, name, reason)
+            continue
         logger.warning(
             "rank %s: the kernel of %s is NOT used on this device, its PyTorch reference runs instead, slower: %s; "
             "kernels='triton' would use it all the same", mesh.rank, name, reason,
@@ -69,6 +82,16 @@ def check_kernels(
     if waiting := operation.waiting():
         logger.warning("decode runs without CUDA graphs, as these references wait: %s", ", ".join(sorted(waiting)))
     return bool(max(mesh.all_gather_int(len(waiting))))
+
+
+def _agree_on_libraries(mesh: Mesh) -> None:
+    """Only what every rank has chosen is used: a rank may have found it wrong."""
+    mine = libraries.choices()
+    adapters = libraries.ADAPTERS.values()
+    known = [(f"{one.operation}, {calls}", one.name) for one in adapters for calls in libraries.CLASSES]
+    chosen = sum(1 << bit for bit, (calls, name) in enumerate(known) if mine.get(calls) == name)
+    common = reduce(and_, mesh.all_gather_int(chosen))
+    libraries.use({calls: name for bit, (calls, name) in enumerate(known) if common >> bit & 1})
 
 
 def _has_kernels(model: Model) -> bool:
@@ -143,25 +166,28 @@ def _compare(model: Model, stored: CacheFormat, path: Path, bar: Any) -> None:
         if line.startswith(("CUDA error", "Triton Error [CUDA]")):  # not, for instance, if memory was short
             _write(path, False, operation.replaced() | {begun[-1]: f"it left the device in an error ({line})"})
         raise
-    _write(path, True, operation.replaced())
+    _write(path, True, operation.replaced(), libraries.choices())
+    for name, reason in comparison.rejected.items():
+        logger.info("%s is not used: %s", name, reason)
     worst = max(comparison.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
     logger.info("%s kernels compared, the largest error is %.2g (%s)", len(comparison.errors), worst[1], worst[0])
 
 
-def _read(path: Path) -> tuple[bool, dict[str, str]]:
-    """Whether all kernels have been compared, and why some are replaced; nothing where there is no whole file."""
+def _read(path: Path) -> tuple[bool, dict[str, str], dict[str, str]]:
+    """Whether all kernels have been compared, why some are replaced, and which libraries run what; nothing where there
+    is no whole file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return bool(content.get("finished")), dict(content.get("wrong", {}))
+        return bool(content.get("finished")), dict(content.get("wrong", {})), dict(content.get("libraries", {}))
     except (OSError, ValueError):
-        return False, {}
+        return False, {}, {}
 
 
-def _write(path: Path, finished: bool, wrong: dict[str, str]) -> None:
+def _write(path: Path, finished: bool, wrong: dict[str, str], in_use: dict[str, str] | None = None) -> None:
     """Writes the file by renaming; what another rank has found wrong stays."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"finished": finished, "wrong": _read(path)[1] | wrong}
+        content = {"finished": finished, "wrong": _read(path)[1] | wrong, "libraries": in_use or {}}
         write_text(path, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         logger.warning("the kernels are compared at every start, as the results cannot be stored: %s", error)
@@ -174,6 +200,7 @@ def _file_of(config: ModelConfig, stored: CacheFormat, device: torch.device, opt
         properties = torch.cuda.get_device_properties(device)
         driver = getattr(torch._C, "_cuda_getDriverVersion", int)()
         about += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda, driver]
+        about += libraries.installations()
     about += [options.dtype, options.quantization, sorted(asdict(config).items(), key=lambda item: item[0])]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
     if device.type == "cpu" and not INTERPRETED and cpu.library() is not None:  # perhaps only another rank has one

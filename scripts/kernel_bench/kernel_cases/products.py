@@ -18,7 +18,7 @@ from dsa_engine.kernels.grouped.grouped_matmul import (
 from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8
 from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16, ProductFormat, block_fp8
 from dsa_engine.kernels.grouped.tiles import Groups
-from dsa_engine.kernels.linear.block_scaled_libraries import by_torch, takes
+from dsa_engine.kernels.libraries.block_scaled import by_torch, fits
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     block_scaled_linear,
     block_scaled_matmul_triton,
@@ -131,7 +131,7 @@ def _fp8_product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> 
     x, x_scale = make.fp8(tokens, inner), make.scales(tokens, inner // BLOCK)
     weight = make.fp8(out, inner), make.scales(cdiv(out, BLOCK), cdiv(inner, BLOCK))
     ours = partial(block_scaled_matmul_triton, x, x_scale, *weight, make.dtype)
-    there = hasattr(F, "scaled_mm") and takes(x, weight[0], make.dtype)
+    there = hasattr(F, "scaled_mm") and x.is_cuda and fits(weight[0], make.dtype)
     one = FORMATS["FP8"].reference
     return KernelCase(
         f"product {name}, FP8",

@@ -16,7 +16,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import kernel_check
-from dsa_engine.kernels.runtime import operation
+from dsa_engine.kernels.runtime import libraries, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
 from dsa_engine.system.progress import progress_bar
@@ -26,7 +26,7 @@ import json, sys
 from pathlib import Path
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels.rows import silu_mul
-from dsa_engine.kernels.runtime import operation
+from dsa_engine.kernels.runtime import libraries, operation
 from dsa_engine.engine.startup import kernel_check
 
 class Broken:
@@ -80,7 +80,7 @@ def test_a_broken_kernel_answers_no_request(
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
     assert results["right"] == {}
-    assert results["content"] == {"finished": True, "wrong": {}}
+    assert results["content"] == {"finished": True, "wrong": {}, "libraries": {}}
     assert list(results["broken"]) == ["silu_mul"]
     assert "its result differs from the reference by" in results["broken"]["silu_mul"]
     assert results["runs"] == [1, 2], "compared once for a device and model"
@@ -120,20 +120,24 @@ def test_only_an_error_of_the_device_convicts_a_kernel(
     path = tmp_path / "kept.json"
     with pytest.raises(type(error)):
         kernel_check._compare(model, nothing, path, progress_bar(None, "kernels", "comparing"))
-    finished, wrong = kernel_check._read(path)
+    finished, wrong, _ = kernel_check._read(path)
     assert (finished, list(wrong)) == (False, ["silu_mul"] * guilty)
 
 
 def test_results_are_stored_for_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "kept.json"
-    assert kernel_check._read(path) == (False, {})
+    assert kernel_check._read(path) == (False, {}, {})
     kernel_check._write(path, False, {"topk": "it left the device in an error"})
     kernel_check._write(path, True, {"rope": "its result differs"})
-    assert kernel_check._read(path) == (True, {"topk": "it left the device in an error", "rope": "its result differs"})
+    assert kernel_check._read(path) == (
+        True,
+        {"topk": "it left the device in an error", "rope": "its result differs"},
+        {},
+    )
     path.write_text("half")
-    assert kernel_check._read(path) == (False, {})
+    assert kernel_check._read(path) == (False, {}, {})
     kernel_check._write(path / "in a file", True, {})
-    assert caplog.records[-1].levelname == "WARNING" and kernel_check._read(path / "in a file") == (False, {})
+    assert caplog.records[-1].levelname == "WARNING" and kernel_check._read(path / "in a file") == (False, {}, {})
 
 
 @pytest.mark.parametrize(("wrong", "waits"), [("rms_norm", False), ("store_rows", True)])
@@ -151,6 +155,45 @@ def test_graphs_are_lost_only_to_a_reference_that_waits(
         assert list(operation.replaced()) == [wrong]
     finally:
         operation.replace({})
+
+
+@pytest.mark.parametrize("kernels", ["checked", "triton"])
+def test_libraries_that_all_ranks_have_chosen_are_used(
+    kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "kept.json"
+    decode, experts = "FlashMLA's sparse decode", "DeepGEMM's grouped experts"
+    mine = {"sparse_attention, few rows": decode, "expert_mlp, many rows": experts}
+    kernel_check._write(path, True, {"FlashAttention-2": "it left the device in an error"}, mine)
+    monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
+    monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
+    monkeypatch.setattr(libraries, "is_installed", lambda module: True)
+
+    def all_gather_int(number: int) -> list[int]:
+        """Another rank has chosen all but the experts."""
+        if number < 2:
+            return [number, number]
+        known = [(one.name, calls) for one in libraries.ADAPTERS.values() for calls in libraries.CLASSES]
+        return [number, number & ~(1 << known.index((experts, "many rows")))]
+
+    mesh = SimpleNamespace(all_gather_int=all_gather_int, device=torch.device("cpu"), rank=1)
+    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
+    caplog.set_level("INFO")
+    try:
+        kernel_check.check_kernels(model, cast(Any, None), EngineOptions("demo", kernels=kernels), progress_bar)
+        used = {"sparse_attention, few rows": decode} if kernels == "checked" else {}
+        assert libraries.choices() == used
+        lines = [record.getMessage() for record in caplog.records]
+        assert (
+            lines
+            == [
+                "rank 1: FlashMLA's sparse decode runs sparse_attention, few rows",
+                "rank 1: FlashAttention-2 is not used: it left the device in an error",
+            ][: 2 * len(used)]
+        )
+    finally:
+        operation.replace({})
+        libraries.use({})
 
 
 def test_every_kind_of_layer_is_tried(oracle: Callable[..., Any]) -> None:

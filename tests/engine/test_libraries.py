@@ -1,0 +1,80 @@
+"""Steps of DeepSeek-V3.2 on a fake device that run kernels of other libraries, at its sizes: stubs with the released
+signatures take every call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.kernels.runtime import libraries
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.measure.requests import add_filled
+from dsa_engine.sampling_params import SamplingParams
+from fake_cuda import FakeDevice
+from library_stubs import install
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="the interpreter needs values"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+MANY = {
+    "block_scaled_linear": "DeepGEMM's FP8 products",
+    "dense_attention": "FlashAttention-3",
+    "expert_mlp": "DeepGEMM's grouped experts",
+    "indexer_scores": "DeepGEMM's index logits",
+}
+FEW = {"expert_mlp": "DeepGEMM's masked experts", "indexer_scores": "DeepGEMM's paged index logits"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    libraries.use({})
+
+
+@pytest.mark.parametrize(("world", "cache"), [(1, "auto"), (8, "fp8")])
+def test_a_prefill_and_a_decode(
+    fake_engine: Callable[..., Any], world: int, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = install(monkeypatch, "flash_mla", "deep_gemm", "flash_attn_interface")
+    fp8 = cache == "fp8"
+    sparse = "FlashMLA's sparse decode" if fp8 else "FlashMLA's sparse prefill"
+    names = {f"{name}, many rows": adapter for name, adapter in (MANY | {"sparse_attention": sparse}).items()}
+    names |= {f"{name}, few rows": adapter for name, adapter in (FEW | {"sparse_attention": sparse}).items()}
+    launches = {}
+    for used in (False, True):
+        with FakeDevice() as device:
+            engine = fake_engine(device, "deepseek_v32", world, kv_cache_dtype=cache)
+            libraries.use(names if used else {})
+            request = engine.add([5] * 8192 * world, GREEDY)
+            calls.clear()
+            with device.watched():
+                step = engine.scheduler.schedule()
+                engine.runner.launch(engine.runner.plan(step))
+            engine.scheduler.launched(step)
+            engine.finish(request, "abort")
+            assert device.waits == ["event in expert_parallel.py:_counts"] * (2 if world > 1 else 0)
+            launches["prefill", used], prefill = len(device.launches), Counter(call.__name__ for call, _, _ in calls)
+            calls.clear()
+            for _ in range(world):
+                add_filled(engine, 100_000, GREEDY)
+            engine.step()  # warms up and captures; a wait within is an error
+            launches["decode", used] = len(device.captures[-1].launches)
+            decode = Counter(call.__name__ for call, _, _ in calls)
+            replayed = len(calls)
+            engine.step()
+            assert len(calls) == replayed, "a graph calls no library"
+            if not used:
+                assert not prefill and not decode, "kernels='triton' runs no library"
+    print(world, cache, launches, prefill, decode)
+    attention = "flash_mla_with_kvcache" if fp8 else "flash_mla_sparse_fwd"
+    assert prefill["m_grouped_fp8_gemm_nt_contiguous"] == 4, "two products of two layers"
+    assert prefill[attention] >= 3 and prefill["flash_attn_3_varlen_func"] >= 3 and prefill["fp8_gemm_nt"] >= 12
+    assert decode["m_grouped_fp8_gemm_nt_masked"] == 8 and decode[attention] == 6, "in the warm-up and in the graph"
+    assert bool(prefill["fp8_mqa_logits"]) == fp8
+    assert decode["fp8_paged_mqa_logits"] == decode["get_paged_mqa_logits_metadata"] == (6 if fp8 else 0)

@@ -84,8 +84,9 @@ def render(
 def _described(tools: Sequence[Any], messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a system message names all tools: templates of V3.1 and R1 leave their description to callers."""
     text = "".join(str(m.get("content")) for m in messages if m["role"] == "system")
-    functions = [tool_schema(tool).get("function") or tool_schema(tool) for tool in tools]
-    return all(str(function.get("name")) in text for function in functions)
+    schemas = [tool_schema(tool) for tool in tools]
+    functions = [one.get("function", one) if isinstance(one, Mapping) else None for one in schemas]
+    return all(isinstance(one, Mapping) and str(one.get("name")) in text for one in functions)
 
 
 def _without_words(messages: Sequence[Mapping[str, Any]], text_of: Callable[[Any], str]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.outputs import RequestMetrics, StreamPiece
@@ -151,6 +152,16 @@ def test_a_conversation_of_items(client: OpenAI, llm: LLM, server: Any) -> None:
 )  # fmt: skip
 def test_what_is_not_possible_is_said(server: Any, given: dict[str, Any], words: str) -> None:
     assert words in server.refused("/v1/responses", **({"input": "Hello"} | given))
+
+
+class Weather(BaseModel):
+    good: bool
+
+
+def test_an_answer_with_a_schema(client: OpenAI) -> None:
+    """The client's ``parse``: text.format is the response_format of chat requests."""
+    parsed = client.responses.parse(model="demo", input="Hello", text_format=Weather, max_output_tokens=300)
+    assert isinstance(parsed.output_parsed, Weather) and parsed.status == "completed"
 
 
 def test_an_error_in_a_stream(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:

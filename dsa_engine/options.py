@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dsa_engine.config.checks import Fraction, PositiveInt, Rule, Seconds, Seed
-from dsa_engine.config.fields import Options, documented, option, options_of
+from dsa_engine.config.fields import Options, chosen, documented, option, options_of
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.system.sizes import Size
@@ -19,6 +19,7 @@ LoadFormat = Literal["auto", "dummy"]
 Kernels = Literal["checked", "triton", "reference"]
 GenerationConfig = Literal["auto", "vllm"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"]  # the last two are vLLM's words for "fp8"
+Optimize = Literal["latency", "balanced", "throughput"]
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 Folder = Annotated[str | Path, Rule("that names a folder", lambda value: os.fspath(value) != "")]
 
@@ -71,12 +72,22 @@ class EngineOptions(Options):
         common=True,
         group="requests",
     )
-    max_num_seqs: PositiveInt = option(64, "maximum number of requests that run at once.", common=True)
+    optimize: Optimize = option(
+        "balanced",
+        'aim of the options that are left out and whose default is "chosen" by model, devices and ranks: "latency" of '
+        'few requests, "throughput" of many, or both.',
+        common=True,
+    )
+    max_num_seqs: PositiveInt = option(
+        chosen(64), "maximum number of requests that run at once. Default: chosen; 64 on a CPU.", common=True
+    )
     stream_interval: PositiveInt = option(
         1, "tokens in each piece of a stream after the first; larger pieces cost the host less."
     )
     max_num_batched_tokens: PositiveInt = option(
-        8192, "maximum tokens of a prefill chunk on each rank; a step takes up to cp_size times as many."
+        chosen(8192),
+        "maximum tokens of a prefill chunk on each rank; a step takes up to cp_size times as many. Default: chosen; "
+        "8192 on a CPU.",
     )
     max_prefill_share: Fraction = option(
         0.5,
@@ -91,8 +102,9 @@ class EngineOptions(Options):
     )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
-        '"auto" caches in the dtype of the run; "fp8" takes 656 bytes per latent row and 132 per index key of '
-        'DeepSeek-V3.2, with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+        '"auto" caches in FP8 if weights are FP8, the model has an indexer and the device is CUDA; else in the run\'s '
+        'dtype. "fp8" takes 656 bytes per latent row and 132 per index key of DeepSeek-V3.2, with index queries in '
+        'FP8 too; "bfloat16" is the dtype of a run in bfloat16.',
         common=True,
         group="caches and memory",
     )
@@ -165,10 +177,10 @@ class EngineOptions(Options):
         "on CUDA, launch a decode step before the tokens of the previous step are read, so that the device does not "
         "wait for the host; False shows the gain.",
     )
-    enable_dbo: bool = option(
-        False,
+    enable_dbo: bool | None = option(
+        None,
         "cut large steps of several ranks in two micro-batches: one computes attention while the tokens of the other "
-        "travel to their experts and back.",
+        "travel to their experts and back. Default: chosen; off on a CPU.",
     )
     seed: Seed = option(0, "seed of dummy weights and of requests without a seed.")
     progress: bool = option(
@@ -234,6 +246,7 @@ _PARALLEL_OF_DECODE = (
     "record_expert_loads",
     "rebalance_every",
 )
+OPTIONS_OF_DECODE = (*_ENGINE_OF_DECODE, *_PARALLEL_OF_DECODE)
 # What the ranks that prefill have alone: tiers hold pages of prompts, and two parts cannot write one file.
 _ENGINE_OF_PREFILL = ("host_cache_memory", "cache_folder", "cache_folder_size")
 
@@ -244,7 +257,7 @@ def options_of_decode(options: EngineOptions) -> EngineOptions:
     Raises:
         TypeError, ValueError: ``decode_options`` names an option that the parts share, or a value that is not possible.
     """
-    own, allowed = options.decode_options, (*_ENGINE_OF_DECODE, *_PARALLEL_OF_DECODE)
+    own, allowed = options.decode_options, OPTIONS_OF_DECODE
     if unknown := [name for name in own if name not in allowed]:
         raise ValueError(
             f"decode_options: {unknown[0]!r} cannot differ between the ranks that prefill and those that decode; "

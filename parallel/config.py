@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from dsa_engine.config.checks import PositiveInt, Rule, Seconds, at_least
-from dsa_engine.config.fields import Options, documented, option
+from dsa_engine.config.fields import Options, chosen, documented, option
 from dsa_engine.parallel.experts import CombineDtype, MoeDispatch
 
 _FILE = Rule("that names a file", lambda value: str(value) not in ("", ".", "-"))
@@ -27,21 +27,22 @@ class ParallelConfig(Options):
 
     cp_size: PositiveInt | None = option(
         None,
-        "context parallelism: ranks that prefill a sequence together; default: the whole world. It must divide the "
-        "world size; with less than the world, several groups prefill different sequences.",
+        "context parallelism: ranks that prefill a sequence together. It must divide the world size; with less than "
+        "the world, several groups prefill different sequences. Default: chosen; the world on a CPU.",
         group="parallel (under torchrun)",
     )
     tp_size: PositiveInt = option(
-        1,
+        chosen(1),
         "neighbouring ranks that divide embedding, output projection and LM head. It is not attention TP: every rank "
-        "computes all heads of its tokens.",
+        "computes all heads of its tokens. Default: chosen; 1 on a CPU.",
         common=True,
     )
     moe_dispatch: MoeDispatch = option(
-        "all_to_all",
+        chosen("all_to_all"),
         'in prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every '
         'rank all tokens and sums the results (static shapes); "by_node" is as "all_to_all", but a token crosses to '
-        'a node once, and is passed on inside; "auto" takes what modelled links say is fastest for a step\'s size.',
+        'a node once, and is passed on inside; "auto" takes what modelled links say is fastest for a step\'s size. '
+        'Default: chosen: "auto"; "all_to_all" on a CPU.',
     )
     decode_dispatch: MoeDispatch = option(
         "all_gather",
@@ -67,9 +68,10 @@ class ParallelConfig(Options):
         "and back. Fewer leave more of a GPU to what it computes meanwhile, and are slower. Default: NCCL's choice.",
     )
     redundant_experts: Annotated[int, at_least(0)] = option(
-        0,
+        chosen(0),
         "physical experts in each layer beyond the model's own, on all ranks together: replicas of the experts with "
-        "the largest loads, which share their tokens. Each takes the memory of an expert in every layer.",
+        "the largest loads, which share their tokens. Each takes the memory of an expert in every layer. Default: one "
+        "for each rank if expert_loads or rebalance_every is given and memory allows it.",
     )
     route_shared_expert: bool = option(
         False,
@@ -115,6 +117,12 @@ class ParallelConfig(Options):
                 "their way back, and codes cannot be added; use 'all_to_all', 'by_node' or 'auto' for one of them, "
                 "or leave it out"
             )
+
+    def node_ranks(self) -> int:
+        """Number of the run's ranks on a node."""
+        from dsa_engine.parallel.launch_environment import local_world_size
+
+        return local_world_size()
 
     def run_position(self) -> tuple[int, int]:
         """The rank of this process, and the number of all ranks of the run."""

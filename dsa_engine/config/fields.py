@@ -21,6 +21,24 @@ C = TypeVar("C")
 P = ParamSpec("P")
 
 
+class _DefaultInt(int):
+    pass
+
+
+class _DefaultStr(str):
+    pass
+
+
+def chosen(value: int | str) -> Any:
+    """A default that the start of an engine may replace; :func:`is_given` tells it from the same value of a user."""
+    return _DefaultInt(value) if isinstance(value, int) else _DefaultStr(value)
+
+
+def is_given(value: Any) -> bool:
+    """Whether the value of an option that may be chosen comes from the user."""
+    return value is not None and not isinstance(value, (_DefaultInt, _DefaultStr))
+
+
 def option(
     default: Any, doc: str, metavar: str | None = None, *, common: bool = False, group: str | None = None
 ) -> Any:

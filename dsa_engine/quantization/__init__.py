@@ -7,7 +7,7 @@ layers.
 """
 
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat, Weights
-from dsa_engine.quantization.choose import quantization_name, weight_format
+from dsa_engine.quantization.choose import held_as, quantization_name, weight_format
 from dsa_engine.quantization.unquantized import Unquantized
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "WeightFormat",
     "Weights",
     "weight_format",
+    "held_as",
     "quantization_name",
 ]

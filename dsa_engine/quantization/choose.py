@@ -47,12 +47,18 @@ def weight_format(
     if config is None:
         return plain
     if config.weight_block_size is not None:  # FP8 blocks, which the reader can expand
-        made = FORMATS.get("fp8")
-        if quantization == "dequantize" or (quantization is None and not (made and made.is_default_on(device))):
+        if held_as(config, quantization, device) is None:
             return plain
     elif quantization == "dequantize":
         raise ValueError(f"quantization='dequantize' expands released FP8 blocks only; this checkpoint is {name!r}")
     return ByName(config, {scheme: _format_of(scheme)(scheme, dtype, device) for scheme in config.schemes}, plain)
+
+
+def held_as(config: QuantizationConfig | None, quantization: str | None, device: torch.device) -> str | None:
+    """The format in which a device holds a checkpoint's weights, by :func:`quantization_name`; None: plain numbers."""
+    blocks = config is not None and config.weight_block_size is not None
+    expands = quantization is None and blocks and not FORMATS["fp8"].is_default_on(device)
+    return None if expands or quantization == "dequantize" else quantization_name(config)
 
 
 def quantization_name(config: QuantizationConfig | None) -> str | None:

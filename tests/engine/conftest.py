@@ -23,10 +23,16 @@ from fake_cuda import FakeConfig, FakeDevice
 
 LAYERS = {"num_hidden_layers": 3, "first_k_dense_replace": 1}  # one dense layer, two with experts
 
+# Options that an engine would choose.
+GIVEN: dict[str, Any] = {
+    "kv_cache_dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 8192, "enable_dbo": False,
+}  # fmt: skip
+
 
 @pytest.fixture
 def fake_engine(tmp_path: Path) -> Callable[..., Engine]:
-    """``fake_engine(device, model, world, parallel={}, **options)``: rank 0 of ``world``, within ``with device``."""
+    """``fake_engine(device, model, world, parallel={}, **options)``: rank 0 of ``world``, within ``with device``. It
+    chooses options that are left out if ``optimize`` is given."""
 
     def make(
         device: FakeDevice, model: str, world: int, parallel: dict[str, Any] | None = None, **options: Any
@@ -34,7 +40,10 @@ def fake_engine(tmp_path: Path) -> Callable[..., Engine]:
         (tmp_path / "config.json").write_text(json.dumps(released_config(model)))
         fixed: dict[str, Any] = {"device": "cuda", "kernels": "triton", "load_format": "dummy", "progress": False}
         fixed |= {"hf_overrides": LAYERS, "cache_memory": "16GiB", "cudagraph_capture_sizes": []}
-        ranks = FakeConfig(device=device, world=world, **parallel or {})
+        chooses = "optimize" in options
+        fixed |= {} if chooses else GIVEN
+        divided = {} if chooses else {"cp_size": world, "tp_size": 1, "moe_dispatch": "all_to_all"}
+        ranks = FakeConfig(device=device, world=world, **divided | (parallel or {}))
         return start(tmp_path, EngineOptions(tmp_path, parallel=ranks, **fixed | options))[0]
 
     return make

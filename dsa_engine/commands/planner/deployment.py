@@ -12,6 +12,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8
 from dsa_engine.convert.schemes import stored_as
+from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes
 from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts
@@ -23,7 +24,6 @@ from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes, exchange, quantized_bytes
 from dsa_engine.parallel.links import Links
 
-WORKSPACE = 1 << 30
 _LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a node, between nodes (parallel/links.py)
 
 
@@ -139,16 +139,3 @@ def _one_of_each(config: ModelConfig) -> ModelConfig:
         mlp_layer_types=config.mlp_layer_types[:count],
         indexer_types=config.indexer_types[:count],
     )
-
-
-def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
-    """Estimate of the largest set of activations in a forward pass over ``tokens`` tokens, for devices that are not at
-    hand. An engine runs the step and counts instead (``startup/warm_up.py``).
-
-    ``gathered`` tokens arrive at this rank's experts: their rows are counted, and their sums in float32. The experts'
-    own activations are counted for ``tokens``, the tokens of a rank under balanced routing.
-    """
-    attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
-    experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
-    arriving = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
-    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + arriving

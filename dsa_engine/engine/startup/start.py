@@ -26,6 +26,7 @@ from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
+from dsa_engine.engine.startup.choice import chosen_options
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.start_facts import start_facts
 from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, connect, step_bytes
@@ -39,6 +40,7 @@ from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtyp
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.quantization import Unquantized, quantization_name
 from dsa_engine.system.output_files import check_outputs
@@ -159,9 +161,11 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     refuse_extra_layers(folder, config, options)
     modules, max_model_len = mtp_modules(folder, config, options), limited_model_len(config, options)
     relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
+    device = choose_device(options.device)
+    dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
+    options = chosen_options(options, config.with_mtp(modules), max_model_len, device, dtype)
     same, options = partial(start_facts, folder, options), own_options(options)
     mesh, wanted = create_mesh(options.parallel, options.device, same), options.kv_events_config or {}
-    dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
     format = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))
 
     def of_one_rank() -> KVEvents | None:

@@ -228,7 +228,7 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
     else:
         returned = tokens * min(size, k) * row.back
         limit, rounds, rows = max(chunk or 0, size * (k + 1)), rounds_needed(even, chunk or even, size, k), 4
-    if method == "by_node" and groups is not None:
+    if method in ("by_node", "auto") and groups is not None:
         rail, node = largest_groups(groups.nodes)
         bound = max(chunk or even, max(rail, node) * (k + 1))  # pairs that a round brings
         # Rows of both micro-batches of a step may be on their way at once.

@@ -58,6 +58,9 @@ class EmulatedConfig(ParallelConfig):
             if getattr(self, name) == "by_node":
                 raise ValueError(f"{name} 'by_node' is not emulated: give all_to_all or all_gather")
 
+    def node_ranks(self) -> int:
+        return min(self.node_size, self.emulate_world)
+
     def run_position(self) -> tuple[int, int]:
         return self.emulate_rank, self.emulate_world
 

@@ -13,7 +13,7 @@ import torch
 from dsa_engine.cli import main
 from dsa_engine.commands.planner import predict
 from dsa_engine.commands.planner.demand import Demand
-from dsa_engine.commands.planner.deployment import Deployment, Placed, activation_bytes, stored
+from dsa_engine.commands.planner.deployment import Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.commands.planner.predict import (
     HOST_DECODE,
@@ -26,6 +26,7 @@ from dsa_engine.commands.planner.predict import (
 from dsa_engine.commands.planner.search import NothingFits, Planner
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
+from dsa_engine.engine.startup.estimates import activation_bytes
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import KVCache
 

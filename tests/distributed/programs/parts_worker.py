@@ -26,6 +26,9 @@ class PartConfig(ParallelConfig):
 
     ranks: tuple[int, ...] = ()
 
+    def run_position(self) -> tuple[int, int]:
+        return self.ranks.index(int(os.environ["RANK"])), len(self.ranks)
+
 
 @create_mesh.register(PartConfig)
 def _mesh_of_part(

@@ -32,7 +32,7 @@ def test_options_of_the_ranks_that_decode(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("RANK", str(rank))
         own = own_options(options)
         decodes = rank > 2
-        assert (own.cache_memory, own.enable_dbo) == (("3MiB", True) if decodes else ("8MiB", False))
+        assert (own.cache_memory, own.enable_dbo) == (("3MiB", True) if decodes else ("8MiB", None))
         assert (own.parallel.tp_size, own.parallel.record_expert_loads) == ((2, None) if decodes else (1, "loads.json"))
         assert own.parallel.decode_dispatch == ("all_to_all" if decodes else "all_gather")
         assert own.max_num_seqs == 5 and own.parallel.prefill_ranks == 3

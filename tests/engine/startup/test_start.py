@@ -188,6 +188,26 @@ def test_two_engines_capture_their_own_graphs(fake_engine: Callable[..., Any]) -
         assert device.emptied == 0
 
 
+def test_options_that_are_left_out_are_chosen(
+    fake_engine: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine has them, and the log says them with their reasons, in two lines."""
+    caplog.set_level("INFO")
+    with FakeDevice() as device:
+        engine = fake_engine(device, "deepseek_v32", 8, optimize="latency", max_num_seqs=12, max_model_len=9000)
+    options, parallel = engine.options, engine.options.parallel
+    assert (
+        (parallel.cp_size, parallel.tp_size, parallel.moe_dispatch)
+        == (8, 8, "auto")
+        == (8, engine.mesh.tp.size, "auto")
+    )
+    assert (options.enable_dbo, options.max_num_seqs, options.max_num_batched_tokens) == (True, 12, 4096)
+    assert options.kv_cache_dtype == "fp8" and engine.cache.format.fp8
+    values, reasons = [record.getMessage() for record in caplog.records if record.name.endswith("choice")]
+    assert values.startswith("chosen for optimize=latency on 8 rank(s) on 1 node(s): kv_cache_dtype fp8, tp_size 8, ")
+    assert "max_num_seqs" not in values + reasons and "tp_size: a decode step reads fewer weights" in reasons
+
+
 @pytest.mark.parametrize("given", [[0], ["1"], 4, [True], [-2]])
 def test_capture_sizes_that_are_none(given: Any) -> None:
     with pytest.raises(ValueError, match=f"cudagraph_capture_sizes .* not {re.escape(repr(given))}"):

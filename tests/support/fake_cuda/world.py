@@ -40,6 +40,12 @@ class FakeConfig(ParallelConfig):
     skew: float = 1.0
     node_size: int | None = None
 
+    def node_ranks(self) -> int:
+        return self.node_size or self.world
+
+    def run_position(self) -> tuple[int, int]:
+        return 0, self.world
+
 
 class FakeMesh(Mesh):
     """A mesh of which only rank 0 exists."""

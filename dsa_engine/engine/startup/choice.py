@@ -1,0 +1,249 @@
+"""Options that are left out, chosen by model, devices, ranks and the longest request: a rule and a reason for each.
+
+Rules are closed forms. `tests/commands/planner/test_choice.py` compares what they choose with the best that the search
+of ``dsa-engine plan`` finds. On a CPU all options keep their defaults: nothing models a CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dsa_engine.config.fields import is_given
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes, expert_bytes, rank_weight_bytes
+from dsa_engine.kernels.formats.cache_format import FP8
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
+from dsa_engine.options import OPTIONS_OF_DECODE, EngineOptions, options_of_decode
+from dsa_engine.parallel.disaggregation import position
+from dsa_engine.quantization import held_as
+from dsa_engine.system.sizes import parse_bytes
+
+logger = logging.getLogger(__name__)
+
+# Fewest tokens of the longest prompt for a rank of a context-parallel group. Below, the exchange of tokens and reads of
+# weights take over; dense attention also expands keys and values of the whole context on every rank.
+_LEAST_TOKENS = {
+    ("balanced", True): 4096,
+    ("throughput", True): 16_384,
+    ("balanced", False): 8192,
+    ("throughput", False): 65_536,
+}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a run's ranks, or of the part of them that prefills or decodes.
+
+    Attributes:
+        ranks: number of ranks.
+        node_ranks: number of ranks on a node.
+        memory: bytes of a device; None: a CPU.
+    """
+
+    ranks: int
+    node_ranks: int
+    memory: int | None
+
+    @property
+    def nodes(self) -> int:
+        return cdiv(self.ranks, self.node_ranks)
+
+
+@dataclass
+class Choice:
+    """What is known when an option is chosen, and the options so far.
+
+    Args:
+        config: the model's, with the MTP modules that draft as further layers.
+        longest: maximum number of tokens of a request.
+        weights: the format in which linear layers and experts are held, as ``quantization`` names it; None: ``dtype``.
+        dtype: of the run.
+    """
+
+    options: EngineOptions
+    config: ModelConfig
+    devices: Devices
+    longest: int
+    weights: str | None
+    dtype: torch.dtype = torch.bfloat16
+    values: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, rule in RULES.items():
+            self.values[name] = value = getattr(self.options, name, getattr(self.options.parallel, name, None))
+            if not is_given(value) or (name, value) == ("kv_cache_dtype", "auto"):
+                self.values[name], self.reasons[name] = rule(self) if self.devices.memory else _on_cpu(self, name)
+
+    @property
+    def optimize(self) -> str:
+        return self.options.optimize
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that were left out."""
+        return {name: self.values[name] for name in self.reasons}
+
+    def applied(self) -> EngineOptions:
+        """The options with those that were left out."""
+        parallel = {name: value for name, value in self.chosen.items() if not hasattr(self.options, name)}
+        others = {name: value for name, value in self.chosen.items() if hasattr(self.options, name)}
+        return replace(self.options, parallel=replace(self.options.parallel, **parallel), **others)
+
+    def log(self, part: str = "") -> None:
+        """Logs the choice in two lines."""
+        where = f"{self.devices.ranks} rank(s) on {self.devices.nodes} node(s){part}"
+        values = ", ".join(f"{name} {value}" for name, value in self.chosen.items())
+        logger.info("chosen for optimize=%s on %s: %s", self.optimize, where, values or "nothing, all is given")
+        alike: dict[str, list[str]] = {}
+        for name, why in self.reasons.items():
+            alike.setdefault(why, []).append(name)
+        logger.info("reasons: %s", "; ".join(f"{', '.join(names)}: {why}" for why, names in alike.items()))
+
+    def room(self, tp_size: int, chunk: int) -> float:
+        """Bytes of a device beside weights, workspace and a prefill step of ``chunk`` tokens a rank; approximate."""
+        assert self.devices.memory is not None
+        ranks, given = self.devices.ranks, self.options.workspace
+        used = rank_weight_bytes(self.config, self.weights, ranks, tp_size, self.dtype.itemsize)
+        used += WORKSPACE if given is None else parse_bytes(given, "workspace")
+        used += activation_bytes(self.config, chunk, chunk * min(ranks, 2), self.dtype)
+        return self.options.gpu_memory_utilization * self.devices.memory - used
+
+    def request_bytes(self) -> int:
+        """Bytes of the longest request in the caches."""
+        dtype = cache_dtype(self.values["kv_cache_dtype"], self.dtype)
+        return self.longest * cache_bytes_per_token(self.config, cache_format(self.config, dtype))
+
+
+def chosen_options(
+    options: EngineOptions, config: ModelConfig, longest: int, device: torch.device, dtype: torch.dtype
+) -> EngineOptions:
+    """The options with those that were left out, for all ranks of the run; those of ranks that only decode are in
+    ``decode_options``. Logs them on rank 0.
+
+    Raises:
+        ValueError: ``prefill_ranks`` leaves no rank to decode.
+    """
+    weights = held_as(config.quantization, options.quantization, device)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    parallel = options.parallel
+    (rank, ranks), prefills = parallel.run_position(), parallel.prefill_ranks
+
+    def choose(options: EngineOptions, ranks: int, part: str = "") -> Choice:
+        devices = Devices(ranks, min(ranks, parallel.node_ranks()) if memory else ranks, memory)
+        choice = Choice(options, config, devices, longest, weights, dtype)
+        if rank == 0:
+            choice.log(part)
+        return choice
+
+    if prefills is None:
+        return choose(options, ranks).applied()
+    position(parallel)  # there is a rank to decode
+    decode = choose(options_of_decode(options), ranks - prefills, " that decode").chosen
+    own = {name: value for name, value in decode.items() if name in OPTIONS_OF_DECODE} | options.decode_options
+    return replace(choose(options, prefills, " that prefill").applied(), decode_options=own)
+
+
+def _on_cpu(choice: Choice, name: str) -> tuple[Any, str]:
+    default = {"cp_size": choice.devices.ranks, "enable_dbo": False}.get(name, choice.values[name])
+    return default, "the default on a CPU"
+
+
+def _kv_cache_dtype(choice: Choice) -> tuple[str, str]:
+    if choice.weights == "fp8" and choice.config.has_indexer and choice.dtype == torch.bfloat16:
+        try:
+            cache_format(choice.config, FP8)
+            return "fp8", "weights are FP8 too, and it takes half of the memory"
+        except ValueError:
+            return "auto", "the model's sizes have no FP8 format"
+    return "auto", "FP8 would change numbers beyond rounding, as weights are not FP8, or attention is dense"
+
+
+def _tp_size(choice: Choice) -> tuple[int, str]:
+    config, devices = choice.config, choice.devices
+    columns = config.num_attention_heads * config.v_head_dim
+    schemes = config.quantization.schemes if config.quantization else ()
+    whole = any(scheme.actorder for scheme in schemes)  # columns of a group lie anywhere: no rank has a part of them
+    sizes = [n for n in (8, 4, 2) if devices.node_ranks % n == devices.ranks % n == columns % (128 * n) == 0]
+    if not sizes or whole:
+        return 1, "nothing to divide by"
+    if choice.optimize == "latency":
+        return sizes[0], "a decode step reads fewer weights"
+    if sizes[0] <= 4:
+        return sizes[0], "few ranks exchange for less than the weights that they need not read"
+    if choice.room(1, 0) < (devices.memory or 0) / 4:
+        return sizes[0], "weights would leave under a quarter of the memory"
+    return 1, "weights fit, and prefill needs no further collectives"
+
+
+def _cp_size(choice: Choice) -> tuple[int, str]:
+    ranks, sparse = choice.devices.ranks, choice.config.has_indexer
+    if choice.optimize == "latency":
+        return ranks, "all ranks shorten the time to the first token"
+    least = _LEAST_TOKENS[choice.optimize, sparse]
+    size = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * least <= max(least, choice.longest))
+    return size, f"at least {least:,} tokens of the longest prompt for a rank"
+
+
+def _max_num_batched_tokens(choice: Choice) -> tuple[int, str]:
+    sparse, own = choice.config.has_indexer, cdiv(choice.longest, choice.values["cp_size"])
+    chunk = 4096 if sparse else min(16_384, max(4096, next_power_of_2(own)))
+    needed = choice.values["max_num_seqs"] * _request_rows(choice) + 1.25 * choice.request_bytes()
+    while chunk > 2048 and choice.room(choice.values["tp_size"], chunk) < needed:
+        chunk //= 2
+    return chunk, "it keeps the device busy" if sparse else "larger chunks expand keys and values less often"
+
+
+def _moe_dispatch(choice: Choice) -> tuple[str, str]:
+    return "auto", "the fastest for the size of a step, by modelled links"
+
+
+def _enable_dbo(choice: Choice) -> tuple[bool, str]:
+    ranks, nodes = choice.devices.ranks, choice.devices.nodes
+    if choice.config.has_indexer:
+        return ranks > 1, "computation hides the exchange of tokens" if ranks > 1 else "nothing travels"
+    hides = nodes > 1 and choice.optimize != "latency"
+    return hides, "computation hides the links between nodes" if hides else "keys and values would expand twice"
+
+
+def _max_num_seqs(choice: Choice) -> tuple[int, str]:
+    ranks, room = choice.devices.ranks, choice.room(choice.values["tp_size"], 0)
+    cached, steps = int(ranks * room / choice.request_bytes()), int(room / 8 / _request_rows(choice))
+    least, each = {"latency": (8, 1), "balanced": (64, 16), "throughput": (256, 128)}[choice.optimize]
+    number = max(8, min(max(least, min(each * ranks, cached)), steps))
+    why = f"caches hold {cached:,} of the longest, and rows of {steps:,} take an eighth of the memory beside weights"
+    return 1 << (number.bit_length() - 1), why
+
+
+def _request_rows(choice: Choice) -> int:
+    """Bytes that a request takes in the largest decode step: a rank may come to run all, so each counts on all ranks,
+    in the step, its graph and the warm-up of that, and in tables of the vocabulary."""
+    step = activation_bytes(choice.config, 1, choice.devices.ranks, choice.dtype)
+    return 3 * step + 8 * choice.config.vocab_size
+
+
+def _redundant_experts(choice: Choice) -> tuple[int, str]:
+    config, parallel, ranks = choice.config, choice.options.parallel, choice.devices.ranks
+    if (parallel.expert_loads is None and parallel.rebalance_every is None) or ranks == 1:
+        return 0, "loads are not known"
+    replica = expert_bytes(config, choice.weights, choice.dtype.itemsize)
+    fits = replica * 20 <= (choice.devices.memory or 0)
+    return (ranks, "one a rank shares the largest loads") if fits else (0, "one a rank takes over 5% of the memory")
+
+
+RULES: dict[str, Callable[[Choice], tuple[Any, str]]] = {
+    "kv_cache_dtype": _kv_cache_dtype,
+    "tp_size": _tp_size,
+    "cp_size": _cp_size,
+    "max_num_seqs": _max_num_seqs,
+    "max_num_batched_tokens": _max_num_batched_tokens,
+    "moe_dispatch": _moe_dispatch,
+    "enable_dbo": _enable_dbo,
+    "redundant_experts": _redundant_experts,
+}

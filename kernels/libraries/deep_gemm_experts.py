@@ -12,6 +12,7 @@ Between the products a value is bfloat16; our kernel keeps float32 until it quan
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -30,13 +31,14 @@ _UNCOUNTED_PAIRS = 16384  # most pairs of which those of other ranks get rows to
 
 
 def _takes(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: Weight, down: Weight,
+    few: bool, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: Weight, down: Weight,
     product: ProductFormat | None = None, *, dtype: torch.dtype | None = None, local_fraction: float = 1.0,
     local_pairs: int | None = None, **_: Any,
 ) -> bool:  # fmt: skip
     weight = down[0]
     return (
-        product is not None
+        (x.shape[0] <= FEW_ROWS) == few
+        and product is not None
         and weight is not None
         and weight.dtype == torch.float8_e4m3fn
         and (dtype or x.dtype) == torch.bfloat16
@@ -44,24 +46,6 @@ def _takes(
         and (local_pairs is not None or local_fraction == 1 or topk_ids.numel() <= _UNCOUNTED_PAIRS)
         and capability(x) // 10 == 9
     )
-
-
-def _takes_few(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    return x.shape[0] <= FEW_ROWS and _takes(x, *args, **kwargs)
-
-
-def _takes_many(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    return x.shape[0] > FEW_ROWS and _takes(x, *args, **kwargs)
-
-
-@adapter("expert_mlp", "DeepGEMM's masked experts", "deep_gemm", _takes_few)
-def masked_experts(x: torch.Tensor, topk_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _experts(True, x, topk_ids, *args, **kwargs)
-
-
-@adapter("expert_mlp", "DeepGEMM's grouped experts", "deep_gemm", _takes_many)
-def grouped_experts(x: torch.Tensor, topk_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _experts(False, x, topk_ids, *args, **kwargs)
 
 
 def _experts(
@@ -119,3 +103,7 @@ def _part(weight: Weight) -> torch.Tensor:
     first = weight[0]
     assert first is not None
     return first
+
+
+adapter("expert_mlp", "DeepGEMM's masked experts", "deep_gemm", partial(_takes, True))(partial(_experts, True))
+adapter("expert_mlp", "DeepGEMM's grouped experts", "deep_gemm", partial(_takes, False))(partial(_experts, False))

@@ -8,6 +8,7 @@ are ours; 32 or 64 heads, on sm_90 and sm_100.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -25,40 +26,22 @@ _FEW_QUERIES = 8  # a sequence: drafts, for which it is better to stream its key
 
 
 def _takes(
-    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, segments: Segments, key_format: IndexKeyFormat
-) -> bool:
+    few: bool, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor,
+    segments: Segments, *, key_format: IndexKeyFormat, **_: Any,
+) -> bool:  # fmt: skip
     return (
         key_format.fp8
-        and q.dtype == torch.float8_e4m3fn
-        and weights.dtype == torch.float32
+        and (q.dtype, weights.dtype, block_tables.dtype) == (torch.float8_e4m3fn, torch.float32, torch.int32)
         and q.shape[1] in (32, 64)
         and q.shape[2] in (32, 64, 128)
         and pool.shape[1] == _PAGE_SIZE
         and pool.is_contiguous()
-        and segments.rows > 0
+        and (max(s.length for s in segments) <= _FEW_QUERIES) == few
         and capability(q) // 10 in (9, 10)
     )
 
 
-def _few(segments: Segments) -> bool:
-    return max(s.length for s in segments) <= _FEW_QUERIES
-
-
-def _takes_few(
-    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments, *,
-    key_format: IndexKeyFormat, **_: Any,
-) -> bool:  # fmt: skip
-    return _takes(q, weights, pool, segments, key_format) and _few(segments) and block_tables.dtype == torch.int32
-
-
-def _takes_many(
-    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments, *,
-    key_format: IndexKeyFormat, **_: Any,
-) -> bool:  # fmt: skip
-    return _takes(q, weights, pool, segments, key_format) and not _few(segments)
-
-
-@adapter("indexer_scores", "DeepGEMM's paged index logits", "deep_gemm", _takes_few)
+@adapter("indexer_scores", "DeepGEMM's paged index logits", "deep_gemm", partial(_takes, True))
 def paged_logits(
     q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments, **_: Any
 ) -> torch.Tensor:
@@ -78,7 +61,7 @@ def paged_logits(
     )  # fmt: skip
 
 
-@adapter("indexer_scores", "DeepGEMM's index logits", "deep_gemm", _takes_many)
+@adapter("indexer_scores", "DeepGEMM's index logits", "deep_gemm", partial(_takes, False))
 def gathered_logits(
     q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments, *,
     key_format: IndexKeyFormat, **_: Any,

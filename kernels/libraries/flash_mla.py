@@ -7,12 +7,13 @@ the metadata's arguments and give base-2 logarithms, and are left out when they 
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
 from dsa_engine.kernels.runtime.launch import capability, multiprocessors
 from dsa_engine.kernels.runtime.libraries import adapter
 
@@ -22,35 +23,20 @@ _schedules: dict[tuple[Any, ...], Any] = {}
 
 
 def _takes(
-    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, row_format: LatentFormat, counts: torch.Tensor | None
-) -> bool:
-    k = slots.shape[1]
+    fp8: bool, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat,
+    counts: torch.Tensor | None = None, **_: Any,
+) -> bool:  # fmt: skip
     return (
         (q.dtype, slots.dtype, counts) == (torch.bfloat16, torch.int32, None)
-        and (row_format.rank, row_format.rope) == (512, 64)
+        and row_format == LatentFormat(512, 64, FP8 if fp8 else torch.bfloat16)
         and q.shape[1] in (64, 128)
-        and k > 0
-        and k % 128 == 0  # the sparse prefill of sm_90; others take 64
+        and slots.shape[1] % 128 == 0 < slots.shape[1]  # the sparse prefill of sm_90; others take 64
         and pool.is_contiguous()
         and capability(q) // 10 in (9, 10)
     )
 
 
-def _takes_plain(
-    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat,
-    counts: torch.Tensor | None = None, **_: Any,
-) -> bool:  # fmt: skip
-    return row_format.dtype == torch.bfloat16 and _takes(q, pool, slots, row_format, counts)
-
-
-def _takes_fp8(
-    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat,
-    counts: torch.Tensor | None = None, **_: Any,
-) -> bool:  # fmt: skip
-    return row_format.fp8 and _takes(q, pool, slots, row_format, counts)
-
-
-@adapter("sparse_attention", "FlashMLA's sparse prefill", "flash_mla", _takes_plain)
+@adapter("sparse_attention", "FlashMLA's sparse prefill", "flash_mla", partial(_takes, False))
 def sparse_prefill(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat, scale: float, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +46,7 @@ def sparse_prefill(
     return out, _of_nothing(lse)
 
 
-@adapter("sparse_attention", "FlashMLA's sparse decode", "flash_mla", _takes_fp8)
+@adapter("sparse_attention", "FlashMLA's sparse decode", "flash_mla", partial(_takes, True))
 def sparse_decode(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat, scale: float,
     workspace: int = 256 << 20, **_: Any,

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.limits import Add
@@ -26,7 +27,6 @@ from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.http import bind, url_of
 from dsa_engine.server.messages import AbortRequests, NewRequest, NewTokens, encode, from_engine
-from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.options import ServerOptions
 from dsa_engine.server.process import Relay, serve
 
@@ -221,7 +221,9 @@ def test_the_end_of_a_process(
     ready(url)
     assert httpx.post(f"{url}/v1/completions", json={"prompt": [5], "max_tokens": 2}).status_code == 200
     started = re.compile("^process_start_time_seconds .*", re.MULTILINE)
-    (own,) = started.findall(Metrics(os.getpid(), "").text(None).decode())
+    registry = CollectorRegistry()
+    ProcessCollector(pid=os.getpid, registry=registry)
+    (own,) = started.findall(generate_latest(registry).decode())
     assert started.findall(httpx.get(f"{url}/metrics").text) == [own], "times and memory of the engine's process"
     if number == signal.SIGTERM:
         threading.Timer(0.2, lambda: os.kill(os.getpid(), number)).start()

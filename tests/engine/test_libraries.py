@@ -37,7 +37,7 @@ def nothing_stays() -> Iterator[None]:
     libraries.use({})
 
 
-@pytest.mark.parametrize(("world", "cache"), [(1, "auto"), (8, "fp8")])
+@pytest.mark.parametrize(("world", "cache"), [(1, "bfloat16"), (8, "fp8")])
 def test_a_prefill_and_a_decode(
     fake_engine: Callable[..., Any], world: int, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

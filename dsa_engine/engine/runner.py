@@ -89,17 +89,16 @@ class ModelRunner:
 
         A step without graphs of more than some thousand tokens waits, as it counts the tokens of each expert first.
         With drafts only a graph can follow, and only a step that has left an outcome; with drafts of a request with a
-        grammar none can, as the host makes masks for them.
+        grammar none can, as the host makes masks for them. A prefill waits, even of one token: if its request has lost
+        its pages under the step in flight, the token of that step is not to be taken.
         """
-        if not self._is_static(plan):
+        if plan.decode is None or not self._is_static(plan):
             return False
         if self.graphs is None:
             return self.num_drafts == 0
         if self.num_drafts == 0:
             return self.graphs.ready(plan.bucket)
-        if plan.bucket is None or plan.decode is None or self.drafter is None or not before.follows:
-            return False
-        if plan.decode.asks & HAS_GRAMMAR:
+        if plan.bucket is None or self.drafter is None or not before.follows or plan.decode.asks & HAS_GRAMMAR:
             return False
         return self.graphs.ready(self.drafter.key(plan))
 

@@ -206,3 +206,25 @@ def test_prompt_logprobs_after_a_preemption(demo_cache: Path) -> None:
         assert len(output.prompt_logprobs) == 80
         for one, other in zip(output.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True):
             assert one is not None and one == pytest.approx(other, abs=1e-3)
+
+
+def test_a_request_that_loses_its_pages_under_a_step_in_flight(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds its full pages again and prefills one token, at once: the token of the step in flight is void."""
+    prompts = [[*range(2, 34)], [*range(40, 76)]]
+    params = SamplingParams(temperature=0.5, seed=3, max_tokens=24, ignore_eos=True)
+    expected = [out.token_ids for out in llm.generate(prompts, params)]
+    engine, step = llm.engine, llm.engine.step
+    monkeypatch.setattr(engine, "async_scheduling", True)
+    lengths = {41, 49, 57}  # tokens that are read; all but one are in full pages
+
+    def preempting() -> Any:
+        read = step()
+        for request in engine.scheduler.decoding.requests[-1:]:
+            if engine.in_flight and len(request) - 1 in lengths:
+                lengths.remove(len(request) - 1)
+                engine.scheduler.preempt(request)
+        return read
+
+    monkeypatch.setattr(engine, "step", preempting)
+    assert [out.token_ids for out in llm.generate(prompts, params)] == expected
+    assert not lengths

@@ -90,7 +90,7 @@ def test_a_request_that_forbids_every_token(llm: LLM) -> None:
     assert fine.finish_reason == "length" and failed.finish_reason == "error"
     assert failed.error == (
         "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its stop_token_ids, "
-        "forbid every one"
+        "forbid every one, or those that structured_outputs allows"
     )
 
 

@@ -30,10 +30,10 @@ from dsa_engine.sampling_params import SamplingParams
 @pytest.mark.parametrize(
     "name, value, allowed",
     [
-        *(("temperature", value, "at least 0") for value in (math.nan, math.inf, "hot", None, -0.1)),
+        *(("temperature", value, "at least 0") for value in (math.nan, math.inf, "hot", -0.1)),
         *(("top_p", value, "above 0 and at most 1") for value in (0.0, 1.01, math.nan)),
         *(("min_p", value, "from 0 to 1") for value in (-0.1, 1.5, "much")),
-        *(("logprobs", value, "at least 0") for value in (-1, True, 2.0)),
+        *(("logprobs", value, "at least -1") for value in (-2, True, 2.0)),
         *(("top_k", value, "at least -1") for value in (-2, 1.5)),
         *(("max_tokens", value, "at least 1") for value in (0, True)),
         ("min_tokens", -1, "at least 0"),

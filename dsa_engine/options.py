@@ -56,7 +56,7 @@ class EngineOptions(Options):
         common=True,
     )
     hf_overrides: dict[str, Any] = option(
-        dict, 'keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.', common=True
+        dict, 'keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.'
     )
     generation_config: GenerationConfig = option(
         "auto",

@@ -34,6 +34,11 @@ def chosen(value: int | str) -> Any:
     return _DefaultInt(value) if isinstance(value, int) else _DefaultStr(value)
 
 
+def plain(value: Any) -> Any:
+    """The value as if it were given."""
+    return int(value) if isinstance(value, _DefaultInt) else str(value) if isinstance(value, _DefaultStr) else value
+
+
 def is_given(value: Any) -> bool:
     """Whether the value of an option that may be chosen comes from the user."""
     return value is not None and not isinstance(value, (_DefaultInt, _DefaultStr))

@@ -140,7 +140,9 @@ def test_sizes_that_the_format_cannot_hold_are_refused_before_anything_loads(
         load(oracle("deepseek_v32").folder, hf_overrides={"kv_lora_rank": 128})
     with pytest.raises(ValueError, match="kv_cache_dtype='bfloat16' needs an engine that computes in bfloat16"):
         load(oracle("deepseek_v32").folder, kv_cache_dtype="bfloat16")
-    with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, bfloat16, fp8, not 'fp4'"):
+    with pytest.raises(
+        ValueError, match="kv_cache_dtype must be one of auto, bfloat16, fp8, fp8_e4m3, fp8_ds_mla, not 'fp4'"
+    ):
         load(oracle("deepseek_v32").folder, kv_cache_dtype="fp4")
 
 

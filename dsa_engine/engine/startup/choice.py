@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.config.fields import is_given
+from dsa_engine.config.fields import is_given, plain
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes, expert_bytes, rank_weight_bytes
 from dsa_engine.kernels.formats.cache_format import FP8
@@ -138,7 +138,7 @@ def chosen_options(
     def choose(options: EngineOptions, ranks: int, part: str = "") -> Choice:
         devices = Devices(ranks, min(ranks, parallel.node_ranks()) if memory else ranks, memory)
         choice = Choice(options, config, devices, longest, weights, dtype)
-        if rank == 0:
+        if rank == 0 and memory is not None:
             choice.log(part)
         return choice
 
@@ -152,7 +152,7 @@ def chosen_options(
 
 def _on_cpu(choice: Choice, name: str) -> tuple[Any, str]:
     default = {"cp_size": choice.devices.ranks, "enable_dbo": False}.get(name, choice.values[name])
-    return default, "the default on a CPU"
+    return plain(default), "the default on a CPU"
 
 
 def _kv_cache_dtype(choice: Choice) -> tuple[str, str]:

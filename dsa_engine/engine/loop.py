@@ -74,6 +74,7 @@ class EngineLoop:
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
         capacity, tokens = engine.scheduler.capacity, engine.scheduler.max_prefill_tokens
         self._pace = PrefillPace(engine.options.max_tpot, tokens, capacity.page_size * capacity.cp_size)
+        self._streams: set[int] = set()  # ids of requests whose callers take tokens as they come
         self._unread = False  # whether a step launched here has not been read
         self._backlog: deque[Add | Run] = deque()  # messages not begun yet; a Run holds up those after it
         self._job: Generator[None, None, torch.Tensor] | None = None  # the Run that has begun: the head of the backlog
@@ -199,6 +200,8 @@ class EngineLoop:
         request.delivery = "nothing" if receiver is None else receiver.delivery
         if receiver is not None:
             receiver.request = request
+            if receiver.delivery == "tokens":
+                self._streams.add(add.id)
 
     def _step(self) -> None:
         self._pace.begin(time.monotonic())
@@ -223,14 +226,13 @@ class EngineLoop:
             self._pace.pause()
 
     def _limit_prefill(self) -> None:
-        """Tells all ranks when the length of prefill steps beside streams is to change."""
+        """Tells all ranks when the length of prefill steps is to change: it is limited while streams decode."""
         self._pace.read(time.monotonic(), self.engine.longest_prefill)
-        scheduler, limit = self.engine.scheduler, self._pace.limit
+        self._streams &= self._requests.keys()
+        scheduler = self.engine.scheduler
+        limit = self._pace.limit if self._streams else scheduler.max_prefill_tokens
         if limit != scheduler.max_prefill_beside:
-            streams = any(request.delivery == "tokens" for request in self._requests.values())
-            limit = limit if streams else scheduler.max_prefill_tokens
-            if limit != scheduler.max_prefill_beside:
-                self.calls.put((PrefillLimit(limit), None))
+            self.calls.put((PrefillLimit(limit), None))
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
         """Gives callers their new tokens."""

@@ -205,8 +205,10 @@ class PrefillPace:
         seconds, tokens = now - self._since, prefilled - self._prefilled
         self._since, self._prefilled = now, prefilled
         if tokens:
+            if self._decode is None and self._token is not None:  # a first guess: no step has decoded alone yet
+                self._decode = max(0.0, seconds - tokens * self._token)
             self._token = seconds / tokens
-        elif self._decode is None:
+        elif not self._decode:
             self._decode = seconds
         else:
             self._decode += _SMOOTHING * (min(seconds, 2 * self._decode) - self._decode)

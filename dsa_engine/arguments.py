@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_
 
 from dsa_engine.config.checks import shown
 from dsa_engine.config.fields import options_of
+from dsa_engine.config.vllm_options import advice
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.output_files import drop_stdout, keep_stdout, restore_stdout
-from dsa_engine.vllm_options import advice
 
 if TYPE_CHECKING:
     from dsa_engine.llm import LLM

@@ -10,13 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from dsa_engine.config.vllm_options import advice
 from dsa_engine.engine.calls import Call, MessageQueue
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.inputs import ParsedPrompt, Prompt, of_many, only_prompt, parse_prompts
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
-from dsa_engine.vllm_options import advice
 
 
 class PreparedPrompt(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 
 from dsa_engine.async_calls import AsyncCalls, outputs_of
 from dsa_engine.config.fields import takes_options_of
+from dsa_engine.config.vllm_options import refuse
 from dsa_engine.engine.calls import Call
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
@@ -34,7 +35,6 @@ from dsa_engine.text.conversations import ConversationFormat, conversation_forma
 from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
 from dsa_engine.text.tokenizer import check_tokenizer
-from dsa_engine.vllm_options import refuse
 
 
 class LLM(AsyncCalls):

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from dsa_engine.config.checks import Fraction, PositiveInt, Rule, Seconds, Seed
 from dsa_engine.config.fields import Options, chosen, documented, option, options_of
 from dsa_engine.config.speculative import SpeculativeConfig
+from dsa_engine.config.vllm_options import answer
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.system.sizes import Size
-from dsa_engine.vllm_options import answer
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]

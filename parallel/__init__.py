@@ -8,7 +8,6 @@
 * :mod:`~dsa_engine.parallel.tensor_parallel`: local tensor parallelism of embedding, output projection and LM head
 * :mod:`~dsa_engine.parallel.experts`: expert parallelism: placement, and three dispatches
 * :mod:`~dsa_engine.parallel.side_stream`: work on a side stream
-* :mod:`~dsa_engine.parallel.message_channel`: bytes from rank 0 to all ranks
 * :mod:`~dsa_engine.parallel.agreement`: a comparison of texts that must be the same on all ranks
 * :mod:`~dsa_engine.parallel.launch_environment`, :mod:`~dsa_engine.parallel.device`: a process's rank and device
 * :mod:`~dsa_engine.parallel.failure`: failed ranks: found, named and ended

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.config.vllm_options import _ANSWERS, advice
 from dsa_engine.model.kv_cache import cache_dtype
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import CompletionOutput, RequestOutput
-from dsa_engine.vllm_options import _ANSWERS, advice
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "COMING_FROM_VLLM.md"
 OPTIONS = {f.name for f in fields(EngineOptions)}

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
@@ -41,7 +42,7 @@ LAYERS = (
     ("system",),
     ("parallel",),
     ("config",),
-    ("errors", "version", "vllm_options"),
+    ("errors", "version"),
     ("kernels",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -201,6 +202,11 @@ def test_the_check_finds_what_it_should(
         assert broken == []
     else:
         assert len(broken) == 1 and complaint in broken[0]
+
+
+def test_a_room_of_the_package_has_at_most_14_modules() -> None:
+    rooms = Counter(str(path.parent.relative_to(ROOT)) for path in python_files() if "tests" not in path.parts)
+    assert {room: count for room, count in rooms.items() if count > 14} == {}
 
 
 def test_importing_does_not_bring_torch_compile_along() -> None:

@@ -38,12 +38,12 @@ from dsa_engine.engine.calls import (
 )
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import Run, run_job
+from dsa_engine.engine.message_channel import MessageChannel
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.prefill import PrefillPace
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
 from dsa_engine.engine.spmd import SpmdCalls
-from dsa_engine.parallel.message_channel import MessageChannel
 
 _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
 _CLOSE_S = 30.0  # longest wait for a running step when the loop is closed

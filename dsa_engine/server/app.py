@@ -15,14 +15,12 @@ from fastapi.staticfiles import StaticFiles
 
 from dsa_engine.async_calls import PreparedPrompt
 from dsa_engine.config.checks import shown
-from dsa_engine.server.chat import ChatForm
 from dsa_engine.server.client import EngineClient
-from dsa_engine.server.completions import CompletionForm
 from dsa_engine.server.errors import ApiError, BodyLimit, EngineError, HostCheck, KeyCheck, add_handlers, bad_request
-from dsa_engine.server.generation import Admission, Form, Generation, to_json
-from dsa_engine.server.metrics import Metrics
-from dsa_engine.server.options import ServerOptions, read_template
-from dsa_engine.server.protocol import (
+from dsa_engine.server.forms.chat import ChatForm
+from dsa_engine.server.forms.completions import CompletionForm
+from dsa_engine.server.forms.form import Form, to_json
+from dsa_engine.server.forms.protocol import (
     ChatRequest,
     CompletionRequest,
     Conversation,
@@ -30,7 +28,10 @@ from dsa_engine.server.protocol import (
     RequestBody,
     TokenizeRequest,
 )
-from dsa_engine.server.responses import ResponsesForm, ResponsesRequest
+from dsa_engine.server.forms.responses import ResponsesForm, ResponsesRequest
+from dsa_engine.server.generation import Admission, Generation
+from dsa_engine.server.metrics import Metrics
+from dsa_engine.server.options import ServerOptions, read_template
 from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.version import __version__

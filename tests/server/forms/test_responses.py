@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.outputs import RequestMetrics, StreamPiece
-from dsa_engine.server.responses import ResponsesForm
+from dsa_engine.server.forms.responses import ResponsesForm
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, ToolCallDelta
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]

@@ -10,9 +10,9 @@ from typing import Any
 from dsa_engine.config.checks import shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.client import EngineClient
-from dsa_engine.server.generation import Form
-from dsa_engine.server.parts import chat_logprobs, prompt_logprobs
-from dsa_engine.server.protocol import ChatRequest
+from dsa_engine.server.forms.form import Form
+from dsa_engine.server.forms.parts import chat_logprobs, prompt_logprobs
+from dsa_engine.server.forms.protocol import ChatRequest
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
 from dsa_engine.text.conversations.deltas import message_of
 

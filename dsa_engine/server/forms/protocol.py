@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dsa_engine.config.checks import shown
+from dsa_engine.config.vllm_options import answer
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.vllm_options import answer
 
 logger = logging.getLogger(__name__)
 _SAMPLING = {f.name for f in fields(SamplingParams) if f.init}

@@ -10,11 +10,11 @@ from pydantic import BaseModel, Field
 
 from dsa_engine.config.checks import shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
-from dsa_engine.server.chat import ChatForm
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError
-from dsa_engine.server.generation import to_json
-from dsa_engine.server.protocol import ChatRequest, Effort, RequestBody
+from dsa_engine.server.forms.chat import ChatForm
+from dsa_engine.server.forms.form import to_json
+from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
 from dsa_engine.text.conversations import ConversationFormat
 from dsa_engine.text.conversations.deltas import message_of
 from dsa_engine.text.conversations.reader import THINK_END

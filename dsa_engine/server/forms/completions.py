@@ -10,9 +10,9 @@ from typing import Any
 from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.client import EngineClient
-from dsa_engine.server.generation import Form
-from dsa_engine.server.parts import completion_logprobs, prompt_logprobs
-from dsa_engine.server.protocol import CompletionRequest
+from dsa_engine.server.forms.form import Form
+from dsa_engine.server.forms.parts import completion_logprobs, prompt_logprobs
+from dsa_engine.server.forms.protocol import CompletionRequest
 
 
 class CompletionForm(Form):

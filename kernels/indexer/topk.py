@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.kernels.indexer._topk_kernel import select_topk_kernel
+from dsa_engine.kernels.indexer._topk_spans_kernel import select_topk_spans_kernel
 from dsa_engine.kernels.rows.segment import Paging, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for, multiprocessors, runs_triton
@@ -57,6 +58,14 @@ MANY_ROWS = {
 FEW_ROWS = {
     80: Config(warps=16, groups=2, piece=4096, capacity=16384, sample=4096, resident=1, registers=128),
 }
+
+
+class Spans(NamedTuple):
+    """How the kernel of few rows is launched."""
+
+    span: int = 8192  # scores of a program, all in registers; k is at most half of it
+    sample: int = 4096  # scores that a floor is found in; at most span
+    warps: int = 16
 
 
 def select_topk_reference(
@@ -155,6 +164,39 @@ def select_by_kernel(
         return _launch(scores, k, lengths, config, 1, paging=paging, out=out)
     positions, best = _launch(scores, k, lengths, config, slices)
     return _launch(best, k, None, config, 1, positions, paging, out)
+
+
+def select_by_spans(
+    scores: torch.Tensor,
+    k: int,
+    lengths: torch.Tensor | None,
+    config: Spans,
+    paging: Paging | None = None,
+    out: torch.Tensor | None = None,
+    finished: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`select_topk` by the kernel of few rows; k at most half of a span. ``finished``: zeros int32, one for each
+    row, that no selection uses at the same time; they are zeros again afterwards. Without, it costs a launch."""
+    if scores.stride(1) != 1 and scores.shape[1] > 1:
+        scores = scores.contiguous()
+    (rows, width), device = scores.shape, scores.device
+    spans = cdiv(width, config.span)
+    keys, columns = torch.empty(2, rows, spans * config.span, dtype=torch.int32, device=device)
+    held = torch.empty(rows, spans, dtype=torch.int32, device=device)
+    positions = torch.empty(rows, k, dtype=torch.int32, device=device) if out is None else out
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    tables, sequences, page_size = (None, None, 0) if paging is None else paging
+    if tables is not None and sequences is not None:
+        tables, sequences = tables.contiguous(), sequences.contiguous()
+    select_topk_spans_kernel[(spans, rows)](
+        scores, lengths if lengths is None else lengths.contiguous(), keys, columns, held,
+        torch.zeros(rows, dtype=torch.int32, device=device) if finished is None else finished,
+        positions, counts, tables, sequences, width, scores.stride(0), k, isqrt(k * config.span),
+        0 if tables is None else tables.stride(0),
+        HAS_LENGTHS=lengths is not None, PAGE_SIZE=page_size, SPAN=config.span, SAMPLE=config.sample,
+        num_warps=config.warps,
+    )  # fmt: skip
+    return positions, counts
 
 
 @operation(writes=("out",), waits=True)

@@ -15,9 +15,10 @@ from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
-from dsa_engine.kernels.indexer.topk import select_topk
+from dsa_engine.kernels.indexer.topk import Spans, select_by_spans, select_topk
 from dsa_engine.kernels.rows.segment import Paging, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import runs_triton
 from kernel_cases.inputs import INDEX_DIM, PAGE_SIZE, RANK, ROPE, TOPK, Call, Inputs, KernelCase, Sizes
 
 LATENT = RANK + ROPE
@@ -76,18 +77,20 @@ def _deep_gemm(make: Inputs, q: torch.Tensor, weights: torch.Tensor, context: in
 
 def top_k(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for context in sizes.contexts:
-        for rows in (*sizes.batches, sizes.scored):
+        for rows in (1, 4, 8, 64, sizes.scored):
             k = min(TOPK, context)
             scores, (tables, _) = make.floats(rows, context), make.block_tables(1, context)
             lengths = torch.full((rows,), context, dtype=torch.int32, device=make.device)
+            finished = torch.zeros_like(lengths)
             paging = Paging(tables, torch.zeros_like(lengths), PAGE_SIZE)
-            yield KernelCase(
-                "top-k",
-                f"{rows} rows, k {k}, S {context:,}",
-                partial(select_topk, scores, k, lengths, paging=paging),
-                bytes=scores.nbytes + 4 * rows * k,
-                baselines={"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)},
-            )
+            shape, moved = f"{rows} rows, k {k}, S {context:,}", scores.nbytes + 4 * rows * k
+            run = partial(select_topk, scores, k, lengths, paging=paging)
+            others = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
+            yield KernelCase("top-k", shape, run, bytes=moved, baselines=others)
+            if runs_triton(scores) and rows <= 64:
+                for warps in (8, 16):
+                    run = partial(select_by_spans, scores, k, lengths, Spans(warps=warps), paging, finished=finished)
+                    yield KernelCase(f"top-k, one launch, {warps} warps", shape, run, bytes=moved)
 
 
 def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_only import compile_only, resources
-from dsa_engine.kernels.indexer.topk import LARGEST_K, Config, select_by_kernel, select_topk, slices_of
+from dsa_engine.kernels.indexer.topk import (
+    LARGEST_K,
+    Config,
+    Spans,
+    select_by_kernel,
+    select_by_spans,
+    select_topk,
+    slices_of,
+)
 from dsa_engine.kernels.rows.segment import Paging, slots_of_reference
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
@@ -151,6 +159,68 @@ def test_rows_cut_into_slices(config: Config, slices: int, device: str) -> None:
     lengths[:4] = torch.tensor([811, 0, 1, 256])
     masked = scores.masked_fill(torch.arange(811) >= lengths[:, None], -INF)
     compare(select_by_kernel(scores.to(device), 37, lengths.int().to(device), config, slices), masked.tolist(), 37)
+
+
+# A row fits in a span, or has up to seven; a sample of half of a span, or as long as one.
+SMALL_SPANS = [(Spans(64, 32, 1), 1), (Spans(64, 64, 1), 32), (Spans(512, 64, 1), 50)]
+
+
+@KERNEL_ONLY
+@pytest.mark.parametrize("config, k", SMALL_SPANS)
+def test_spans_of_rows(config: Spans, k: int, device: str) -> None:
+    """In one launch: where the floor leaves too few candidates, more than a program has at once, or just enough."""
+    rows = awkward_rows(443, seed=k)
+    scores, finished = torch.stack(list(rows.values())), torch.zeros(len(rows), dtype=torch.int32, device=device)
+    positions, counts = select_by_spans(scores.to(device), k, None, config, finished=finished)
+    for i, name in enumerate(rows):
+        assert (name, positions[i].tolist(), int(counts[i])) == (name, *by_sorting(scores[i].tolist(), k))
+    assert (finished == 0).all()
+
+
+@KERNEL_ONLY
+@pytest.mark.parametrize("widest", [811, 128])
+def test_slots_of_spans(widest: int, device: str) -> None:
+    """Rows that end early, or before their first span does; into rows of a table, from a view of every second row."""
+    scores = torch.stack(list(awkward_rows(811, seed=widest).values())).to(device)[::2, :widest]
+    lengths = torch.randint(0, widest + 1, scores.shape[:1], generator=torch.Generator().manual_seed(widest))
+    lengths[:5] = torch.tensor([widest, 0, 1, 64, 65])
+    masked = scores.cpu().masked_fill(torch.arange(widest) >= lengths[:, None], -INF)
+    lengths, config = lengths.int().to(device), Spans(64, 32, 1)
+    positions, counts = select_by_spans(scores, 31, lengths, config)
+    compare((positions, counts), masked.tolist(), 31)
+    paging = scattered(len(scores), widest, 16, device)
+    tables = paging.block_tables.repeat(1, 2)[:, : paging.block_tables.shape[1]]  # not contiguous
+    out = torch.full((len(scores) + 1, 31), 7, dtype=torch.int32, device=device)
+    slots, counted = select_by_spans(scores, 31, lengths, config, paging._replace(block_tables=tables), out[1:])
+    assert torch.equal(out[1:], slots_of_reference(positions, *paging)) and torch.equal(counts, counted)
+    assert slots.data_ptr() == out[1:].data_ptr() and (out[0] == 7).all()
+
+
+@KERNEL_ONLY
+@pytest.mark.parametrize("rows", [1, 3])
+def test_spans_in_decode(rows: int, device: str) -> None:
+    """As launched for the model's k: all rows several times in a row with the same counters."""
+    scores = torch.randn(rows, 20_000, generator=torch.Generator().manual_seed(rows)).to(device)
+    lengths = torch.tensor([20_000, 12_345, 3], dtype=torch.int32)[:rows]
+    masked = scores.cpu().masked_fill(torch.arange(20_000) >= lengths[:, None], -INF)
+    finished = torch.zeros(rows, dtype=torch.int32, device=device)
+    for k in (2048,) if INTERPRETED else (2048, LARGEST_K, 100):
+        selected = select_by_spans(scores, k, lengths.to(device), Spans(), finished=finished)
+        compare(selected, masked.tolist(), k)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("chip", [80, 90, 100, 120])
+def test_compiled_spans(chip: int) -> None:
+    """No spills; scores are read 16 bytes at a time and candidates, whose targets are not adjacent, stored singly."""
+    ints = torch.empty(8, dtype=torch.int32)
+    paging = Paging(torch.empty(1, 2048, dtype=torch.int32), ints, 64)
+    with compile_only(chip) as launched:
+        select_by_spans(torch.empty(8, 131_072), 2048, ints, Spans(), paging, finished=ints)
+    (kernel,) = launched
+    assert resources(kernel).spilled == 0
+    assert len(re.findall(r"ld\.global[.\w]*\.v4\.b32", kernel.asm["ptx"])) >= 4
+    assert not re.findall(r"st\.global\S*\.v\d", kernel.asm["ptx"])
 
 
 def scattered(rows: int, width: int, page_size: int, device: str) -> Paging:

@@ -22,7 +22,8 @@ _FUSES = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def divide(a, b):
-    """``a / b`` for finite float32 ``a``, and ``b`` positive and normal, with as few values as rows of ``a``."""
+    """``a / b`` for finite float32 ``a``, and ``b`` positive and normal, with as few values as rows of ``a``; of −0 it
+    is 0."""
     # Triton's `/` is off by a bit at times.
     if _FUSES:
         reciprocal = tl.div_rn(1.0, b)

@@ -9,6 +9,8 @@ x and h are quantised as the format says. In FP8 h is quantised straight from fl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dsa_engine.kernels.grouped.product_formats import PLAIN, ProductFormat, Weight
@@ -65,7 +67,12 @@ def _run_native(
     return out
 
 
-@operation(runs=cpu.runs_kernel, waits=True)
+def _of_codes(given: dict[str, Any], result: torch.Tensor | None) -> list[torch.Tensor] | None:
+    """With products of codes rounding decides which number some of those between the products become."""
+    return None if given["product"] is PLAIN or result is None else [result]
+
+
+@operation(runs=cpu.runs_kernel, decoded=_of_codes, waits=True)
 def expert_mlp(
     x: torch.Tensor,
     topk_ids: torch.Tensor,

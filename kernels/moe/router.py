@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.runtime import cpu
-from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 
@@ -87,45 +87,43 @@ def _number(key):
 
 @triton.jit
 def route_kernel(
-    logits, bias, token_mask, topk_ids, topk_weights, rows, factor,
+    logits, bias, token_mask, topk_ids, topk_weights, factor,
     TOP_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISE: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_K_PAD: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_K_PAD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens a program. A row lies in the registers of one warp as [groups, experts of a group]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """A token a program. Its row lies in the registers of one warp as [groups, experts of a group]. Two rows a program
+    come out wrong on sm_90 as Triton 3.6 compiles them: seen on an H100."""
+    row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS_PAD), tl.arange(0, SIZE_PAD)
     number = group[:, None] * SIZE + member[None, :]
     inside = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
-    start = row.to(tl.int64) * (GROUPS * SIZE)
-    known = (row < rows)[:, None, None] & inside[None, :, :]
-    values = tl.load(logits + start[:, None, None] + number[None, :, :], mask=known, other=0.0)
-    choice = tl.sigmoid(values) + tl.load(bias + number, mask=inside, other=0.0)[None, :, :]
-    keys = tl.where(inside[None, :, :], _key(choice, number[None, :, :]), _WORST)
+    start = row * (GROUPS * SIZE)
+    values = tl.load(logits + start + number, mask=inside, other=0.0)
+    choice = tl.sigmoid(values) + tl.load(bias + number, mask=inside, other=0.0)
+    keys = tl.where(inside, _key(choice, number), _WORST)
     if TOP_GROUPS < GROUPS:
-        best = tl.max(keys, axis=2)
-        second = tl.max(tl.where(keys == best[:, :, None], _WORST, keys), axis=2)
-        rank = _value(best) + _value(second)
-        ranks = tl.where((group < GROUPS)[None, :], _key(rank, group[None, :]), _WORST)
+        best = tl.max(keys, axis=1)
+        second = tl.max(tl.where(keys == best[:, None], _WORST, keys), axis=1)
+        ranks = tl.where(group < GROUPS, _key(_value(best) + _value(second), group), _WORST)
         unchosen = ranks
         for _ in tl.static_range(TOP_GROUPS):
-            unchosen = tl.where(unchosen == tl.max(unchosen, axis=1)[:, None], _WORST, unchosen)
-        keys = tl.where((ranks != unchosen)[:, :, None], keys, _WORST)
-    keys = tl.reshape(keys, (ROWS, GROUPS_PAD * SIZE_PAD))
+            unchosen = tl.where(unchosen == tl.max(unchosen, axis=0), _WORST, unchosen)
+        keys = tl.where((ranks != unchosen)[:, None], keys, _WORST)
+    keys = tl.reshape(keys, (GROUPS_PAD * SIZE_PAD,))
     column = tl.arange(0, TOP_K_PAD)
-    chosen = tl.zeros((ROWS, TOP_K_PAD), tl.int32)
+    chosen = tl.zeros((TOP_K_PAD,), tl.int32)
     for j in tl.static_range(TOP_K):
-        best = tl.max(keys, axis=1)[:, None]
+        best = tl.max(keys, axis=0)
         keys = tl.where(keys == best, _WORST, keys)
-        chosen = tl.where(column[None, :] == j, _number(best), chosen)
-    wanted = (row < rows)[:, None] & (column < TOP_K)[None, :]
+        chosen = tl.where(column == j, _number(best), chosen)
+    wanted = column < TOP_K
     # The chosen logits are read again, from the cache, which is less work than carrying scores through the choice.
-    score = tl.sigmoid(tl.load(logits + start[:, None] + chosen, mask=wanted, other=0.0))
+    score = tl.sigmoid(tl.load(logits + start + chosen, mask=wanted, other=0.0))
     if NORMALISE:
-        score = score / (tl.sum(tl.where(wanted, score, 0.0), axis=1)[:, None] + 1e-20)
-    out = row.to(tl.int64)[:, None] * TOP_K + column[None, :]
+        score = score / (tl.sum(tl.where(wanted, score, 0.0), axis=0) + 1e-20)
+    out = row * TOP_K + column
     if token_mask is not None:
-        is_token = tl.load(token_mask + row, mask=row < rows, other=0) != 0
-        chosen = tl.where(is_token[:, None], chosen, -1)
+        chosen = tl.where(tl.load(token_mask + row) != 0, chosen, -1)
     tl.store(topk_ids + out, chosen, mask=wanted)
     tl.store(topk_weights + out, score * factor, mask=wanted)
 
@@ -149,12 +147,10 @@ def _run(
         )  # fmt: skip
     elif rows:
         size = count // groups
-        # One warp a program: maxima need no shared memory. Two rows each hide each other's latency where there are
-        # many; with few, every row has a program. Compiled for sm_90, not yet measured on a device.
-        at_once = 2 if rows > 16 * multiprocessors(logits) else 1
-        route_kernel[(cdiv(rows, at_once),)](
-            logits, bias, token_mask, topk_ids, topk_weights, rows, factor,
-            TOP_K=top_k, GROUPS=groups, SIZE=size, TOP_GROUPS=top_groups, NORMALISE=normalise, ROWS=at_once,
+        # One warp a program: maxima need no shared memory.
+        route_kernel[(rows,)](
+            logits, bias, token_mask, topk_ids, topk_weights, factor,
+            TOP_K=top_k, GROUPS=groups, SIZE=size, TOP_GROUPS=top_groups, NORMALISE=normalise,
             GROUPS_PAD=next_power_of_2(groups), SIZE_PAD=next_power_of_2(size),
             TOP_K_PAD=next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip

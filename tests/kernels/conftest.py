@@ -50,6 +50,19 @@ def bound(dtype: torch.dtype) -> float:
     return BOUNDS[dtype]
 
 
+@pytest.fixture
+def fp8_sum_bound(device: str) -> float:
+    """Largest relative error of a sum of FP8 products: Hopper's tensor cores add them with some 13 bits."""
+    return 3e-4 if device == "cuda" else 0.0
+
+
+@pytest.fixture
+def fp8_mlp_bound(device: str) -> float:
+    """The same of two products with codes between them: a sum beside the middle of two codes takes the other one, of
+    which a step is up to 1/8."""
+    return 1e-2 if device == "cuda" else 1e-3
+
+
 def measure_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """‖got − wanted‖ / ‖wanted‖ in float64; infinite where one holds NaN and the other does not."""
     assert got.shape == wanted.shape

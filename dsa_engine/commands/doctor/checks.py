@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import sys
 import tempfile
@@ -259,9 +260,10 @@ def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
 
 def _driver() -> str:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
-    except (OSError, IndexError):
-        return "not known"
+        version = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        version = None
+    return version[0] if version else "not known"
 
 
 def _gather(mesh: Mesh, mine: Any) -> list[Any]:

@@ -58,7 +58,7 @@ class Sampler:
         samples, sampled = plan.samples, None if before is None else before.tokens
         if samples.max_rows == 0:
             none = torch.empty(0, dtype=torch.int64, device=logits.device)
-            return StepResult(samples, none, lambda: none)
+            return StepResult(samples, none, to_host(none))
         unmodified = logits.clone() if samples.max_logprobs >= 0 else logits
         wanted = plan.own.wanted
         total = logits.sum(dim=-1)  # finite if all logits of a row are; taken before some become -inf

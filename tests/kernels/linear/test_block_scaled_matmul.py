@@ -49,15 +49,15 @@ def naive(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, power_of_t
     "rows, out, inner", [(1, 128, 128), (5, 70, 300), (20, 200, 160), (130, 260, 96), (3, 8, 1200)]
 )
 def test_against_float64(
-    rows: int, out: int, inner: int, power_of_two: bool, dtype: torch.dtype, bound: float, device: str,
-    relative_error: Error,
+    rows: int, out: int, inner: int, power_of_two: bool, dtype: torch.dtype, bound: float, fp8_sum_bound: float,
+    device: str, relative_error: Error,
 ) -> None:  # fmt: skip
     """Few and many rows, partial blocks and tiles at every edge, and sums in several parts."""
     x = spread(rows, inner, seed=0).to(device, dtype)
     weight, scale = (t.to(device) for t in quantize_blocks(spread(out, inner, seed=1), (128, 128)))
     y = block_scaled_linear(x, weight, scale, power_of_two=power_of_two)
     assert y.shape == (rows, out) and y.dtype == dtype
-    assert relative_error(y, naive(x, weight, scale, power_of_two)) < bound
+    assert relative_error(y, naive(x, weight, scale, power_of_two)) < max(bound, fp8_sum_bound)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

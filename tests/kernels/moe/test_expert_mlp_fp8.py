@@ -73,14 +73,15 @@ def naive(
     "tokens, k, hidden, width", [(1, 1, 128, 128), (9, 2, 160, 96), (3, 3, 256, 200), (40, 2, 128, 40)]
 )
 def test_against_a_loop(
-    tokens: int, k: int, hidden: int, width: int, power_of_two: bool, device: str, relative_error: Error
-) -> None:
+    tokens: int, k: int, hidden: int, width: int, power_of_two: bool, device: str, fp8_mlp_bound: float,
+    relative_error: Error,
+) -> None:  # fmt: skip
     """Few and many rows an expert, widths that the block does not divide, experts of other ranks."""
     arguments = problem(tokens, k, hidden, width, elsewhere=0.3)
     out = run(*(a.to(device) for a in arguments), power_of_two=power_of_two)
     assert out.shape == (tokens, hidden) and out.dtype == torch.float32
     # One in thousands of the values between the products lies so near between two codes that rounding decides.
-    assert relative_error(out, naive(*arguments, power_of_two)) < 1e-3
+    assert relative_error(out, naive(*arguments, power_of_two)) < fp8_mlp_bound
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -101,12 +102,12 @@ def test_tokens_that_were_quantised_before_they_travelled(hidden: int, power_of_
         run(words[:, 1:], topk_ids, topk_weights, *stored, dtype=torch.float32)
 
 
-def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
+def test_dtypes(dtype: torch.dtype, bound: float, device: str, fp8_mlp_bound: float, relative_error: Error) -> None:
     x, *rest = problem(12, 2, 256, 128)
     x = x.to(dtype)
     out = run(x.to(device), *(a.to(device) for a in rest))
     assert out.dtype == dtype
-    assert relative_error(out, naive(x, *rest, power_of_two=False)) < max(bound, 1e-3)
+    assert relative_error(out, naive(x, *rest, power_of_two=False)) < max(bound, fp8_mlp_bound)
 
 
 @pytest.mark.parametrize("uncounted_bytes", [0, 1 << 30], ids=["counted", "uncounted"])

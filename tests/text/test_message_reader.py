@@ -92,8 +92,8 @@ class Answer(NamedTuple):
     text: str
     message: dict[str, Any]
 
-    def reader(self) -> MessageReader:
-        return MessageReader(self.thought, call_form(self.parser), TOOLS, (END, "<|user|>"))
+    def reader(self, several_calls: bool = True) -> MessageReader:
+        return MessageReader(self.thought, call_form(self.parser), TOOLS, (END, "<|user|>"), several_calls)
 
 
 def make_answer(parser: str, rng: random.Random) -> Answer:
@@ -163,6 +163,8 @@ def test_answers_cut_anywhere(parser: str) -> None:
         assert read(answer.reader(), *answer.text) == answer.message, answer.text
         cuts = rng.sample(range(len(answer.text) + 1), min(len(answer.text), rng.randint(1, 8)))
         assert read(answer.reader(), *cut(answer.text, cuts)) == answer.message, (answer.text, cuts)
+        first = {name: value[:1] if name == "tool_calls" else value for name, value in answer.message.items()}
+        assert read(answer.reader(False), *cut(answer.text, cuts)) == first, (answer.text, cuts)
 
 
 @pytest.mark.parametrize("parser", WRITERS)

@@ -73,7 +73,7 @@ class ChatForm(Form):
         self._prompt_ids: Sequence[int] = ()
 
     def _reader(self) -> MessageReader:
-        return self._conversation.reader(self._prompt_text, self._tools)
+        return self._conversation.reader(self._prompt_text, self._tools, self._asked.parallel_tool_calls)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         (one,) = outputs
@@ -179,10 +179,6 @@ def _tools(asked: ChatRequest) -> tuple[list[dict[str, Any]] | None, list[dict[s
         must_call = [tool for tool, other in zip(tools, names, strict=True) if other == name]
         if not must_call:
             raise ValueError(f"tool_choice names {shown(name)}; the tools are {', '.join(map(str, names))}")
-    if not asked.parallel_tool_calls and tools and choice != "none" and must_call is None:
-        raise ValueError(
-            "parallel_tool_calls must be true unless tool_choice makes the model call: it decides how often"
-        )
     return tools if tools and choice != "none" else None, must_call
 
 

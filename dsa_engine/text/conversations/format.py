@@ -194,15 +194,17 @@ class ConversationFormat:
             source = after_thought(source, writer, THINK, THINK_END, thought is Thought.OPEN)
         return StructuredOutputsParams(grammar=source)
 
-    def reader(self, prompt_text: str, tools: Sequence[Any] | None = None) -> MessageReader:
+    def reader(self, prompt_text: str, tools: Sequence[Any] | None = None, several_calls: bool = True) -> MessageReader:
         """A reader for one answer to a prompt.
 
         Args:
             prompt_text: the prompt, whose end says whether the answer begins inside a thought.
             tools: those that the model was told of, whose schemas some forms need. Without tools, calls are content.
+            several_calls: False drops the calls after the first.
         """
         end_tokens = {self.tokenizer.hf.eos_token, *self.end_tokens} - {None}
-        return MessageReader(self._thought(prompt_text), self.calls if tools else None, tools or (), sorted(end_tokens))
+        thought, calls = self._thought(prompt_text), self.calls if tools else None
+        return MessageReader(thought, calls, tools or (), sorted(end_tokens), several_calls)
 
     def add_messages(
         self, output: RequestOutput, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None

@@ -31,6 +31,7 @@ class MessageReader:
         calls: the form of tool calls; None: they are content.
         tools: the tools of the request, whose schemas some forms need.
         end_tokens: texts that are dropped.
+        several_calls: False drops the calls after the first.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class MessageReader:
         calls: CallForm | None = None,
         tools: Sequence[Any] = (),
         end_tokens: Sequence[str] = (),
+        several_calls: bool = True,
     ):
         self._thought, self._form, self._tools = thought, calls, tools
         self._end_tokens, self._held = Tags(*end_tokens), ""
-        self._source, self._message = Source(), _Message()
+        self._source, self._message = Source(), _Message(several_calls)
         self._steps = self._read()
 
     def push(self, text: str) -> list[MessageDelta]:
@@ -103,7 +105,8 @@ class MessageReader:
 class _Message:
     """The pieces of the message that were not yet taken; neighbours of the same kind are one piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, several_calls: bool) -> None:
+        self._several_calls = several_calls
         self._pieces: list[tuple[str, int, list[str]]] = []  # kind, index of the call, texts
         self._names: list[str] = []
         self._begun = 0  # calls whose names were taken
@@ -130,7 +133,7 @@ class _Message:
 
     def _add(self, kind: str, text: str) -> None:
         call = len(self._names) - 1
-        if not text:
+        if not text or (kind == "call" and call and not self._several_calls):
             return
         if not self._pieces or self._pieces[-1][:2] != (kind, call):
             self._pieces.append((kind, call, []))

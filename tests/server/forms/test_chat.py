@@ -75,10 +75,12 @@ class CutReader:
 
 @pytest.fixture
 def cut_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Makes every answer a :class:`CutReader`'s; the tools with which readers were made."""
+    """Makes every answer a :class:`CutReader`'s; with which tools readers were made, and whether for several calls."""
     tools: list[Any] = []
     monkeypatch.setattr(
-        ConversationFormat, "reader", lambda self, text, given=None: (tools.append(given), CutReader())[1]
+        ConversationFormat,
+        "reader",
+        lambda self, text, given, several: (tools.append((given, several)), CutReader())[1],
     )
     yield tools
 
@@ -109,7 +111,8 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
     ]
     assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
     message = server.chat(HELLO, **given, tool_choice="none", include_reasoning=False)["choices"][0]["message"]
-    assert cut_reader == [TOOLS, TOOLS, TOOLS, None] and "reasoning" not in message
+    server.chat(HELLO, **given, parallel_tool_calls=False)
+    assert cut_reader == [(TOOLS, True)] * 3 + [(None, True), (TOOLS, False)] and "reasoning" not in message
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,6 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
             "names 'a'; the tools are weat",
         ),
         ({"tool_choice": "auto"}, "tool_choice needs tools"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls must be true"),
         ({"tools": "a"}, "tools: "),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format needs"),
         (

@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(option, type=int, help=f"fix it: {about}")
     parser.add_argument("--drafts", type=int, choices=DRAFTS, help="fix the drafts of the MTP module in a step")
-    parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
-    parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
+    parser.add_argument("--weights", choices=WEIGHTS, help="format of weights; default: the checkpoint's, or bfloat16")
+    parser.add_argument("--cache", choices=CACHES, help="format of caches; default: bfloat16, or fp8 if weights are")
     parser.add_argument("--json", metavar="PATH", help="write the plan here too; '-': to standard output")
 
 

@@ -8,12 +8,13 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from dsa_engine.commands.planner.demand import CACHES, DRAFTS, WEIGHTS, Demand
+from dsa_engine.commands.planner.demand import CACHES, DRAFTS, Demand
 from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.predict import OWN, Kernels, Predicted, predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.quantization.choose import quantization_name
 from dsa_engine.system.progress import progress_bar
 
 CHUNKS = (2048, 4096, 8192, 16384)
@@ -71,7 +72,7 @@ class Planner:
         fixed: settings that are given, not searched, such as ``{"tp_size": 8}``, by the names of :class:`Deployment`.
 
     Raises:
-        ValueError: the model has no such prompts, or no drafts.
+        ValueError: the model has no such prompts, no drafts, or weights that cannot be converted.
     """
 
     def __init__(self, config: ModelConfig, device: Device, demand: Demand, fixed: dict[str, Any] | None = None):
@@ -80,6 +81,14 @@ class Planner:
         self._lacking: tuple[float, Deployment] | None = None
         if self.fixed.get("drafts") and not config.num_nextn_predict_layers:
             raise ValueError(f"--drafts {self.fixed['drafts']}: the model has no MTP module to make them")
+        stored, is_released = quantization_name(config.quantization) or "bfloat16", config.weight_block_size is not None
+        self._stored = ("fp8", "bfloat16") if is_released else (stored,)
+        weights = self.fixed.get("weights", stored)
+        if weights not in self._stored and config.quantization is not None and not is_released:
+            raise ValueError(
+                f"--weights {weights}: the checkpoint's are {stored}, which cannot be converted; give the model that "
+                "it was made from, or leave --weights out"
+            )
         if demand.longest > config.max_position_embeddings:
             raise ValueError(
                 f"--input-len {demand.input_len} and --output-len {demand.output_len} exceed the model's "
@@ -120,7 +129,8 @@ class Planner:
         room, how = self._lacking
         return (
             f"a request of {self.demand.longest:,} tokens lacks {-room / 2**30:.1f} GiB on each of {how.ranks} ranks, "
-            f"with {how.weights} weights and {how.cache} caches; take more or larger devices, or shorter requests"
+            f"with {how.weights} weights and {how.cache} caches; take more or larger devices, shorter requests, or "
+            "fewer bits (--weights, --cache)"
         )
 
     def _plans(self) -> Iterator[Plan]:
@@ -146,14 +156,15 @@ class Planner:
         return [size for size in sizes if size <= self.config.n_routed_experts]
 
     def _formats(self) -> Iterator[Deployment]:
-        """Weight formats are those that the device multiplies; 4-bit ones are expanded within the product."""
-        multiplied = [w for w in WEIGHTS if w in ("bfloat16", "int4-experts", *self.device.narrow)]
+        """Weights are as the checkpoint has them, or expanded, and FP8 caches go with FP8 weights: what changes numbers
+        further is given. The device multiplies the format; 4-bit ones are expanded within the product."""
+        multiplied = [w for w in self._stored if w in ("bfloat16", "int4-experts", *self.device.narrow)]
         caches = self._choices("cache", CACHES if self.config.has_indexer else ("bfloat16",))
         settings = product(
             self._sizes(), self._choices("weights", multiplied), caches, self._choices("tp_size", (1, 8))
         )
         for ranks, weights, cache, tp_size in settings:
-            if ranks % tp_size == 0:
+            if ranks % tp_size == 0 and ("cache" in self.fixed or cache == "bfloat16" or weights == "fp8"):
                 yield Deployment(ranks, tp_size=tp_size, weights=weights, cache=cache)
 
     def _choices(self, name: str, possible: Any) -> Any:

@@ -26,6 +26,7 @@ from dsa_engine.commands.planner.predict import (
 from dsa_engine.commands.planner.search import NothingFits, Planner
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
+from dsa_engine.convert.schemes import target_scheme
 from dsa_engine.engine.startup.estimates import activation_bytes
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import KVCache
@@ -133,6 +134,20 @@ def test_what_does_not_fit_says_by_how_much(config: ModelConfig) -> None:
         Planner(config, H200, Demand(8, 8192), {**FIXED, "tp_size": 7}).best()
     with pytest.raises(NothingFits, match="--devices 257 .* nothing fixed: .* at most 256"):
         Planner(config, H200, Demand(257, 8192)).best()
+
+
+def test_formats_that_change_numbers_are_not_chosen(config: ModelConfig) -> None:
+    how = {"tp_size": 1, "chunk": 4096, "drafts": 0}
+    with pytest.raises(NothingFits, match=r"with fp8 weights and fp8 caches; .* fewer bits \(--weights, --cache\)"):
+        Planner(config, DEVICES["H100"], Demand(8, 8192), how).best()
+    released = {**released_config("deepseek_v32"), "num_hidden_layers": 8}
+    plain = ModelConfig.from_dict(released | {"quantization_config": None})
+    best = Planner(plain, H200, Demand(8, 8192), how).best().decode.how
+    assert (best.weights, best.cache) == ("bfloat16", "bfloat16")
+    int8 = ModelConfig.from_dict(released | {"quantization_config": target_scheme("int8", plain).config})
+    assert Planner(int8, H200, Demand(8, 8192), how).best().decode.how.weights == "int8"
+    with pytest.raises(ValueError, match="--weights fp8: the checkpoint's are int8, which cannot be converted"):
+        Planner(int8, H200, Demand(8, 8192), {**how, "weights": "fp8"})
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ scales must be powers of two. The rows of an expert begin at multiples of an ali
     contiguous   layout[row] = expert, −1 between the last row of an expert and the first of the next
     masked       rows [experts, size, in], and the number of rows of each expert
 
-Between the products a value is bfloat16; our kernel keeps float32 until it quantises.
+Between the products a value is bfloat16; our kernel keeps float32 until it quantises. A number near the middle of two
+codes of e4m3 so gets the other one: results differ by 1.5% from ours, where quantising itself errs by 2.6%.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dsa_engine.kernels.runtime.launch import capability
 from dsa_engine.kernels.runtime.libraries import FEW_ROWS, adapter
 
 _BLOCK = 128  # the weights' scales have such blocks, and masked tiles such rows
+_ALLOWANCE = 3.0  # 3%, where a kernel that keeps float32 is allowed 1%
 _UNCOUNTED_PAIRS = 16384  # most pairs of which those of other ranks get rows too
 
 
@@ -105,5 +107,5 @@ def _part(weight: Weight) -> torch.Tensor:
     return first
 
 
-adapter("expert_mlp", "DeepGEMM's masked experts", "deep_gemm", partial(_takes, True))(partial(_experts, True))
-adapter("expert_mlp", "DeepGEMM's grouped experts", "deep_gemm", partial(_takes, False))(partial(_experts, False))
+for _few, _name in ((True, "DeepGEMM's masked experts"), (False, "DeepGEMM's grouped experts")):
+    adapter("expert_mlp", _name, "deep_gemm", partial(_takes, _few), _ALLOWANCE)(partial(_experts, _few))

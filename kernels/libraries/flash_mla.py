@@ -19,6 +19,9 @@ from dsa_engine.kernels.runtime.libraries import adapter
 
 # Largest number of tokens whose schedule is reused: a few KB each, which depend on shapes alone.
 _REUSED_TOKENS = 512
+# Tokens of a call: the schedule is made in shared memory, 20 bytes a token; where it does not fit (from 11,623 on) the
+# library ends the process.
+_CALL_TOKENS = 8192
 _schedules: dict[tuple[Any, ...], Any] = {}
 
 
@@ -54,7 +57,7 @@ def sparse_decode(
     """Each token is a request of one query. Its float32 parts are one a token and one a multiprocessor at most: tokens
     are taken in pieces for which the workspace has room."""
     tokens, heads = q.shape[:2]
-    step = max(1, workspace // (4 * heads * row_format.rank) - multiprocessors(q))
+    step = min(max(1, workspace // (4 * heads * row_format.rank) - multiprocessors(q)), _CALL_TOKENS)
     parts = [
         _decode(q[first : first + step], pool, slots[first : first + step], row_format, scale)
         for first in range(0, tokens, step)
@@ -67,7 +70,7 @@ def _decode(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, row_format: LatentFormat, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     library = import_module("flash_mla")
-    shape = (q.device, *q.shape, slots.shape[1])
+    shape = (q.device, *q.shape, pool.shape[1], slots.shape[1])
     schedule = _schedules.get(shape)
     if schedule is None:
         schedule, _ = library.get_mla_metadata()

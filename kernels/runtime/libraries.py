@@ -30,24 +30,28 @@ _SLEEP_CYCLES = 10_000_000  # about 5 ms, in which the host launches what is tim
 
 @dataclass(frozen=True)
 class Library:
-    """An adapter: its name for people, the operation that it runs, and the module that it needs."""
+    """An adapter: its name for people, the operation that it runs, the module that it needs, and the errors that its
+    results may have, over those of our kernel (:mod:`.difference`)."""
 
     name: str
     operation: str
     module: str
     takes: Callable[..., bool]
     run: Callable[..., Any]
+    allowance: float = 1.0
 
 
 ADAPTERS: dict[str, Library] = {}
 IN_USE: dict[str, dict[str, Library]] = {}  # operation: class of calls: the adapter
 
 
-def adapter(operation: str, name: str, module: str, takes: Callable[..., bool]) -> Callable[[Run], Run]:
+def adapter(
+    operation: str, name: str, module: str, takes: Callable[..., bool], allowance: float = 1.0
+) -> Callable[[Run], Run]:
     """Marks a function as an adapter; ``takes``: whether it runs a call with these arguments."""
 
     def mark(run: Run) -> Run:
-        ADAPTERS[name] = Library(name, operation, module, takes, run)
+        ADAPTERS[name] = Library(name, operation, module, takes, run, allowance)
         return run
 
     return mark

@@ -172,7 +172,7 @@ def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -
         except Exception as problem:  # a compiler's own error, of whatever type
             return bound, None, error_line(problem)
 
-    def judged(bound: inspect.BoundArguments, ours: Any, reason: str) -> tuple[float, str]:
+    def judged(bound: inspect.BoundArguments, ours: Any, reason: str, allowance: float = 1.0) -> tuple[float, str]:
         """The error of what was tried, and the reason if it is wrong."""
         if reason:
             return float("inf"), reason
@@ -181,9 +181,10 @@ def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -
         defined = None if marked.defined is None else marked.defined(*args, **kwargs)
         both = (bound.arguments, ours), (given.arguments, wanted)
         errors = _errors(marked, defined, written, *both, before.arguments)
-        worst = max(errors, key=lambda pair: pair[0] / max(pair[1], 1e-30))
-        wrong = f"its result differs from the reference by {worst[0]:.2g}; allowed is {worst[1]:.2g}"
-        return max(error for error, _ in errors), wrong if worst[0] > worst[1] else ""
+        worst, bound_of = max(errors, key=lambda pair: pair[0] / max(pair[1], 1e-30))
+        allowed = allowance * bound_of
+        wrong = f"its result differs from the reference by {worst:.2g}; allowed is {allowed:.2g}"
+        return max(error for error, _ in errors), wrong if worst > allowed else ""
 
     def timed(way: Callable[..., Any]) -> float:
         bound = apart()
@@ -204,7 +205,7 @@ def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -
     if reason:
         comparison.wrong[name] = _replaced[name] = reason
     else:
-        _choose(comparison, run, x, [(one, judged(*each)[1]) for one, each in others], timed)
+        _choose(comparison, run, x, [(one, judged(*each, one.allowance)[1]) for one, each in others], timed)
     return wanted
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsa_engine.kernels.libraries
 from dsa_engine.kernels.attention.dense_attention import dense_attention
@@ -24,6 +25,7 @@ from dsa_engine.kernels.linear.block_scaled_matmul import are_powers_of_two, blo
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments
 from dsa_engine.kernels.runtime import launch
+from dsa_engine.kernels.runtime.difference import differences
 from dsa_engine.kernels.runtime.libraries import ADAPTERS
 from dsa_engine.kernels.runtime.operation import OPERATIONS
 from library_stubs import Refused, install
@@ -142,6 +144,25 @@ def test_numbers(name: str, stubs: list[Any], relative_error: Callable[..., floa
         # Experts round what is between their products to bfloat16, which another code of e4m3 may follow.
         bound = 3e-2 if "experts" in adapter else 6e-3
         assert relative_error(mine[~infinite], theirs[~infinite]) < bound
+        for error, allowed in differences(mine, theirs):
+            assert error <= allowed * library.allowance, "the check of a first start leaves it out"
+
+
+def test_schedules_of_decode(stubs: list[Any]) -> None:
+    """Those of pages of another size are others, and one of many tokens would not fit into shared memory."""
+    _, (_, (q, pool, slots), how) = CASES["decode"]
+    run = ADAPTERS["FlashMLA's sparse decode"].run
+    for size in (64, 32):
+        run(q, pool.view(-1, size, pool.shape[2]), slots, **how)
+    stubs.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run(
+            q[:1].repeat(12_000, 1, 1),
+            torch.empty_like(pool),
+            slots[:1].repeat(12_000, 1),
+            **how | {"workspace": 1 << 40},
+        )
+    assert [args[0].shape[0] for _, args, _ in stubs] == [8192, 3808]
 
 
 def test_another_form_is_not_taken() -> None:

@@ -53,8 +53,14 @@ def everything_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     operation.replace({})
 
 
-def add(name: str, takes: Callable[..., bool] = lambda x, out: True, module: str = "torch", **how: Any) -> None:
-    libraries.adapter("twice", name, module, takes)(_adapter(name, **how))
+def add(
+    name: str,
+    takes: Callable[..., bool] = lambda x, out: True,
+    module: str = "torch",
+    allowance: float = 1.0,
+    **how: Any,
+) -> None:
+    libraries.adapter("twice", name, module, takes, allowance)(_adapter(name, **how))
 
 
 def call(rows: int, comparison: Comparison | None = None) -> list[str]:
@@ -88,6 +94,18 @@ def test_the_fastest_right_one_is_used() -> None:
         assert call(100) == [] and ran == ["reference"]
     call(3, comparison)
     assert libraries.choices() == {"twice, few rows": "fast", "twice, many rows": "fast"}
+
+
+def test_an_allowance_is_of_its_adapter() -> None:
+    add("slow", factor=2.01)
+    add("fast", factor=2.01, allowance=3.0)
+    add("faster", factor=2.02, allowance=3.0)
+    call(100, comparison := Comparison())
+    assert libraries.choices() == {"twice, many rows": "fast"} and not comparison.wrong
+    assert comparison.rejected == {
+        "slow (many rows)": "its result differs from the reference by 0.005; allowed is 0.002",
+        "faster (many rows)": "its result differs from the reference by 0.01; allowed is 0.006",
+    }
 
 
 def test_what_another_layer_finds_wrong_is_dropped() -> None:

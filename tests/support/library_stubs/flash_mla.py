@@ -8,6 +8,8 @@ import torch
 
 from library_stubs.checks import BF16, E4M3, F32, I32, U8, has_no_values, need, stub, tensor
 
+SHARED_BYTES = 232_448  # a block has this many on sm_90
+
 
 def _attend(
     q: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, scale: float
@@ -61,6 +63,7 @@ def flash_mla_with_kvcache(
     need(k_cache.stride(1) == 656, "the rows of a page must be contiguous")
     tensor("indices", indices, I32, *q.shape[:2], None)
     need(q.shape[2] in (64, 128) and indices.shape[2] % 64 == 0 < indices.shape[2], "heads, or topk % 64")
+    need(4 * (5 * q.shape[0] + 1) <= SHARED_BYTES, "the schedule is made in shared memory")
     config = (*q.shape[:3], *k_cache.shape[1:3], indices.shape[-1])
     need(tile_scheduler_metadata.config in (None, config), "metadata of another shape")
     tile_scheduler_metadata.config = config

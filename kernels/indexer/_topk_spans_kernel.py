@@ -1,14 +1,14 @@
 """The selection of few rows, in one launch: a row is cut into spans of fixed length, a program each.
 
-    floor     every program finds the same one in the same sample: about 2 to 4 times k scores of the row are above it
+    floor     every program finds the same one in the same sample: about 2 to 3 times k scores of the row are above it
     span      a program's scores above the floor become candidates, in order of position, in memory of its own
     finish    the last program of a row to get so far selects among the candidates of all: exactly, already in order
 
 No program waits for another. A span's scores are loaded once, together, and stay in registers, as do a row's candidates
-where they are no more than a span has; if they are more (many equal scores), the last program reads them again at each
-step. If they are fewer than k, as the sample misled, it makes the whole row candidates first. No result depends on the
-sample. The k-th best is found by halving: a step is a comparison and an addition for each of a thread's 16 scores, and
-a sum over threads. That is less than a histogram takes, where Triton makes it: 8 votes of a warp and more for each.
+while they are selected. If these are too many for that (equal scores), or too few (the sample misled), the last program
+reads the row itself at each step: no result depends on the sample. The k-th best is found by halving: a step is a
+comparison and an addition for each of a thread's scores, and a sum over threads. As Triton makes a histogram, by 8
+votes of a warp for each score and more, 8 bits of one would take longer than 8 steps.
 
 Scores become *keys*, integers in their order: −0 and +0 have the key 0, NaN of either sign the greatest. Candidates are
 stored in groups of GROUP, the last of a span filled up, so that the memory of a whole group is found at once.
@@ -32,7 +32,7 @@ def _keys(scores):
 
 
 @triton.jit
-def _span_keys(row, first, length, SPAN: tl.constexpr):
+def _row_keys(row, first, length, SPAN: tl.constexpr):
     """Keys of the scores ``first … first + SPAN - 1`` of a row, −inf after its last; no mask within a whole span, as it
     would split the loads."""
     slots = first + tl.arange(0, SPAN)
@@ -61,40 +61,6 @@ def _sampled_floor(row, length, aim, SAMPLE: tl.constexpr):
     return low
 
 
-@triton.jit
-def _addresses(counts, spans, first, SPAN: tl.constexpr):
-    """Where the candidates ``first … first + SPAN - 1`` of a row are, in order of position; and which there are."""
-    groups = first // GROUP + tl.arange(0, SPAN // GROUP)
-    at, end = groups, first * 0
-    for span in range(spans):
-        taken = tl.cdiv(tl.load(counts + span), GROUP)
-        end += taken
-        at += tl.where(groups >= end, SPAN // GROUP - taken, 0)
-    addresses = at[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    there = tl.broadcast_to((groups < end)[:, None], SPAN // GROUP, GROUP)
-    return tl.reshape(addresses, [SPAN]), tl.reshape(there, [SPAN])
-
-
-@triton.jit
-def _load_keys(keys, counts, spans, first, SPAN: tl.constexpr):
-    at, there = _addresses(counts, spans, first, SPAN)
-    return tl.load(keys + at, mask=there, other=MINUS_INF)
-
-
-@triton.jit
-def _store_candidates(keys, columns, count_at, values, first, floor, SPAN: tl.constexpr):
-    """A span's keys above the floor become its candidates."""
-    wanted = values > floor
-    goal = tl.cumsum(wanted.to(tl.int32)) - 1
-    goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue, and harmless: see _topk_kernel.py
-    tl.store(keys + goal, values, mask=wanted)
-    tl.store(columns + goal, first + tl.arange(0, SPAN), mask=wanted)
-    count = tl.sum(wanted.to(tl.int32))
-    padding = count + tl.arange(0, GROUP)
-    tl.store(keys + padding, MINUS_INF, mask=padding < tl.cdiv(count, GROUP) * GROUP)
-    tl.store(count_at, count)
-
-
 # These change from step to step and are no addresses: one compiled kernel serves all.
 @triton.jit(do_not_specialize=["width", "aim", "table_stride"])
 def select_topk_spans_kernel(
@@ -102,35 +68,47 @@ def select_topk_spans_kernel(
     width, row_stride, k, aim, table_stride,
     HAS_LENGTHS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPAN: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``(spans, rows)``. ``keys``, ``columns [rows, spans · SPAN]`` and ``held [rows, spans]`` are the memory of
+    """Grid ``(spans, rows)``. ``keys``, ``columns [rows, spans, SPAN / 2]`` and ``held [rows, spans]`` are the memory of
     candidates; ``finished [rows]`` counts a row's programs that are through: zeros before, and again after."""
+    CAPACITY: tl.constexpr = SPAN // 2
     row = tl.program_id(1).to(tl.int64)
     length = width
     if HAS_LENGTHS:
         length = tl.minimum(width, tl.load(lengths + row).to(tl.int32))
-    spans = tl.maximum(tl.cdiv(length, SPAN), 1)
-    span = tl.program_id(0)
+    spans, span = tl.maximum(tl.cdiv(length, SPAN), 1), tl.program_id(0)
     if span < spans:
         scores += row * row_stride
-        keys += row * tl.num_programs(0) * SPAN
-        columns += row * tl.num_programs(0) * SPAN
+        keys += row * tl.num_programs(0) * CAPACITY
+        columns += row * tl.num_programs(0) * CAPACITY
         held += row * tl.num_programs(0)
-        values = _span_keys(scores, span * SPAN, length, SPAN)
+        values = _row_keys(scores, span * SPAN, length, SPAN)
         floor = tl.full([], MINUS_INF, tl.int32)
+        through = span
         if spans > 1:
             floor = _sampled_floor(scores, length, aim, SAMPLE)
-        at = span * SPAN
-        _store_candidates(keys + at, columns + at, held + span, values, at, floor, SPAN)
-        tl.debug_barrier()  # one thread counts, after the stores of all
-        # It acquires and releases: the last program sees what all others have stored.
-        if tl.atomic_add(finished + row, 1, sem="acq_rel", scope="gpu") == spans - 1:
+            wanted = values > floor
+            goal = tl.cumsum(wanted.to(tl.int32)) - 1
+            goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue, and harmless: see _topk_kernel.py
+            stored = wanted & (goal < CAPACITY)
+            tl.store(keys + span * CAPACITY + goal, values, mask=stored)
+            tl.store(columns + span * CAPACITY + goal, span * SPAN + tl.arange(0, SPAN), mask=stored)
+            count = tl.sum(wanted.to(tl.int32))
+            padding = count + tl.arange(0, GROUP)
+            padded = tl.minimum(tl.cdiv(count, GROUP) * GROUP, CAPACITY)
+            tl.store(keys + span * CAPACITY + padding, MINUS_INF, mask=padding < padded)
+            tl.store(held + span, count)
+            tl.debug_barrier()  # one thread counts, after the stores of all
+            # It acquires and releases: the last program sees what all others have stored.
+            through = tl.atomic_add(finished + row, 1, sem="acq_rel", scope="gpu")
+        if through == spans - 1:
             tl.store(finished + row, 0)  # for the next selection
             table = tables
             if PAGE_SIZE > 0:
                 table = tables + tl.load(sequences + row).to(tl.int64) * table_stride
             done = _finish(
-                scores, keys, columns, held, spans, length, floor, k, positions + row * k, table, PAGE_SIZE, SPAN
-            )
+                scores, values, keys, columns, held, spans, length, floor, k, positions + row * k, table,
+                PAGE_SIZE, SPAN, CAPACITY,
+            )  # fmt: skip
             for first in range(0, k, SPAN):
                 slots = first + tl.arange(0, SPAN)
                 tl.store(positions + row * k + slots, -1, mask=(slots >= done) & (slots < k))
@@ -139,46 +117,52 @@ def select_topk_spans_kernel(
 
 @triton.jit
 def _finish(
-    row, keys, columns, held, spans, length, floor, k, out, table, PAGE_SIZE: tl.constexpr, SPAN: tl.constexpr
+    row, values, keys, columns, held, spans, length, floor, k, out, table,
+    PAGE_SIZE: tl.constexpr, SPAN: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the positions, or slots, of a row's k best, and returns how many there are."""
-    total, end = spans * 0, spans * 0
-    for span in range(spans):
+    """Stores the positions, or slots, of a row's k best, and returns how many there are; ``values`` are its keys if
+    they fit in a span."""
+    # Where candidates are: their groups one after another, span by span.
+    groups = tl.arange(0, SPAN // GROUP)
+    at, end, total, longest = groups, spans * 0, spans * 0, spans * 0
+    for span in range(tl.where(spans > 1, spans, 0)):
         count = tl.load(held + span)
-        total += count
-        end += tl.cdiv(count, GROUP) * GROUP
-    if (total < k) & (floor > MINUS_INF):
-        floor = tl.full([], MINUS_INF, tl.int32)
-        tl.debug_barrier()  # the numbers are loaded
-        total, end = spans * 0, spans * SPAN
-        for span in range(spans):
-            at = span * SPAN
-            values = _span_keys(row, at, length, SPAN)
-            _store_candidates(keys + at, columns + at, held + span, values, at, floor, SPAN)
-            total += tl.sum((values > floor).to(tl.int32))
-        tl.debug_barrier()  # the candidates are stored
-    values = _load_keys(keys, held, spans, 0, SPAN)
-    peak = tl.max(values)
-    for first in range(SPAN, end, SPAN):
-        peak = tl.maximum(peak, tl.max(_load_keys(keys, held, spans, first, SPAN)))
-    # At least k keys are above low, or all candidates; fewer than k above high.
-    low, at_low, high, at_high = floor, total, tl.maximum(peak, floor + 1), total * 0
-    first_step = end > SPAN  # too many candidates: probably they equal the floor, and this step is the last
+        total, longest = total + count, tl.maximum(longest, count)
+        end += tl.cdiv(count, GROUP)
+        at += tl.where(groups >= end, CAPACITY // GROUP - tl.cdiv(count, GROUP), 0)
+    few = (total >= k) & (end <= SPAN // GROUP) & (longest <= CAPACITY)
+    at = tl.reshape(at[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [SPAN])
+    if few:
+        there = tl.broadcast_to((groups < end)[:, None], SPAN // GROUP, GROUP)
+        values = tl.load(keys + at, mask=tl.reshape(there, [SPAN]), other=MINUS_INF)
+        length = total * 0
+    elif spans > 1:
+        values = _row_keys(row, 0, length, SPAN)
+    low = tl.where(total >= k, floor, MINUS_INF)
+    # At least k keys are above low, or all; fewer than k above high.
+    at_low, at_high = tl.sum((values > low).to(tl.int32)), total * 0
+    high = tl.max(values)
+    for first in range(SPAN, length, SPAN):
+        others = _row_keys(row, first, length, SPAN)
+        at_low, high = at_low + tl.sum((others > low).to(tl.int32)), tl.maximum(high, tl.max(others))
+    high = tl.maximum(high, low + 1)
+    middle = low + 1  # if many scores equal the floor, one step will do
+    if few | (low == MINUS_INF):
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
     while (at_low > k) & (high > low + 1):
-        middle = tl.where(first_step, low + 1, (low & high) + ((low ^ high) >> 1))
-        first_step = tl.full([], False, tl.int1)
         count = tl.sum((values > middle).to(tl.int32))
-        for first in range(SPAN, end, SPAN):
-            count += tl.sum((_load_keys(keys, held, spans, first, SPAN) > middle).to(tl.int32))
+        for first in range(SPAN, length, SPAN):
+            count += tl.sum((_row_keys(row, first, length, SPAN) > middle).to(tl.int32))
         low, at_low = tl.where(count >= k, middle, low), tl.where(count >= k, count, at_low)
         high, at_high = tl.where(count >= k, high, middle), tl.where(count >= k, at_high, count)
+        middle = (low & high) + ((low ^ high) >> 1)
     # If more than k are above low, all above low and not above high are equal.
     tied = at_low > k
     line, ties = tl.where(tied, high, low), tl.where(tied, k - at_high, 0)
     done = total * 0
-    for first in range(0, tl.maximum(end, 1), SPAN):
-        at, there = _addresses(held, spans, first, SPAN)
-        values = tl.load(keys + at, mask=there, other=MINUS_INF)
+    for first in range(0, tl.maximum(length, 1), SPAN):
+        if first > 0:
+            values = _row_keys(row, first, length, SPAN)
         above = values > line
         level = (values > low) & ~above
         both = above.to(tl.int32) + (level.to(tl.int32) << 16)
@@ -187,14 +171,16 @@ def _finish(
         selected = above | (level & (levels < ties))
         goal = done + (before & 0xFFFF) + tl.minimum(levels, ties)
         goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue
-        positions = tl.load(columns + at, mask=selected)
+        positions = first + tl.arange(0, SPAN)
+        if few:
+            positions = tl.load(columns + at, mask=selected)
         if PAGE_SIZE > 0:
             page_of = (positions.to(tl.uint32) // PAGE_SIZE).to(tl.int32)  # unsigned: fewer instructions
             page = tl.load(table + page_of, mask=selected)
             positions += ((page - page_of) * PAGE_SIZE).to(tl.int32)
         tl.store(out + goal, positions, mask=selected)
-        total = tl.sum(both)
-        taken = tl.minimum(total >> 16, ties)
-        done += (total & 0xFFFF) + taken
+        added = tl.sum(both)
+        taken = tl.minimum(added >> 16, ties)
+        done += (added & 0xFFFF) + taken
         ties -= taken
     return done

@@ -181,7 +181,7 @@ def select_by_spans(
         scores = scores.contiguous()
     (rows, width), device = scores.shape, scores.device
     spans = cdiv(width, config.span)
-    keys, columns = torch.empty(2, rows, spans * config.span, dtype=torch.int32, device=device)
+    keys, columns = torch.empty(2, rows, spans * config.span // 2, dtype=torch.int32, device=device)
     held = torch.empty(rows, spans, dtype=torch.int32, device=device)
     positions = torch.empty(rows, k, dtype=torch.int32, device=device) if out is None else out
     counts = torch.empty(rows, dtype=torch.int32, device=device)

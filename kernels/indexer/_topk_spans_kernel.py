@@ -68,7 +68,7 @@ def select_topk_spans_kernel(
     width, row_stride, k, aim, table_stride,
     HAS_LENGTHS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPAN: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``(spans, rows)``. ``keys``, ``columns [rows, spans, SPAN / 2]`` and ``held [rows, spans]`` are the memory of
+    """Grid ``(spans, rows)``. ``keys``, ``columns [rows, spans, SPAN / 2]`` and ``held [rows, spans]``: memory of the
     candidates; ``finished [rows]`` counts a row's programs that are through: zeros before, and again after."""
     CAPACITY: tl.constexpr = SPAN // 2
     row = tl.program_id(1).to(tl.int64)

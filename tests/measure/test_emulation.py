@@ -189,6 +189,7 @@ def test_copies_of_fp8_cache_rows_have_signs_of_their_own() -> None:
     rows = torch.randint(0, 256, (5, 16), dtype=torch.uint8)
     got = EmulatedGroup((0, 1, 2), 1, None).all_gather(rows).view(3, 5, 16)
     assert torch.equal(got[1], rows) and torch.equal(got & 127, (rows & 127).expand(3, 5, 16))
+    assert torch.equal(got[..., 3::4], rows[:, 3::4].expand(3, 5, 4))  # where scales have their sign
     assert not torch.equal(got[0], rows) and not torch.equal(got[2], rows) and not torch.equal(got[0], got[2])
 
 

@@ -43,7 +43,9 @@ class EmulatedGroup(Group):
         if rows.dtype == torch.uint8:
             away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
             column = torch.arange(rows[0].numel(), device=rows.device)
-            signs = ((away[:, None] >> column % 8) & 1).to(torch.uint8) << 7
+            # Not in the last byte of a float32: scales stay positive.
+            bit = torch.where(column % 4 < 3, (column // 4 * 3 + column % 4) % 9, 62)
+            signs = ((away[:, None] >> bit) & 1).to(torch.uint8) << 7
             gathered.view(self.size, len(rows), -1).bitwise_xor_(signs[:, None])
         if rows.dtype == torch.int64:
             gathered.clamp_(min=0)  # negative numbers are error codes or invalid token ids

@@ -49,7 +49,8 @@ class SpeculationMetrics:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of one request in seconds, measured on its rank; the time to first token includes queueing."""
+    """Times of one request in seconds, measured on its rank; the time to first token includes queueing. Which form of
+    attention computed it: each row that a step has computed counts, so drafts do, and tokens computed again."""
 
     ttft_s: float  # from the request to its first token; nan if it failed before
     tpot_s: float | None  # per token after the first; None for a single token
@@ -59,6 +60,9 @@ class RequestMetrics:
     queue_s: float | None = (
         None  # from the request to its first pages, the part of ttft_s that it waited; None: unknown
     )
+    num_mha_tokens: int = 0  # attended to all tokens before them, with keys and values expanded
+    num_dense_tokens: int = 0  # … in absorbed form
+    num_sparse_tokens: int = 0  # attended to the tokens that the indexer selected
 
     @classmethod
     def of(
@@ -71,8 +75,10 @@ class RequestMetrics:
         speculation: SpeculationMetrics | None = None,
         num_cached_tokens: int = 0,
         admitted: float | None = None,
+        rows_by_form: tuple[int, int, int] = (0, 0, 0),
     ) -> RequestMetrics:
-        more = (preemptions, speculation, num_cached_tokens, None if admitted is None else max(0.0, admitted - arrival))
+        queued = None if admitted is None else max(0.0, admitted - arrival)
+        more = (preemptions, speculation, num_cached_tokens, queued, *rows_by_form)
         if first is None or last is None:
             return cls(math.nan, None, *more)
         return cls(first - arrival, (last - first) / (tokens - 1) if tokens > 1 else None, *more)

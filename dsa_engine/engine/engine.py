@@ -32,6 +32,7 @@ from dsa_engine.engine.requests.samples import RequestTokens, Samples, StepResul
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.sampler import mixed_seed, seed_key
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import has_hook
@@ -178,16 +179,16 @@ class Engine:
             return read
         with record_function("launch"), self._failing(step), self.cache_turns.moving(step.chunks, plan.bucket is None):
             launched = self.runner.launch(plan, before)
-        self._launched(step, launched)
+        self._launched(step, plan, launched)
         self._in_flight = launched if ahead and launched.can_be_followed else None
         return read + self._read(before) + ([] if self._in_flight else self._read(launched))
 
-    def _launched(self, step: Step, launched: StepResult) -> None:
+    def _launched(self, step: Step, plan: StepPlan, launched: StepResult) -> None:
         """Records a step that has been launched: what is known before its tokens are read."""
         with self._failing(step):
             for hook in self.after_launch:
                 hook(step.chunks)
-        self.scheduler.launched(step, launched.samples)
+        self.scheduler.launched(step, launched.samples, plan.rows_by_form(self.config))
         for request, rows in launched.last_rows.items():
             request.last_rows = rows
         for request, logprobs in launched.prompt_logprobs.items():

@@ -26,6 +26,7 @@ class RequestRecord(NamedTuple):
     num_cached_tokens: int | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     admitted_at: float | None = None
+    rows_by_form: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(cls, request: Request | None) -> RequestRecord:
@@ -172,6 +173,7 @@ class Reply(Receiver):
             SpeculationMetrics.of(record.draft_stats) if record.draft_stats else None,
             record.num_cached_tokens or 0,
             record.admitted_at,
+            record.rows_by_form,
         )
 
     def completion(self, index: int) -> CompletionOutput:

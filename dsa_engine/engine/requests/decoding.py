@@ -60,6 +60,9 @@ class Decoding:
     logprobs: Ints
     direct: Ints  # its object gets, as they are read: 2 all tokens, 1 the next ones, 0 none
     slot: Ints  # where they are buffered if not
+    mha: Ints  # rows computed in this form, and the next two, of which its object does not know
+    dense: Ints
+    sparse: Ints
     _COLUMNS = tuple(__annotations__)
 
     def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
@@ -123,6 +126,9 @@ class Decoding:
             "logprobs": -1 if params.logprobs is None else params.logprobs,
             "direct": 2 if request.owner == self._rank or request.delivery == "tokens" else 1,
             "slot": self._slot(),
+            "mha": 0,
+            "dense": 0,
+            "sparse": 0,
         }
         row = int(self.key.searchsorted(values["key"]))
         self._cells = np.insert(self._cells, row, [int(values[name]) for name in self._COLUMNS], axis=1)
@@ -158,6 +164,9 @@ class Decoding:
     def _flush(self, row: int) -> None:
         """Gives a request's object the tokens that are buffered for it."""
         slot, request = self.slot[row], self.requests[row]
+        forms = self._cells[-3:, row]
+        request.count_rows(forms.tolist())
+        forms[:] = 0
         request.output.extend(self._tokens[slot, : self._buffered[slot]].tolist())
         self._buffered[slot] = 0
         if self._num_drafts:
@@ -224,10 +233,12 @@ class Decoding:
         ]
         return DecodeStep(chunks, samples, starts, asks, self._top_k)
 
-    def launched(self, samples: Samples) -> None:
-        """Records that a step with these samples has been launched."""
+    def launched(self, samples: Samples, rows_by_form: Ints | None = None) -> None:
+        """Records that a step with these samples has been launched; see :meth:`.StepPlan.rows_by_form`."""
         rows, at = self._find(samples)
         counts = samples.counts[at]
+        if rows_by_form is not None:
+            self._cells[-3:, rows] += rows_by_form[at].T
         self.length[rows] += counts
         self.unread[rows] += counts
         if self._num_drafts:
@@ -271,7 +282,7 @@ class Decoding:
     def _taken(self, row: int, number: int, count: int, read: ReadSamples) -> RequestTokens:
         """The ``count`` tokens of request ``number`` of a step, in this row."""
         request = self.requests[row]
-        if self.direct[row] < 2:
+        if self.direct[row] < 2 or request.params.stop_strings:  # its caller may end it with this token
             self._flush(row)
         del request.placeholders[: int(read.samples.counts[number])]
         sampled = read.of(request, number, count)

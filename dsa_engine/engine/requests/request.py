@@ -122,6 +122,7 @@ class Request:
     num_named_pages: int = 0  # its first pages, which other requests can find
     num_found_pages: int = 0  # its first pages, which other requests have computed
     searched_disk: bool = False  # whether its pages have been looked for on the disk
+    rows_by_form: tuple[int, int, int] = (0, 0, 0)  # computed in MHA, dense MQA, sparse MQA form; see ``count_rows``
     num_cached_tokens: int | None = None  # tokens found in the prefix cache when it was first admitted
     admitted_at: float | None = None  # time of that, by time.perf_counter
     cp_group: int = 0  # the context-parallel group that prefills it
@@ -215,6 +216,11 @@ class Request:
         assert self.prompt_logprobs is not None
         for position in sorted(by_position):
             self.prompt_logprobs[position:] = [by_position[position]]
+
+    def count_rows(self, rows: Sequence[int]) -> None:
+        """Adds rows that steps have computed in each form of attention."""
+        mha, dense, sparse = (before + new for before, new in zip(self.rows_by_form, rows, strict=True))
+        self.rows_by_form = mha, dense, sparse
 
     def restart(self) -> None:
         """Forgets the cache rows: all tokens so far are prefilled again, the output included."""

@@ -32,7 +32,7 @@ from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.limits import Capacity, pages_for
 from dsa_engine.engine.requests.prefill import Load, PrefillShare, PrefillStep, choose_group, choose_owner
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import DecodeStep, Samples
+from dsa_engine.engine.requests.samples import DecodeStep, Ints, Samples
 from dsa_engine.errors import CapacityError
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
@@ -178,11 +178,14 @@ class Scheduler:
         decode = self._decode()
         return Step(self._prefill()) if decode is None else Step(decode.chunks, decode)
 
-    def launched(self, step: Step, samples: Samples | None = None) -> None:
-        """Records that the step scheduled last has been launched, and which tokens it samples."""
+    def launched(self, step: Step, samples: Samples | None = None, rows_by_form: Ints | None = None) -> None:
+        """Records that the step scheduled last has been launched, which tokens it samples, and in which form of
+        attention it computes (:meth:`.StepPlan.rows_by_form`)."""
         self._share.launched()
-        for chunk in [] if step.decode else step.chunks:
+        for number, chunk in enumerate([] if step.decode else step.chunks):
             request = chunk.request
+            if rows_by_form is not None:
+                request.count_rows(rows_by_form[number].tolist())
             request.num_computed_tokens = chunk.end
             self.ledger.fetched(request, chunk.fetches)
             self.prefix_cache.name(request)
@@ -190,7 +193,7 @@ class Scheduler:
                 self._prefilling.remove(request)
                 self._prefilled(request, chunk.ranks)
         if samples is not None:
-            self.decoding.launched(samples)
+            self.decoding.launched(samples, rows_by_form if step.decode else None)
 
     def _prefilled(self, request: Request, ranks: range) -> None:
         """After its prefill, a request loses its pages on the ranks that do not own it, and decodes."""

@@ -30,7 +30,13 @@ from dsa_engine.engine.startup.choice import chosen_options
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.start_facts import start_facts
 from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, connect, step_bytes
-from dsa_engine.engine.startup.weights import limited_model_len, load_model, mtp_modules, refuse_extra_layers
+from dsa_engine.engine.startup.weights import (
+    limited_model_len,
+    load_model,
+    mtp_modules,
+    refuse_extra_layers,
+    why_dense,
+)
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
@@ -291,8 +297,10 @@ def _log_cache(prepared: Prepared, cache: KVCache) -> None:
 
 
 def _log_slower_paths(prepared: Prepared, model: Model) -> None:
-    """Logs a line for each slower path taken by default."""
+    """Logs a line for each slower path taken by default, and one if the model's indexer is not used."""
     options, config, mesh = prepared.options, prepared.config, prepared.mesh
+    if why := why_dense(prepared.folder, config, options, prepared.max_model_len):
+        logger.warning("sparse attention is NOT in use, attention is dense: %s", why)
     stored = quantization_name(config.quantization)
     if stored and isinstance(model.runtime.weights, Unquantized):
         why = "" if options.quantization else f": {mesh.device} does not multiply them"

@@ -46,6 +46,17 @@ def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOption
         )
 
 
+def why_dense(folder: Path, config: ModelConfig, options: EngineOptions, max_model_len: int) -> str | None:
+    """Why the indexer is never used, although the checkpoint has one; None if it is, or there is none."""
+    if config.has_indexer:
+        if max_model_len > config.index_topk:
+            return None
+        return f"no request of at most {max_model_len} tokens sees more than index_topk {config.index_topk}"
+    names = locate_tensors(folder) if options.load_format == "auto" else {}
+    unread = next((name for name in names if ".indexer." in name), None)
+    return unread and f"the checkpoint has {unread}, and model_type {config.model_type!r} of config.json has no indexer"
+
+
 def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> int:
     """Number of MTP modules that draft.
 

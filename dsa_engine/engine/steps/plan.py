@@ -266,6 +266,24 @@ class StepPlan:
             own = RankPlan.of_decode(step.chunks, config)
         return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket)
 
+    def rows_by_form(self, config: ModelConfig) -> np.ndarray:
+        """int64 ``[n, 3]``: rows in MHA, dense MQA and sparse MQA form of each chunk; if all requests decode, of each
+        one of the samples."""
+        if self.decode is None:
+            rows, table = np.zeros((len(self.chunks), 3), np.int64), self.segments
+            assert table is not None, "a step made of chunks"
+            np.add.at(rows, (table.chunk, table.form), table.length)
+        else:
+            count, first = self.samples.counts, self.decode.starts
+            dense = np.clip(config.index_topk - first, 0, count) if config.has_indexer else count
+            in_mha = dense * (dense >= mha_min_queries(config))
+            rows = np.stack((in_mha, dense - in_mha, count - dense), axis=1)
+        if self.bucket is not None:  # one form for all
+            padded = np.zeros_like(rows)
+            padded[:, 2 if config.has_indexer else 1] = rows.sum(axis=1)
+            return padded
+        return rows
+
     def of_rank(self, rank: int) -> RankPlan:
         """The plan of any rank, without the padding of a bucket."""
         assert self.segments is not None, "a step made of chunks"

@@ -119,9 +119,9 @@ def test_a_module_that_knows_is_always_right(drafts: int, vanilla: bool | None, 
     rows: list[int] = []
     original = llm.engine.scheduler.launched
 
-    def launched(step: Step, samples: Samples | None = None) -> None:
+    def launched(step: Step, samples: Samples | None = None, rows_by_form: Any = None) -> None:
         rows.append(sum(chunk.num_logits for chunk in step.chunks))
-        original(step, samples)
+        original(step, samples, rows_by_form)
 
     llm.engine.scheduler.launched = launched  # type: ignore[method-assign]
     length = 1 + 4 * (drafts + 1)

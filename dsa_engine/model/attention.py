@@ -105,7 +105,7 @@ class Attention(Weighted):
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
         with stage("indexer prolog"):
-            indexed = self.streams.beside_queries.run(index, x, q_resid)
+            indexed = self.streams.index_queries.run(index, x, q_resid)
         with stage("MLA prolog"):
             q_mha, q_mqa = self._queries(q_resid, batch)
         with stage("indexer prolog"):
@@ -133,7 +133,7 @@ class Attention(Weighted):
 
     def _store_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
-        beside, indexer, rows = self.streams.beside_queries, self.indexer, (x, batch, cache.format)
+        beside, indexer, rows = self.streams.cache_rows, self.indexer, (x, batch, cache.format)
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
             waits = [beside.run(lambda: self._store_latent(*rows, latent_pool, slots), x)]

@@ -32,9 +32,10 @@ class Streams(NamedTuple):
     """Side streams for work beside the main stream; on a CPU all work runs in order."""
 
     shared_expert: SideStream  # the shared expert, while tokens travel to their experts
-    beside_queries: SideStream  # cache rows and the indexer's queries, beside MLA's queries
+    cache_rows: SideStream  # beside all queries
+    index_queries: SideStream  # beside MLA's queries
 
     @classmethod
     def of(cls, runtime: Runtime) -> Streams:
         enabled = os.environ.get("DSA_ENGINE_SIDE_STREAMS") != "0"  # for measuring the gain
-        return cls(*(SideStream(runtime.device, enabled=enabled) for _ in range(2)))
+        return cls(*(SideStream(runtime.device, enabled=enabled) for _ in cls._fields))

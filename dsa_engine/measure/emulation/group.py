@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.parallel.group import Group
 
 # dtypes whose copies can be made different by a factor.
@@ -24,7 +25,9 @@ class EmulatedGroup(Group):
     """A group of which only ``ranks[index]`` exists. Its collectives return copies of this rank's rows for all ranks,
     which take the time of a copy in the memory of this device."""
 
+    # Made once, and kept: CUDA graphs read them.
     _factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+    _numbers: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
@@ -52,7 +55,7 @@ class EmulatedGroup(Group):
         return gathered
 
     def _factors_for(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[size]``, 1 for this rank; kept, as a CUDA graph reads them."""
+        """``[size]``, 1 for this rank."""
         key = (rows.dtype, rows.device)
         if key not in self._factors:
             away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
@@ -62,8 +65,17 @@ class EmulatedGroup(Group):
     def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         part = rows.chunk(self.size)[self.index]
         # Only other ranks add to a row of zeros (of an embedding); work on zeros would be cheaper.
-        reduced = torch.where(part.any(dim=-1, keepdim=True), part, _made_up(part))
+        reduced = torch.where(part == 0, self._made_up(part), part)
         return lambda: reduced
+
+    def _made_up(self, like: torch.Tensor) -> torch.Tensor:
+        """Different rows in the shape of ``like [R, n]``, as large as embeddings; they overlap in memory."""
+        count = next_power_of_2(like.shape[0] + like.shape[1])
+        key = (like.dtype, like.device, count)
+        if key not in self._numbers:
+            numbers = torch.arange(count, device=like.device)
+            self._numbers[key] = ((numbers * numbers * 0.618).sin() * 0.02).to(like.dtype)
+        return self._numbers[key].unfold(0, like.shape[1], 1)[: like.shape[0]]
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
         count = rows.shape[0] if receive is None else sum(receive)
@@ -87,9 +99,3 @@ class EmulatedGroup(Group):
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
         pass
-
-
-def _made_up(like: torch.Tensor) -> torch.Tensor:
-    """Different rows in the shape of ``like [R, n]``, as large as embeddings; they overlap in memory."""
-    numbers = torch.arange(like.shape[0] + like.shape[1], device=like.device)
-    return ((numbers * numbers * 0.618).sin() * 0.02).to(like.dtype).unfold(0, like.shape[1], 1)[: like.shape[0]]

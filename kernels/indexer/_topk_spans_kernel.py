@@ -88,8 +88,9 @@ def select_topk_spans_kernel(
             floor = _sampled_floor(scores, length, aim, SAMPLE)
             wanted = values > floor
             goal = tl.cumsum(wanted.to(tl.int32)) - 1
-            goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue, and harmless: see _topk_kernel.py
             stored = wanted & (goal < CAPACITY)
+            # Untrue, and harmless in an address (see _topk_kernel.py); a comparison would be made once for four.
+            goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)
             tl.store(keys + span * CAPACITY + goal, values, mask=stored)
             tl.store(columns + span * CAPACITY + goal, span * SPAN + tl.arange(0, SPAN), mask=stored)
             count = tl.sum(wanted.to(tl.int32))

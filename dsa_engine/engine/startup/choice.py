@@ -79,7 +79,8 @@ class Choice:
         for name, rule in RULES.items():
             self.values[name] = value = getattr(self.options, name, getattr(self.options.parallel, name, None))
             if not is_given(value) or (name, value) == ("kv_cache_dtype", "auto"):
-                self.values[name], self.reasons[name] = rule(self) if self.devices.memory else _on_cpu(self, name)
+                value, self.reasons[name] = rule(self) if self.devices.memory else _on_cpu(self, name)
+                self.values[name] = plain(value)  # chosen once
 
     @property
     def optimize(self) -> str:
@@ -151,8 +152,8 @@ def chosen_options(
 
 
 def _on_cpu(choice: Choice, name: str) -> tuple[Any, str]:
-    default = {"cp_size": choice.devices.ranks, "enable_dbo": False}.get(name, choice.values[name])
-    return plain(default), "the default on a CPU"
+    own = {"cp_size": choice.devices.ranks, "enable_dbo": False}
+    return own.get(name, choice.values[name]), "the default on a CPU"
 
 
 def _kv_cache_dtype(choice: Choice) -> tuple[str, str]:

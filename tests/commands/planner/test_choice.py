@@ -18,8 +18,9 @@ from dsa_engine.commands.planner.demand import Demand
 from dsa_engine.commands.planner.deployment import Deployment
 from dsa_engine.commands.planner.devices import DEVICES
 from dsa_engine.commands.planner.search import LOADS, Planner
+from dsa_engine.config.fields import is_given
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.startup.choice import Choice, Devices
+from dsa_engine.engine.startup.choice import RULES, Choice, Devices
 from dsa_engine.measure.report import format_table
 from dsa_engine.model_folder import model_config
 from dsa_engine.options import EngineOptions
@@ -182,6 +183,14 @@ def test_a_cpu_keeps_its_defaults() -> None:
     choice = Choice(EngineOptions(), model_config("deepseek_v32", {}), Devices(4, 4, None), 4096, None)
     assert choice.applied() == EngineOptions(enable_dbo=False, parallel=ParallelConfig(cp_size=4))
     assert set(choice.reasons.values()) == {"the default on a CPU"}
+
+
+def test_what_was_chosen_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever rule chose it, also one that keeps a default."""
+    monkeypatch.setitem(RULES, "max_num_seqs", lambda choice: (choice.values["max_num_seqs"], "the default"))
+    for memory in (None, 141 * 10**9):
+        choice = Choice(EngineOptions(), model_config("deepseek_v32", {}), Devices(4, 4, memory), 4096, "fp8")
+        assert all(map(is_given, choice.values.values()))
 
 
 @pytest.mark.parametrize("ranks, node", [(1, 1), (2, 2), (3, 3), (6, 2), (12, 4), (16, 1), (20, 8), (72, 8), (512, 8)])

@@ -52,6 +52,7 @@ from dsa_engine.quantization import Unquantized, quantization_name
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes
+from dsa_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dsa_engine.engine.cache.kv_events import KVEvents
@@ -250,6 +251,8 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
     graphs = DecodeGraphs(model, cache, contexts=contexts) if sized.captures else None
     config, trusts = prepared.config, options.trust_remote_code
     grammars = GrammarMasks(prepared.folder, trusts, config.vocab_size, config.eos_token_ids)
+    if prepared.on_cuda and Tokenizer.lies_in(prepared.folder):
+        grammars.load()  # seconds, for which streams would wait with the first request that has a grammar
     on_disk = page_folder(options, prepared.folder, model, prepared.format)
     return Engine(
         options=options,

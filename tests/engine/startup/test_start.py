@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.engine.speculation.drafter import GraphKey
 from dsa_engine.engine.startup.warm_up import DummySteps
@@ -22,6 +23,7 @@ from dsa_engine.measure.requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.sizes import format_bytes
+from dsa_engine.text.tokenizer import Tokenizer
 from fake_cuda import FakeDevice
 
 pytestmark = [
@@ -39,6 +41,18 @@ SIZES |= {"hf_overrides": {"num_hidden_layers": 2, "first_k_dense_replace": 1}}
 SIZES |= {"gpu_memory_utilization": UTILIZATION, "cache_memory": None}
 
 SMALL = {"max_model_len": 9000, "max_num_seqs": 6, "hf_overrides": {"num_hidden_layers": 1}}
+
+
+def test_the_tokenizer_of_masks_is_loaded_at_the_start(
+    fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[GrammarMasks] = []
+    monkeypatch.setattr(GrammarMasks, "load", lambda self: loads.append(self))
+    for lies in (False, True):
+        monkeypatch.setattr(Tokenizer, "lies_in", lambda folder, lies=lies: lies)
+        with FakeDevice() as device:
+            engine = fake_engine(device, "deepseek_v32", 1, **SMALL)
+            assert loads == [engine.runner.grammars] * lies
 
 
 def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) -> None:

@@ -97,9 +97,13 @@ class MoE(Weighted):
             max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
             tokens = x if self.expert_parallel.group.size == 1 else self.experts.quantize_for_dispatch(x)
             sum_bytes = x.shape[1] * x.element_size()
-            dispatch = self.expert_parallel.dispatch(
+            dispatch = self.expert_parallel.begin(
                 tokens, topk_ids, topk_weights, method, batch.ep_rows, max_pairs, sum_bytes
             )
+        if not isinstance(dispatch, Dispatch):
+            yield "MoE dispatch"  # the device has the other micro-batch's attention while the host waits for counts
+            with stage("MoE dispatch"):
+                dispatch = dispatch()
         shared = None
         if (mlp := self.shared) is not None:
             with stage("MoE shared"):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class SpeculationMetrics:
@@ -115,6 +117,29 @@ class Logprob(float):
 Logprobs = dict[int, Logprob]
 
 
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What the first generated tokens looked at, see ``SamplingParams.selection``: for the query that a token was
+    sampled from, the tokens that each layer attended to. That is 8 bytes for each of ``layers · tokens · index_topk``
+    entries: 1 MB a token of DeepSeek-V3.2.
+
+    Attributes:
+        positions: int32 ``[layers, tokens, index_topk]``, positions in the prompt and then in the output, ascending,
+            with −1 after them; all positions of a query that sees at most ``index_topk`` tokens.
+        weights: float32 ``[layers, tokens, index_topk]``, the attention's softmax over these positions, on average over
+            the heads: a row sums to 1. 0 where the position is −1.
+    """
+
+    positions: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def joined(cls, tokens: Sequence[Selection]) -> Selection:
+        """One selection of the tokens of several, in this order."""
+        both = ([getattr(one, name) for one in tokens] for name in ("positions", "weights"))
+        return cls(*(np.concatenate(arrays, axis=1) for arrays in both))
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One output of a request. ``text`` is "" if the model folder has no tokenizer, and without ``detokenize``."""
@@ -133,6 +158,7 @@ class CompletionOutput:
     error: str | None = None
     logprobs: list[Logprobs] | None = None  # one entry per token; None if not requested
     cumulative_logprob: float | None = None  # sum over the tokens
+    selection: Selection | None = None  # None if not requested
     # of chat(): the assistant's message as OpenAI's API has it, with reasoning_content and tool_calls
     message: dict[str, Any] | None = None
 
@@ -183,6 +209,10 @@ class RequestOutput:
         return self.outputs[0].cumulative_logprob
 
     @property
+    def selection(self) -> Selection | None:
+        return self.outputs[0].selection
+
+    @property
     def message(self) -> dict[str, Any] | None:
         return self.outputs[0].message
 
@@ -202,6 +232,7 @@ class StreamPiece:
         stop_reason: on the last piece, as in :class:`CompletionOutput`.
         index: the number of the output in its call, from 0, which only a stream of several outputs needs.
         metrics: on the last piece, the request's.
+        selection: on the last piece, as in :class:`CompletionOutput`.
     """
 
     text: str
@@ -212,6 +243,7 @@ class StreamPiece:
     stop_reason: int | str | None = None
     index: int = 0
     metrics: RequestMetrics | None = None
+    selection: Selection | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -12,6 +12,7 @@ from dsa_engine.structured_outputs import StructuredOutputsParams
 
 __all__ = ["SamplingParams", "StructuredOutputsParams"]
 MAX_OUTPUTS = 4096  # for one prompt
+_MAX_SELECTION = 256  # tokens; a token of a large model takes a megabyte
 _MAX_CHARACTERS = 1024  # of a stop string or a bad word
 # Entries that each step, each token or each output of a request goes through.
 _MAX_ENTRIES = {"stop": 512, "stop_token_ids": 512, "bad_words": 512, "logit_bias": 512, "allowed_token_ids": 4096}
@@ -99,6 +100,11 @@ class SamplingParams(Options):
         "0: of the sampled one only, -1: of all tokens, None: none.",
     )
     prompt_logprobs: CountOrAll | None = option(None, "the same for each token of the prompt but the first.")
+    selection: Annotated[int, at_least(0, _MAX_SELECTION)] = option(
+        0,
+        "for this many first output tokens, return which tokens every layer selected and their attention weights, see "
+        "outputs.Selection; up to 256. Steps that record are run kernel by kernel. Tokens stay the same.",
+    )
     detokenize: bool = option(True, "decode the output to text.")
     skip_special_tokens: bool = option(True, "leave special tokens out of the text.")
     stop_strings: tuple[str, ...] = field(init=False, repr=False)

@@ -133,7 +133,12 @@ class Engine:
     @property
     def limits(self) -> Limits:
         """What a request may ask of this engine."""
-        return Limits(self.max_model_len, self.config.vocab_size, self.scheduler.capacity)
+        why = None
+        if not self.config.has_indexer:
+            why = f"{self.config.model_type} has no indexer: each token attends to all tokens before it; leave it out"
+        elif self.mesh.has_counterpart:
+            why = "with prefill_ranks a request passes through two parts of the run; leave one of them out"
+        return Limits(self.max_model_len, self.config.vocab_size, self.scheduler.capacity, why)
 
     def queue(self, add: Add) -> Request:
         """Queues a request made by :func:`.new_requests`; it runs in the next steps."""
@@ -193,6 +198,8 @@ class Engine:
             request.last_rows = rows
         for request, logprobs in launched.prompt_logprobs.items():
             request.add_prompt_logprobs(logprobs)
+        for request in self.scheduler.requests_of(step) if launched.selections else ():
+            request.selection.update(launched.selections.get(request.id, {}))
         if step.decode is None:
             of_groups: Counter[range] = Counter()
             for chunk in step.chunks:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
-from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
+from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, Selection, SpeculationMetrics, StreamPiece
 from dsa_engine.text.tokenizer import TextStream, Tokenizer
 
 
@@ -27,6 +27,7 @@ class RequestRecord(NamedTuple):
     prompt_logprobs: list[Logprobs | None] | None = None
     admitted_at: float | None = None
     rows_by_form: tuple[int, int, int] = (0, 0, 0)
+    selection: dict[int, Selection] = {}
 
     @classmethod
     def of(cls, request: Request | None) -> RequestRecord:
@@ -159,7 +160,13 @@ class Reply(Receiver):
             stop_reason=ending and ending.stop_reason,
             index=self.index,
             metrics=ending and self.metrics(),
+            selection=ending and self._selection(),
         )
+
+    def _selection(self) -> Selection | None:
+        recorded = self._record.selection
+        tokens = [recorded[number] for number in range(min(len(recorded), len(self.output)))]
+        return Selection.joined(tokens) if tokens else None
 
     def metrics(self) -> RequestMetrics:
         """The times and counts so far."""
@@ -193,6 +200,7 @@ class Reply(Receiver):
             cumulative_logprob=(
                 None if logprobs is None else sum(of[token] for of, token in zip(logprobs, self.output, strict=True))
             ),
+            selection=whole.selection,
         )
 
     def prompt_logprobs(self) -> list[Logprobs | None] | None:

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import HAS_GRAMMAR, NEEDS_HOST, DecodeStep, StepResult
+from dsa_engine.engine.requests.samples import HAS_GRAMMAR, NEEDS_HOST, RECORDS, DecodeStep, StepResult
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.sampling.sampler import Sampler
+from dsa_engine.engine.sampling.selections import recorded, recorder_of, records
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
@@ -66,14 +67,14 @@ class ModelRunner:
         rank, world, config = self._mesh.rank, self._mesh.world_size, self._config
         if step.decode is None:
             plan = StepPlan.of(step.chunks, rank, world, config, 1 + self.num_drafts)
-            if self.graphs is not None and not self.num_drafts and self._is_static(plan):
+            if self.graphs is not None and not self.num_drafts and self._is_static(plan) and not records(plan):
                 plan = plan.padded(config, self.graphs.contexts)
         else:
             bucket = None
             if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step.decode):
                 bucket = bucket_of(step.decode, self.graphs.contexts, self.num_drafts)
             plan = StepPlan.of_decode(step.decode, rank, world, config, bucket)
-        if self.micro_batches is not None:
+        if self.micro_batches is not None and not records(plan):
             plan = self.micro_batches.cut(plan, config)
         for hook in self.hooks:
             hook(plan)
@@ -81,8 +82,8 @@ class ModelRunner:
 
     def _fits_graph(self, step: DecodeStep) -> bool:
         """Whether a graph can run a step of static shapes. With drafts the graph contains the sampling too, so a step
-        whose sampling needs the host runs eagerly."""
-        return self.num_drafts == 0 or not (self.relaxed or step.asks & NEEDS_HOST)
+        whose sampling needs the host runs eagerly; so does one that records selections."""
+        return not step.asks & RECORDS and (self.num_drafts == 0 or not (self.relaxed or step.asks & NEEDS_HOST))
 
     def runs_ahead(self, plan: StepPlan, before: StepResult) -> bool:
         """Whether this step can be launched without waiting for the device.
@@ -92,7 +93,7 @@ class ModelRunner:
         grammar none can, as the host makes masks for them. A prefill waits, even of one token: if its request has lost
         its pages under the step in flight, the token of that step is not to be taken.
         """
-        if plan.decode is None or not self._is_static(plan):
+        if plan.decode is None or not self._is_static(plan) or records(plan):
             return False
         if self.graphs is None:
             return self.num_drafts == 0
@@ -122,6 +123,10 @@ class ModelRunner:
         samples = self._sampler.sample(plan, self.sampled_logits(plan, hidden), before)
         if of_prompts := prompt_logprobs(self.model, plan, hidden):
             samples = replace(samples, prompt_logprobs=of_prompts)
+        if batch is not None and batch.recorder is not None:
+            layers, size = self._config.num_hidden_layers, self.cache.page_size
+            selections = recorded(batch.recorder, plan, layers, size, self._mesh)
+            samples, batch.recorder = replace(samples, selections=selections), None  # MTP modules record nothing
         if self.num_drafts == 0:
             return samples
         assert self.drafter is not None and batch is not None
@@ -173,6 +178,8 @@ class ModelRunner:
         if self.graphs is not None and plan.bucket is not None:
             return None, self.graphs.forward(plan, sampled)
         batch = build_batch(plan, self._config, self._mesh, self.cache.block_tables, sampled)
+        if records(plan):
+            batch.recorder = recorder_of(plan, self.cache, self._config.index_topk, self._mesh.device)
         return batch, self.model(batch, self.cache)
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:

@@ -124,6 +124,9 @@ class Attention(Weighted):
             out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots, cache_format.latent)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
             self._mha(q_mha, latent_pool, batch, out, cache_format.latent)
+        if batch.recorder is not None:
+            more = (latent_pool, topk_slots, cache_format.latent, self.config.softmax_scale)
+            batch.recorder.record(q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *more)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             attended = head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp)

@@ -39,6 +39,7 @@ import torch
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_of
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.selection import SelectionRecorder
 
 _INITIAL_SIZE = 64  # rows of the block tables, and pages of a row
 
@@ -230,6 +231,7 @@ class ForwardBatch:
     decodes: bool  # whether this is a decode step of all ranks
     token_mask: torch.Tensor | None  # [T] bool: rows that are tokens, in a padded step; None where all are
     micro_batches: MicroBatchPair | None = None  # the layers run these instead
+    recorder: SelectionRecorder | None = None  # gets what rows attend to
     first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
 
     @property

@@ -125,18 +125,20 @@ class Server:
                 continue_final_message=asked.continue_final_message,
             )
             ids = self.llm.encode_prompt(text, bool(asked.add_special_tokens))
-        texts = [tokenizer.token_text(token) for token in ids] if asked.return_token_strs else None
+        texts = list(map(tokenizer.token_text, ids)) if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.llm.facts.max_model_len, "tokens": ids, "token_strs": texts}
 
     def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
-        """The text of token ids; raises ``ValueError``."""
+        """The text of token ids, and of each of them if it is wanted; raises ``ValueError``."""
         asked.further(set())
         vocab, longest = self.llm.facts.vocab_size, self.llm.facts.max_model_len
         if len(asked.tokens) > longest:
             raise ValueError(f"tokens has {len(asked.tokens)} ids, max_model_len is {longest}; send fewer")
         if wrong := next((token for token in asked.tokens if not 0 <= token < vocab), None):
             raise ValueError(f"tokens has {wrong}; the vocabulary has ids 0 … {vocab - 1}")
-        return {"prompt": self.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+        tokenizer = self.llm.tokenizer
+        texts = list(map(tokenizer.token_text, asked.tokens)) if asked.return_token_strs else None
+        return {"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False), "token_strs": texts}
 
     async def generate(self, request: Request, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
         """Answers a request that generates."""

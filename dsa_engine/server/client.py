@@ -49,7 +49,7 @@ class EngineClient(AsyncCalls):
     """
 
     def __init__(self, facts: EngineFacts, folder: str):
-        limits = Limits(facts.max_model_len, facts.vocab_size, facts.capacity)
+        limits = Limits(facts.max_model_len, facts.vocab_size, facts.capacity, facts.no_selection)
         trusts, defaults = facts.trust_remote_code, facts.default_sampling
         super().__init__(self, limits, Path(facts.folder), trusts, defaults, facts.stream_interval)
         self.facts, self._sockets = facts, folder

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import RequestRecord
@@ -32,6 +33,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
         model: the option ``model`` as it was given.
         pid: the engine's process.
         cache: settings of the caches, as metrics show them.
+        no_selection: see :class:`.requests.limits.Limits`.
     """
 
     folder: str
@@ -46,6 +48,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     model: str
     pid: int
     cache: dict[str, str] = {}
+    no_selection: str | None = None
 
 
 class NewRequest(msgspec.Struct, tag=True):
@@ -134,11 +137,13 @@ FromEngine = list[NewTokens | Failed | EngineState | CacheReset]  # all of a ste
 def _plain(value: Any) -> Any:
     if isinstance(value, Logprob):
         return float(value), value.rank, value.decoded_token
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
 def _typed(kind: type, value: Any) -> Any:
-    return kind(*value)
+    return np.frombuffer(value[2], value[0]).reshape(value[1]) if kind is np.ndarray else kind(*value)
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode

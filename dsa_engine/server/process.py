@@ -94,6 +94,7 @@ class Relay:
             model=str(options.model),
             pid=os.getpid(),
             cache={name: str(getattr(options, name)) for name in ("kv_cache_dtype", "enable_prefix_caching")},
+            no_selection=engine.limits.no_selection,
         )
 
     def close(self) -> None:

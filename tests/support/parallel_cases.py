@@ -61,6 +61,7 @@ def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
         case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 2}, ragged=RAGGED),
         case("small pages", "glm", parallel=config, options={"page_size": 16}, lengths=[17, 333], ragged=RAGGED),
         case("sampled", "v32", parallel=config, ragged=RAGGED, params=SAMPLED),
+        case("selection", "glm", parallel=config, options=DBO, ragged=RAGGED, params=GREEDY | {"selection": 3}),
         case("dummy", "v32", parallel=config, options={"load_format": "dummy", "seed": 7}, lengths=[7, 150]),
         case("cp1", "v32", parallel=parallel(1, world), lengths=[1, 150], ragged=RAGGED),
     ]

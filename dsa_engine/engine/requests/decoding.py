@@ -18,6 +18,7 @@ from dsa_engine.engine.requests.samples import (
     NEEDS_HOST,
     NOT_FINITE,
     NOTHING_LEFT,
+    RECORDS,
     DecodeStep,
     DraftResult,
     Ints,
@@ -51,6 +52,7 @@ class Decoding:
     length: Ints  # tokens, with those that are not read
     limit: Ints  # maximum number of tokens
     least: Ints  # number of tokens from which it may end by a token
+    recorded: Ints  # number of tokens up to which selections are recorded
     pages: Ints  # held on the owner
     unread: Ints  # tokens that have been sampled and not read
     unverified: Ints  # unread tokens that turn out to be none if drafts are not accepted
@@ -117,6 +119,7 @@ class Decoding:
             "length": length,
             "limit": len(request.prompt) + request.max_tokens,
             "least": len(request.prompt) + params.min_tokens,
+            "recorded": len(request.prompt) + params.selection,
             "pages": pages,
             "unread": len(request.placeholders),
             "unverified": 0,
@@ -225,6 +228,8 @@ class Decoding:
             samples = Samples.by_rank(self.key[rows], self.owner[rows], counts, self._world, self._max_logprobs)
             self._samples = samples if rows is _ALL else None
         asks = self._asks | NEEDS_HOST * bool((starts + 1 - unread < self.least[rows]).any())
+        if asks & RECORDS and not (starts + 1 - unread < self.recorded[rows]).any():
+            asks -= RECORDS
         own, rank = samples.of_rank(self._rank), range(self._rank, self._rank + 1)
         columns = (self._all[rows], starts, samples.counts, on_device)
         numbers = zip(*(column[own].tolist() for column in columns), strict=True)

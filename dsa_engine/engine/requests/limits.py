@@ -87,11 +87,13 @@ class Limits:
 
     Attributes:
         max_model_len: maximum number of tokens, prompt and output.
+        no_selection: why ``SamplingParams.selection`` is not possible; None: it is.
     """
 
     max_model_len: int
     vocab_size: int
     capacity: Capacity
+    no_selection: str | None = None
 
     def check(self, prompt: Sequence[int]) -> None:
         """Checks that a prompt can be prefilled, without room for an output; raises what :func:`new_requests` does."""
@@ -109,7 +111,7 @@ def new_requests(
 
     Raises:
         ValueError: the prompt is empty, has token ids that the model lacks, or leaves no room below ``max_model_len``;
-            or ``structured_outputs`` is not possible.
+            or ``structured_outputs`` or ``selection`` is not possible.
         CapacityError: the request does not fit in the caches even alone.
     """
     check_prompt(prompt, 1, limits.max_model_len, limits.vocab_size)
@@ -117,6 +119,8 @@ def new_requests(
         for token in getattr(params, name) or ():
             if token >= limits.vocab_size:
                 raise ValueError(f"{name} has token id {token}; the vocabulary has ids 0 … {limits.vocab_size - 1}")
+    if params.selection and limits.no_selection is not None:
+        raise ValueError(f"selection={params.selection} is not possible: {limits.no_selection}")
     room = limits.max_model_len - len(prompt)
     # As in vLLM, a request that asks for more tokens ends at the model's length.
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from dsa_engine.outputs import Logprobs
+from dsa_engine.outputs import Logprobs, Selection
 from dsa_engine.sampling_params import SamplingParams
 
 _DIGEST_BYTES = 16
@@ -132,6 +132,7 @@ class Request:
     error: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # for the prompt's tokens so far, if requested
+    selection: dict[int, Selection] = field(default_factory=dict)  # by number of the output token, if requested
     draw_key: int = 0  # fixes its random numbers, see ``sampler.seed_key``
     # What ``Engine.step`` returns of it on this rank: each of its tokens; its first token, and the others at its end;
     # or only that it has ended.

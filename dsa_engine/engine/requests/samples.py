@@ -17,7 +17,7 @@ import torch
 
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request, SampledToken
 from dsa_engine.kernels.runtime.transfer import to_host
-from dsa_engine.outputs import Logprob, Logprobs
+from dsa_engine.outputs import Logprob, Logprobs, Selection
 
 Ints = npt.NDArray[np.int64]
 
@@ -78,7 +78,7 @@ class Samples(NamedTuple):
 NO_SAMPLES = Samples.of([], [], [], 1)
 
 # What a request asks of the sampler.
-NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES, HAS_GRAMMAR = (1 << bit for bit in range(6))
+NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES, HAS_GRAMMAR, RECORDS = (1 << bit for bit in range(7))
 
 
 def asks_of(request: Request) -> int:
@@ -86,7 +86,7 @@ def asks_of(request: Request) -> int:
     params = request.params
     biased = params.allowed_token_ids or params.logit_bias or request.bad_words
     asks = NEEDS_HOST * (params.logprobs is not None or bool(biased)) + PENALISES * params.penalises
-    asks += HAS_GRAMMAR * (params.structured_outputs is not None)
+    asks += HAS_GRAMMAR * (params.structured_outputs is not None) + RECORDS * (params.selection > 0)
     if params.temperature > 0:
         asks += DRAWS + MIN_P * (params.min_p > 0) + TOP_P * (params.top_p < 1)
     return asks
@@ -208,6 +208,7 @@ class StepResult:
         follows: whether the next step may follow before this one is read.
         prompt_logprobs: new ones of requests in prefill, by position.
         last_rows: new ``Request.last_rows`` on this rank.
+        selections: new ones of ``Request.selection``, by the request's id; on the first rank.
     """
 
     samples: Samples
@@ -218,6 +219,7 @@ class StepResult:
     follows: bool = True
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)
     last_rows: Mapping[Request, LastRows] = field(default_factory=dict)
+    selections: Mapping[int, Mapping[int, Selection]] = field(default_factory=dict)
 
     @property
     def can_be_followed(self) -> bool:

@@ -11,7 +11,7 @@ from dsa_engine.config.checks import shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.forms.form import Form
-from dsa_engine.server.forms.parts import chat_logprobs, prompt_logprobs
+from dsa_engine.server.forms.parts import chat_logprobs, prompt_logprobs, selection_of
 from dsa_engine.server.forms.protocol import ChatRequest
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
 from dsa_engine.text.conversations.deltas import message_of
@@ -93,7 +93,8 @@ class ChatForm(Form):
             "finish_reason": _finish_reason(output, called),
             "stop_reason": output.stop_reason,
         }
-        return choice | ({"token_ids": output.token_ids} if self._asked.return_token_ids else {})
+        ids = {"token_ids": output.token_ids} if self._asked.return_token_ids else {}
+        return choice | selection_of(output.selection) | ids
 
     def _logprobs(self, output: CompletionOutput | StreamPiece) -> dict[str, Any] | None:
         if output.logprobs is None:

@@ -11,7 +11,7 @@ from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.forms.form import Form
-from dsa_engine.server.forms.parts import completion_logprobs, prompt_logprobs
+from dsa_engine.server.forms.parts import completion_logprobs, prompt_logprobs, selection_of
 from dsa_engine.server.forms.protocol import CompletionRequest
 
 
@@ -101,7 +101,7 @@ class CompletionForm(Form):
             "prompt_logprobs": None if one.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs),
         }
         ids = {"token_ids": tokens, "prompt_token_ids": one.prompt_token_ids}
-        return choice | (ids if self._asked.return_token_ids else {})
+        return choice | selection_of(output.selection) | (ids if self._asked.return_token_ids else {})
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         self._prompt_ids = prompts

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dsa_engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, StreamPiece
+import numpy as np
+
+from dsa_engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, Selection, StreamPiece
 
 _LOWEST = -9999.0  # JSON has no infinity
 
@@ -72,6 +74,20 @@ def prompt_logprobs(logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any] 
         }
         for of_token in logprobs
     ]
+
+
+def selection_of(selection: Selection | None) -> dict[str, Any]:
+    """The field ``selection`` of a choice, if it was requested: by layer and token, lists of positions and of weights,
+    these rounded to a millionth."""
+    if selection is None:
+        return {}
+    both = {"positions": selection.positions, "weights": selection.weights.round(6)}
+    shown = selection.positions >= 0
+    return {"selection": {name: [[*map(_shown, *rows)] for rows in zip(of, shown)] for name, of in both.items()}}
+
+
+def _shown(row: np.ndarray, shown: np.ndarray) -> list[Any]:
+    return row[shown].tolist()
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _SAMPLING = {f.name for f in fields(SamplingParams) if f.init}
 _MAX_LOGGED_NAMES = 100  # that are not known
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_OUTPUTS = 512  # in one request
+MAX_SELECTION = 64  # tokens in one request whose selections are returned
 MAX_LOGPROBS = 20  # for a token, as OpenAI's API and vLLM have it
 _ignored: set[str] = set()
 
@@ -130,6 +131,10 @@ class GenerationBody(RequestBody):
         for name in ("logprobs", "prompt_logprobs"):
             if not 0 <= (asked := getattr(params, name) or 0) <= MAX_LOGPROBS:  # -1: the vocabulary's
                 raise ValueError(f"{name} must be at most {MAX_LOGPROBS} in a request, not {asked}")
+        if params.selection and (self.stream or params.stop_strings):
+            raise ValueError("selection comes with a whole output that no stop string ends; leave out stream and stop")
+        if (asked := prompts * params.n * params.selection) > MAX_SELECTION:
+            raise ValueError(f"selection asks for {asked} tokens in all, of at most {MAX_SELECTION}; ask for fewer")
         if prompts * params.n > MAX_OUTPUTS:
             raise ValueError(
                 f"n is {params.n}, for each of {prompts} prompts, and a request has at most {MAX_OUTPUTS} outputs; "
@@ -218,6 +223,7 @@ class DetokenizeRequest(RequestBody):
     """The body of a request to ``/detokenize``."""
 
     tokens: list[int] = []
+    return_token_strs: bool = False
 
 
 _NO_MEDIA = "the model reads and writes text only"

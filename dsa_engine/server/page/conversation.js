@@ -21,6 +21,7 @@ export function messagesOf(turns, turn, document, systemPrompt) {
 
 export class Turn {
   content = "";
+  tokens = null; // ids of the prompt and of the output, if the server says them
   #pending = { thought: "", content: "" }; // came since the page was last painted
   #frame = 0;
   #timer = 0;
@@ -45,6 +46,7 @@ export class Turn {
       problem: find(".problem"),
       again: find(".again"),
       figures: find(".figures"),
+      look: find(".look"),
     };
   }
 
@@ -52,10 +54,11 @@ export class Turn {
   begin() {
     const { details, thought, content, problem, figures } = this.parts;
     this.content = "";
+    this.tokens = null;
     this.#times = { sent: performance.now() };
     this.#usage = this.#finish = null;
     this.#prose = { thought: new Prose(thought), content: new Prose(content) };
-    details.hidden = problem.hidden = figures.hidden = true;
+    details.hidden = problem.hidden = figures.hidden = this.parts.look.hidden = true;
     this.#showProgress();
     this.#timer = setInterval(() => this.#showProgress(), UPDATES_EVERY);
   }
@@ -63,7 +66,9 @@ export class Turn {
   /** Takes a chunk of the stream. Returns whether it is the first with a part of the answer. */
   take(chunk) {
     if (chunk.usage) this.#usage = chunk.usage;
-    const { delta = {}, finish_reason } = chunk.choices?.[0] ?? {};
+    const { delta = {}, finish_reason, token_ids = [] } = chunk.choices?.[0] ?? {};
+    if (chunk.prompt_token_ids) this.tokens = { prompt: chunk.prompt_token_ids, output: [] };
+    this.tokens?.output.push(...token_ids);
     if (finish_reason) this.#finish = finish_reason;
     const thought = delta.reasoning_content ?? delta.reasoning ?? "";
     const content = delta.content ?? "";

@@ -2,10 +2,12 @@
 
 import { Turn, messagesOf } from "./conversation.js";
 import { $, say } from "./elements.js";
+import { Lens, offsetsOf, tokensIn, wordsOf } from "./lens.js";
 import { DocumentPane } from "./pane.js";
 import { Server } from "./server.js";
 
 const RETRY_MS = 3_000; // between two looks at a server that is not ready
+const MAX_LOOKS = 8; // tokens of a word that the lens asks for
 const ANNOUNCED = 600; // characters of an answer that a screen reader is told at once
 
 const server = new Server();
@@ -17,6 +19,8 @@ const pane = new DocumentPane({ mayChange: mayBeginAnew, countTokens, afterChang
 async function ask(question) {
   const turn = new Turn(state.turns.length + 1, question, $("turn"));
   state.turns.push(turn);
+  turn.parts.look.addEventListener("click", () => look(turn, 0));
+  turn.parts.content.addEventListener("click", (event) => lookAtClick(turn, event));
   turn.parts.again.addEventListener("click", () => {
     if (state.running) return;
     $("question").focus(); // the button goes
@@ -47,6 +51,7 @@ async function answer(turn) {
     if (error.status === 0 || error.status === 503) connect();
   }
   turn.end(outcome);
+  turn.parts.look.hidden = !(turn.tokens && pane.document && turn.content.trim());
   if (state.running !== running) return; // another conversation has begun
   state.running = null;
   showRunning();
@@ -61,6 +66,7 @@ function body(turn) {
     messages: messagesOf(state.turns, turn, pane.document, $("system-prompt").value.trim()),
     temperature: number("temperature"),
     max_tokens: number("max-tokens"),
+    return_token_ids: pane.document !== null, // for the lens
     // The names of this switch in the conversations of DeepSeek and of GLM; each ignores the other.
     chat_template_kwargs: $("thinking").checked ? { thinking: true, enable_thinking: true } : undefined,
   };
@@ -75,6 +81,7 @@ function newConversation() {
   state.running = null;
   for (const turn of state.turns) turn.element.remove();
   state.turns = [];
+  closeLens();
   $("welcome").hidden = false;
   showRunning();
   say("A new conversation begins.");
@@ -127,6 +134,66 @@ let follows = true;
 function scrollDown(always = false) {
   follows ||= always;
   if (follows) $("turns").scrollTop = $("turns").scrollHeight;
+}
+
+// The lens: what a word of an answer looked at in the document
+
+const lens = new Lens($("lens"), $("document-text"), (by) => look(looked.turn, looked.number + by), closeLens);
+let looked = { controller: new AbortController() };
+
+/** The words of an answer as it is shown, each with its place in the source, which has more signs. */
+function shownWords({ content, parts }) {
+  const words = [];
+  const walker = document.createTreeWalker(parts.content, NodeFilter.SHOW_TEXT);
+  for (let node, place = 0; (node = walker.nextNode()); ) {
+    for (const [word, at] of wordsOf(node.data)) {
+      if (content.indexOf(word, place) < 0) continue;
+      words.push({ word, node, at, place: content.indexOf(word, place) });
+      place = words.at(-1).place + word.length;
+    }
+  }
+  return words;
+}
+
+function lookAtClick(turn, { clientX, clientY }) {
+  const { offsetNode, offset } = document.caretPositionFromPoint?.(clientX, clientY) ?? {};
+  const isAt = ({ word, node, at }) => node === offsetNode && at <= offset && offset <= at + word.length;
+  const number = shownWords(turn).findIndex(isAt);
+  if (number >= 0 && !turn.parts.look.hidden && getSelection().isCollapsed) look(turn, number);
+}
+
+async function look(turn, number) {
+  const words = shownWords(turn);
+  const { word, node, at, place } = words.at(number % words.length);
+  looked.controller.abort();
+  looked = { turn, number: number % words.length, controller: new AbortController() };
+  const { signal } = looked.controller;
+  $("lens").hidden = false;
+  if (!$("document").classList.contains("open")) $("toggle-text").click();
+  lens.show(word, [], {}, "Asking what it looked at…");
+  const range = new StaticRange({ startContainer: node, startOffset: at, endContainer: node, endOffset: at + word.length });
+  CSS.highlights?.set("look-word", new Highlight(range));
+  try {
+    const { prompt, output } = turn.tokens;
+    const { text, tokens } = (turn.texts ??= await server.texts([...prompt, ...output], signal));
+    const offsets = offsetsOf(text, tokens);
+    const start = text.indexOf(pane.document.text);
+    const from = text.lastIndexOf(turn.content) + place;
+    const numbers = tokensIn(offsets, from, word.length, prompt.length).slice(0, MAX_LOOKS);
+    const prompts = numbers.map((one) => [...prompt, ...output.slice(0, one)]);
+    const selections = await server.selections(state.model, prompts, signal);
+    const looks = selections.map((one, i) => ({ ...one, visible: prompts[i].length }));
+    lens.show(word, looks, { offsets, start, end: start + pane.document.text.length });
+  } catch (error) {
+    if (error.name !== "AbortError") lens.show(word, [], {}, error.message);
+  }
+}
+
+function closeLens() {
+  looked.controller.abort();
+  lens.show("", [], {});
+  CSS.highlights?.delete("look-word");
+  $("lens").hidden = true;
 }
 
 // The server's state
@@ -190,7 +257,9 @@ function fitQuestion() {
 }
 
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && state.running && !document.querySelector("dialog[open]")) stop();
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (state.running) stop();
+  else closeLens();
 });
 
 $("stop").addEventListener("click", stop);

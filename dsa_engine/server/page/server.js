@@ -35,6 +35,23 @@ export class Server {
     return { count, limit: max_model_len };
   }
 
+  /** The text of token ids, and that of each of them. */
+  async texts(tokens, signal) {
+    const body = { tokens, return_token_strs: true };
+    const { prompt, token_strs } = await (await this.#call("detokenize", body, signal)).json();
+    return { text: prompt, tokens: token_strs };
+  }
+
+  /** For each prompt of token ids, the field `selection` of the token after it, without the dimension of tokens. */
+  async selections(model, prompts, signal) {
+    const body = { model, prompt: prompts, max_tokens: 1, temperature: 0, selection: 1 };
+    const { choices } = await (await this.#call("v1/completions", body, signal)).json();
+    return choices.map(({ selection }) => ({
+      positions: selection.positions.flat(),
+      weights: selection.weights.flat(),
+    }));
+  }
+
   /** The chunks of a streamed chat completion as they come; the last ones carry `usage`. */
   async *chat(body, signal) {
     const stream = { stream: true, stream_options: { include_usage: true } };

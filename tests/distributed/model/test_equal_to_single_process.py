@@ -69,7 +69,7 @@ class Runs:
         """Each prompt and each generation is computed once for all cases."""
         same, options = ("load_format", "seed", "kv_cache_dtype", "quantization"), described["options"]
         used = {key: options[key] for key in same if key in options}
-        result: dict[str, Any] = {"last": [], "all": [], "tokens": [], "prompt_logprobs": []}
+        result: dict[str, Any] = {"last": [], "all": [], "tokens": [], "prompt_logprobs": [], "selections": []}
         alone = {key: value for key, value in described.items() if key != "nodes"}
         wanted = self.case(alone | {"options": used, "parallel": {}})
         for prompt in wanted["prompts"]:
@@ -80,6 +80,7 @@ class Runs:
             once = self._once(wanted | {"prompts": [], "generate": [request]})
             result["tokens"] += once["tokens"]
             result["prompt_logprobs"] += once["prompt_logprobs"]
+            result["selections"] += once["selections"]
         return result | {"bytes_read": self._once(wanted | {"prompts": [], "generate": []})["bytes_read"]}
 
     def _once(self, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +154,10 @@ def test_equal_to_single_process(
         assert all(map(torch.equal, other["all"], ranks[0]["all"]))
         assert other["tokens"] == ranks[0]["tokens"]
         assert other["prompt_logprobs"] == ranks[0]["prompt_logprobs"]
+        assert len(other["selections"]) == len(single["selections"]) == 8 * ("selection" in described["name"])
+        for one, alone in zip(other["selections"], single["selections"], strict=True):
+            assert one[0].shape == (3, 3, 64) and torch.equal(one[0], alone[0])
+            torch.testing.assert_close(one[1], alone[1], rtol=1e-3, atol=1e-5)
         assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0
         assert other["moved_bytes"] == ranks[0]["moved_bytes"]
     assert (ranks[0]["moved_bytes"] > 0) == ("rebalance_every" in described["parallel"])

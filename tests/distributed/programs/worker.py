@@ -75,6 +75,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         "ends": [],
         "logprobs": [],
         "prompt_logprobs": [],
+        "selections": [],
     }
     for request in case.get("generate", []):
         params = [SamplingParams(**p) for p in request["params"]]
@@ -85,6 +86,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         else:
             outs = llm.generate(request["prompts"], params)
         result["tokens"].append([out.token_ids for out in outs])
+        seen = [out.selection for out in outs if out.selection is not None]
+        result["selections"] += [(torch.tensor(one.positions), torch.tensor(one.weights)) for one in seen]
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
         asked = [out.prompt_logprobs for out in outs if isinstance(out, RequestOutput) and out.prompt_logprobs]
         result["prompt_logprobs"].append(

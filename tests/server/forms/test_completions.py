@@ -124,6 +124,9 @@ def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:
         ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
         ({"prompt": "a", "stream": True, "echo": True}, "echo is possible without stream only"),
         ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs are not streamed"),
+        ({"prompt": "a", "stream": True, "selection": 1}, "selection comes with a whole output"),
+        ({"prompt": "a", "stop": "b", "selection": 1}, "leave out stream and stop"),
+        ({"prompt": ["a"] * 9, "selection": 8}, "selection asks for 72 tokens in all, of at most 64"),
         ({"prompt": "a", "best_of": 2}, "use n with logprobs"),
         ({"prompt": "a", "suffix": "b"}, "text is only continued"),
         ({"prompt": "a", "response_format": {"type": "grammar"}}, "response_format must have the type"),
@@ -183,6 +186,32 @@ def test_names_of_the_model(server: Any) -> None:
     assert server.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
 
 
+def test_selection(server: Any, llm: LLM) -> None:
+    """In both endpoints; the numbers are those of the Python API."""
+    prompt = "key 4821 is 97\n" * 60
+    params = SamplingParams(temperature=0, max_tokens=4, selection=3)
+    (wanted,) = llm.generate([prompt], params)
+    assert wanted.selection is not None
+    choice = server.complete(prompt, temperature=0, max_tokens=4, selection=3)["choices"][0]
+    assert choice["text"] == wanted.text
+    for layer, of_layer in enumerate(choice["selection"]["positions"]):
+        assert of_layer == wanted.selection.positions[layer].tolist()  # all of them: the prompt is long
+        for token, weights in enumerate(choice["selection"]["weights"][layer]):
+            assert weights == pytest.approx(wanted.selection.weights[layer, token], abs=1e-6)
+    several = server.complete(["key", "key 4821 is"], temperature=0, max_tokens=2, selection=1)["choices"]
+    for one, text in zip(several, ("key", "key 4821 is"), strict=True):
+        assert (
+            one["selection"]["positions"]
+            == [[[*range(len(llm.tokenizer.encode(text)))]]] * llm.engine.config.num_hidden_layers
+        )
+    messages = [{"role": "user", "content": prompt}]
+    answer = server.chat(messages, temperature=0, max_tokens=2, selection=1, return_token_ids=True)
+    whole = llm.chat(messages, SamplingParams(temperature=0, max_tokens=2, selection=1))[0]
+    assert whole.selection is not None and answer["prompt_token_ids"] == whole.prompt_token_ids
+    assert answer["choices"][0]["selection"]["positions"] == whole.selection.positions.tolist()
+    assert "selection" not in server.chat(messages, max_tokens=1)["choices"][0]
+
+
 def test_tokenize_and_detokenize(server: Any, llm: LLM) -> None:
     ids = llm.tokenizer.encode("Once upon")
     answer = server.answer("/tokenize", prompt="Once upon", return_token_strs=True)
@@ -195,6 +224,7 @@ def test_tokenize_and_detokenize(server: Any, llm: LLM) -> None:
     ids = llm.tokenizer.encode(text, add_special_tokens=False)
     assert server.answer("/tokenize", messages=messages)["tokens"] == ids
     assert server.answer("/detokenize", tokens=bare)["prompt"] == "Once upon"
+    assert server.answer("/detokenize", tokens=bare, return_token_strs=True)["token_strs"] == answer["token_strs"][1:]
     assert "vocabulary" in server.refused("/detokenize", tokens=[10**8])
     assert "tokens.0" in server.refused("/detokenize", tokens=["a"])
     assert "give prompt" in server.refused("/tokenize")

@@ -1,0 +1,96 @@
+"""``dsa-engine lens``: what each word of an answer about a document looked at, as one HTML file without a server."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsa_engine.arguments import add_engine_arguments, llm_from, read_text
+from dsa_engine.commands.early import Early, leads
+from dsa_engine.commands.sampling import add_chat_arguments, add_sampling_arguments, sampling_params
+from dsa_engine.system.output_files import check_outputs, write_text
+
+if TYPE_CHECKING:
+    from dsa_engine.outputs import RequestOutput
+    from dsa_engine.text.tokenizer import Tokenizer
+
+_PAGE = Path(__file__).parents[1] / "server" / "page"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt-file", metavar="PATH", required=True, help="the document, a text")
+    parser.add_argument("--question", required=True, help="what is asked about it")
+    parser.add_argument("--output", metavar="PATH", default="lens.html", help="the file to write; default: lens.html")
+    parser.add_argument(
+        "--selection",
+        type=int,
+        metavar="N",
+        default=32,
+        help="first tokens of the answer that are looked at, up to 256; default: 32. One of DeepSeek-V3.2 takes 2 MB",
+    )
+    add_chat_arguments(parser)
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run_lens(args: argparse.Namespace) -> None:
+    """Asks, prints the answer and writes the file. With several ranks, rank 0 does this and the others follow.
+
+    Raises:
+        ValueError, OSError: an option, the document or a file is not possible.
+        RuntimeError: the request ended with an error.
+    """
+    params = replace(sampling_params(args), selection=args.selection)  # checked before anything is loaded
+    if not args.selection:
+        raise ValueError("--selection must be at least 1, not 0")
+    ids, document = list[int](), ""
+    if leads():
+        check_outputs(args.output)
+        early, document = Early(args), read_text(args.prompt_file)
+        messages = [{"role": "user", "content": f"{document.rstrip()}\n{args.question}"}]
+        ids = early.conversation_format().token_ids(messages, chat_template_kwargs=args.chat_template_kwargs)
+        early.check(ids, room=1)
+    llm = llm_from(args)
+    if not llm.engine.mesh.is_front:
+        llm.follow()
+        return
+    with llm:
+        params = replace(sampling_params(args, llm.default_sampling), selection=args.selection)
+        (output,) = llm.generate([ids], params, use_tqdm=False)
+        if output.selection is None:
+            raise RuntimeError(f"there is no answer to look at: {output.error}")
+        write_text(
+            args.output, lens_page(output, llm.tokenizer, document.rstrip(), args.question, Path(args.prompt_file).name)
+        )
+    print(f"{output.text.strip()}\n{args.output} has what each word looked at; open it in a browser", file=sys.stderr)
+
+
+def lens_page(output: RequestOutput, tokenizer: Tokenizer, document: str, question: str, title: str) -> str:
+    """The page of an output that has a selection; ``document`` is a part of its prompt's text."""
+    from dsa_engine.server.forms.parts import selection_of
+
+    special = tokenizer.hf.all_special_ids
+    ids = [*output.prompt_token_ids, *(token for token in output.token_ids if token not in special)]
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    start, characters = (len(part.encode("utf-16-le")) // 2 for part in (text[: text.index(document)], document))
+    data = {"text": text, "tokens": list(map(tokenizer.token_text, ids)), "prompt": len(output.prompt_token_ids)}
+    data |= {
+        "start": start,
+        "end": start + characters,
+        "question": question,
+        **selection_of(output.selection)["selection"],
+    }
+    parts = {
+        "title": html.escape(title),
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "style": "".join((_PAGE / name).read_text(encoding="utf-8") for name in ("base.css", "lens.css")),
+        "script": (_PAGE / "lens.js").read_text(encoding="utf-8"),
+    }
+    template = Path(__file__).with_name("lens.html").read_text(encoding="utf-8")
+    return re.sub(r"\$(title|data|style|script)\b", lambda name: parts[name[1]], template)

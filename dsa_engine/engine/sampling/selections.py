@@ -1,0 +1,82 @@
+"""What the tokens of requests with ``SamplingParams.selection`` are sampled from: which tokens every layer looked at.
+
+The rank that computes a row records it, and sends it to the first rank, whose callers want it. A step that records is
+run kernel by kernel and read at once, by the same kernels: its tokens are what they would be.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dsa_engine.engine.requests.samples import RECORDS
+from dsa_engine.engine.steps.plan import StepPlan, Wanted
+from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.selection import SelectionRecorder
+from dsa_engine.outputs import Selection
+from dsa_engine.parallel import Mesh
+
+Selections = dict[int, dict[int, Selection]]  # by the request's id and the number of its output token
+
+
+def records(plan: StepPlan) -> bool:
+    """Whether a step records selections of any rank; the same on every rank."""
+    if plan.decode is not None:
+        return bool(plan.decode.asks & RECORDS)
+    return any(chunk.num_logits and chunk.request.params.selection for chunk in plan.chunks)
+
+
+def recorder_of(plan: StepPlan, cache: KVCache, index_topk: int, device: torch.device) -> SelectionRecorder:
+    """What records the rows of this rank."""
+    wanted, size = _wanted(plan), cache.page_size
+    visible = np.full((len(wanted), index_topk), -1, np.int32)
+    for row, (request, position, _) in zip(visible, wanted, strict=True):
+        first = np.arange(min(position, index_topk))
+        row[: len(first)] = np.array(request.pages, np.int32)[first // size] * size + first % size
+    return SelectionRecorder([one.row for one in wanted], upload(torch.from_numpy(visible), device))
+
+
+def recorded(recorder: SelectionRecorder, plan: StepPlan, layers: int, page_size: int, mesh: Mesh) -> Selections:
+    """What a step has recorded in each of so many layers, on rank 0; nothing on others. It waits for the device."""
+    wanted, world, selections = _wanted(plan), mesh.world, Selections()
+    ids = torch.tensor([(one.request.id, one.position - len(one.request.prompt)) for one in wanted]).view(-1, 2)
+    table = torch.empty(0)
+    if wanted:
+        table = torch.stack(recorder.layers, dim=1).cpu()  # [n, layers, 2, index_topk]
+        for one, of_row in zip(wanted, table.numpy(), strict=True):
+            _to_positions(of_row[:, 0], np.array(one.request.pages), page_size)
+    counts = [len(wanted)] if world.alone else mesh.all_gather_int(len(wanted))
+    if mesh.rank:
+        for tensor in (ids, table) if wanted else ():
+            world.send(tensor.to(mesh.device), 0)
+        return selections
+    for rank, count in enumerate(counts):
+        if rank and count:
+            ids = world.recv(torch.empty(count, 2, dtype=torch.int64, device=mesh.device), rank).cpu()
+            size = (count, layers, 2, recorder.visible.shape[1])
+            table = world.recv(torch.empty(size, dtype=torch.int32, device=mesh.device), rank).cpu()
+        if count:
+            _add(selections, ids, table)
+    return selections
+
+
+def _wanted(plan: StepPlan) -> list[Wanted]:
+    """The rows of this rank that are recorded."""
+    return [one for one in plan.own.wanted if one.position - len(one.request.prompt) < one.request.params.selection]
+
+
+def _to_positions(slots: np.ndarray, pages: np.ndarray, page_size: int) -> None:
+    """Replaces slots, in place, by the positions of a request that has these pages; −1 stays."""
+    order = pages.argsort()
+    at = pages[order].searchsorted(slots // page_size).clip(max=len(pages) - 1)
+    slots[:] = np.where(slots < 0, slots, order[at] * page_size + slots % page_size)
+
+
+def _add(selections: Selections, ids: torch.Tensor, table: torch.Tensor) -> None:
+    """Adds rows in order of position, with −1 at the end."""
+    for (request, number), of_row in zip(ids.tolist(), table.numpy(), strict=True):
+        positions, weights = of_row[:, 0], of_row[:, 1].view(np.float32)
+        order = np.where(positions < 0, np.iinfo(np.int32).max, positions).argsort(axis=1)
+        both = (np.take_along_axis(one, order, axis=1)[:, None] for one in (positions, weights))
+        selections.setdefault(request, {})[number] = Selection(*both)

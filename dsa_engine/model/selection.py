@@ -1,0 +1,72 @@
+"""What rows of a pass attend to, recorded layer by layer for ``SamplingParams.selection``.
+
+The weight of token s for the query at t is its part of the attention (DeepSeek-V3.2-Exp report, equation 2), on average
+over the H heads::
+
+    w_{t,s} = 1/H · Σ_h softmax_s(scale · q_{t,h} · row_s)              s: the tokens that t attends to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.formats.cache_format import LatentFormat
+
+
+@dataclass
+class SelectionRecorder:
+    """Gets each layer's selection for n rows of a batch.
+
+    Attributes:
+        rows: the rows, in any order.
+        visible: int32 ``[n, index_topk]`` on the device: slots of the first tokens that each row sees, −1 after them.
+            A row that is not in sparse form attends to these.
+        layers: int32 ``[n, 2, index_topk]`` of each layer so far: slots, and the bits of float32 weights; in any order.
+    """
+
+    rows: Sequence[int]
+    visible: torch.Tensor
+    layers: list[torch.Tensor] = field(default_factory=list)
+
+    def record(
+        self,
+        q_mha: torch.Tensor,
+        q_mqa: torch.Tensor,
+        w_uk: torch.Tensor,
+        mha_rows: int,
+        first_sparse: int,
+        pool: torch.Tensor,
+        topk_slots: torch.Tensor | None,
+        row_format: LatentFormat,
+        scale: float,
+    ) -> None:
+        """Adds a layer. It works row by row, so its memory is that of ``index_topk`` latent rows.
+
+        Args:
+            q_mha, q_mqa: the queries of :meth:`.Attention._queries`.
+            mha_rows, first_sparse: see :class:`.ForwardBatch`.
+            w_uk: ``[heads, nope, rank]``.
+            pool: the layer's latent rows.
+            topk_slots: ``[sparse rows, index_topk]``.
+        """
+        nope, tables = w_uk.shape[1], []
+        for number, row in enumerate(self.rows):
+            if row < mha_rows:
+                unrotated, rotated = q_mha[row, :, :nope], q_mha[row, :, nope:]
+                absorbed = torch.einsum("hn,hnr->hr", unrotated.float(), w_uk.float())
+                q = torch.cat((absorbed, rotated.float()), dim=1)
+            else:
+                q = q_mqa[row - mha_rows].float()
+            slots = self.visible[number]
+            if row >= first_sparse:
+                assert topk_slots is not None, "sparse rows need a selection"
+                slots = topk_slots[row - first_sparse]
+            latent = gather_latent(pool, slots.clamp(min=0), row_format, q_mqa.dtype).float()
+            scores = (q @ latent.T).mul_(scale).masked_fill_(slots < 0, -torch.inf)
+            tables.append(torch.stack((slots, scores.softmax(dim=1).mean(dim=0).view(torch.int32))))
+        if tables:
+            self.layers.append(torch.stack(tables))

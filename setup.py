@@ -66,6 +66,7 @@ setup(
     packages=find_packages("src", include=["dsa_engine", "dsa_engine.*"]),
     package_data={
         "dsa_engine": ["py.typed", "demo_model/*"],
+        "dsa_engine.commands": ["lens.html"],
         "dsa_engine.kernels": ["native/*"],
         "dsa_engine.server": ["page/*"],
     },

@@ -65,27 +65,21 @@ def run_lens(args: argparse.Namespace) -> None:
         (output,) = llm.generate([ids], params, use_tqdm=False)
         if output.selection is None:
             raise RuntimeError(f"there is no answer to look at: {output.error}")
-        write_text(
-            args.output, lens_page(output, llm.tokenizer, document.rstrip(), args.question, Path(args.prompt_file).name)
-        )
+        asked = (document.rstrip(), args.question, Path(args.prompt_file).name)
+        write_text(args.output, lens_page(output, llm.tokenizer, *asked))
     print(f"{output.text.strip()}\n{args.output} has what each word looked at; open it in a browser", file=sys.stderr)
 
 
 def lens_page(output: RequestOutput, tokenizer: Tokenizer, document: str, question: str, title: str) -> str:
-    """The page of an output that has a selection; ``document`` is a part of its prompt's text."""
+    """The page of an output that has a selection, about the text of a document."""
     from dsa_engine.server.forms.parts import selection_of
 
-    special = tokenizer.hf.all_special_ids
-    ids = [*output.prompt_token_ids, *(token for token in output.token_ids if token not in special)]
+    ids = output.prompt_token_ids + output.token_ids[: len(output.token_ids) - (output.finish_reason == "stop")]
     text = tokenizer.decode(ids, skip_special_tokens=False)
+    document = document if document in text else text  # a tokenizer may change a text
     start, characters = (len(part.encode("utf-16-le")) // 2 for part in (text[: text.index(document)], document))
-    data = {"text": text, "tokens": list(map(tokenizer.token_text, ids)), "prompt": len(output.prompt_token_ids)}
-    data |= {
-        "start": start,
-        "end": start + characters,
-        "question": question,
-        **selection_of(output.selection)["selection"],
-    }
+    data = {"text": text, "tokens": [*map(tokenizer.token_text, ids)], "prompt": len(output.prompt_token_ids)}
+    data |= {"start": start, "end": start + characters, "question": question} | selection_of(output.selection)
     parts = {
         "title": html.escape(title),
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsa_engine import LLM
+from dsa_engine import LLM, SamplingParams
 from dsa_engine.server.app import PAGE
 from servers.scripted_server import Scripted, scripted_server
 
@@ -128,6 +128,52 @@ def test_a_conversation_about_a_document(demo: LLM, visit: Callable[..., Any], s
     assert second[: len(first)] == first and first[0]["content"].count(DOCUMENT) == 1
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
     assert bodies[0]["temperature"] == 0 and bodies[0]["max_tokens"] == 6
+
+
+def test_a_click_on_a_word_shows_what_it_looked_at(
+    demo: LLM, visit: Callable[..., Any], serve: Callable[..., Any]
+) -> None:
+    """The fact that was asked for lights up; the numbers are those of the Python API for the same tokens."""
+    facts = {1000 + 7 * number: (37 * number) % 100 for number in range(90)}
+    document = "".join(f"key {key} is {value:02}\n" for key, value in facts.items())
+    server = serve(demo, served_model_name=["demo"])
+    page = visit(f"http://127.0.0.1:{server.port}/")
+    answers: list[Any] = []
+    page.on("response", lambda r: r.url.endswith("/v1/completions") and answers.append(r))
+    drop(page, "facts.txt", document.encode())
+    turn = ask(page, "What is key 1140?")
+    finished(page)
+    words = turn.locator(".answer > .text p")
+    assert words.inner_text() == "key 1140 is 40"
+    box = words.evaluate("""(p) => {
+        const range = document.createRange();
+        range.setStart(p.firstChild, 12);
+        range.setEnd(p.firstChild, 14);
+        const { x, y, width, height } = range.getBoundingClientRect();
+        return [x + width / 2, y + height / 2];
+    }""")
+    page.mouse.click(*box)
+    said = page.locator("#lens p", has_text="It selected 256 of ")
+    said.wait_for()
+    assert page.locator("#lens strong").inner_text() == "40"
+    assert page.evaluate("() => `${[...CSS.highlights.get('look-word')].length}`") == "1"
+    fact = page.evaluate("""() => {
+        const [range] = CSS.highlights.get("look-5");
+        range.setStart(range.startContainer, 0);
+        return range.toString();
+    }""")
+    assert fact.endswith("key 1140 is 40")
+    asked = answers[0].request.post_data_json
+    (choice,) = answers[0].json()["choices"]
+    params = SamplingParams(temperature=0, max_tokens=1, selection=1)
+    ((prompt,),) = (asked["prompt"],)
+    (output,) = demo.generate([prompt], params, use_tqdm=False)
+    assert output.selection is not None and choice["text"].strip() == "40"
+    assert choice["selection"]["positions"] == output.selection.positions.tolist()
+    page.get_by_label("Next word").click()  # from the last one to the first
+    page.locator("#lens strong", has_text="key").wait_for()
+    page.keyboard.press("Escape")
+    assert page.locator("#lens").is_hidden() and page.evaluate("() => CSS.highlights.size") == 0
 
 
 def test_thoughts_text_and_errors_as_they_come(visit: Callable[..., Any], scripted: Scripted) -> None:

@@ -3,7 +3,7 @@
 
 const SHADES = 6; // in lens.css
 const TICKS = 100; // beside the text, at the strongest tokens
-const RULES = { all: "all it selected", recent: "lost by recency", random: "lost at random" };
+const RULES = { all: "all it selected", recent: "missed by recency", random: "missed at random" };
 
 /** The place of each token in a text, and the text's length. What is no whole character lies before the next token. */
 export function offsetsOf(text, tokens) {
@@ -135,7 +135,7 @@ export class Lens {
     const [many, of] = [selected, this.#looks.at(-1).visible].map((number) => number.toLocaleString("en"));
     this.#said.textContent =
       `It selected ${many} of ${of} tokens in each layer; ${here} of its attention is shaded. The latest ${many} tokens ` +
-      `alone would lose ${percent(left.recent)} of it, ${many} random ones ${percent(left.random)}.`;
+      `alone would miss ${percent(left.recent)} of it, ${many} random ones ${percent(left.random)}.`;
     return found[0];
   }
 }

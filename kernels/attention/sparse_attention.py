@@ -118,15 +118,15 @@ def _run_native(
     """Runs ``native/sparse_attention.cpp``: a thread takes a token at a time and gathers all its rows."""
     (tokens, heads, width), k = q.shape, slots.shape[1]
     library = cpu.kernels()
-    out, lse = q.new_empty(tokens, heads, value_dim), q.new_empty(tokens, heads)
+    out, lse = q.new_empty(tokens, heads, value_dim), torch.empty(tokens, heads)
     rows = pool.view(-1, width)
     threads = cpu.threads_for(tokens * heads * k * (width + value_dim))
-    scratch = q.new_empty(threads * library.dsa_sparse_attention_scratch(width, value_dim, k))
+    scratch = torch.empty(threads * library.dsa_sparse_attention_scratch(width, value_dim, k))
     if counts is not None:
         counts = counts.to(torch.int32).contiguous()
     outside = library.dsa_sparse_attention(
         q.data_ptr(), rows.data_ptr(), slots.data_ptr(), None if counts is None else counts.data_ptr(),
-        out.data_ptr(), lse.data_ptr(), scratch.data_ptr(),
+        out.data_ptr(), lse.data_ptr(), scratch.data_ptr(), cpu.TYPES[q.dtype],
         tokens, len(rows), rows.stride(0), heads, width, value_dim, k, scale, threads,
     )  # fmt: skip
     if outside:

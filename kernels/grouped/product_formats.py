@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from dsa_engine.kernels.formats.int4 import GROUP_SIZES
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.formats.quantize import codes_and_scales, quantize_rows, quantized_words
+from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales, quantize_rows, quantized_words
 from dsa_engine.kernels.grouped.grouped_matmul import check, grouped_matmul, grouped_matmul_reference
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
     BLOCK,
@@ -32,6 +33,7 @@ from dsa_engine.kernels.grouped.grouped_matmul_int8 import (
     grouped_matmul_int8_reference,
 )
 from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.runtime import cpu
 
 Weight = tuple[torch.Tensor | None, ...]
 
@@ -48,6 +50,10 @@ class ProductFormat:
         packed: numbers in an element of a weight.
         gate_dtype: dtype in which the reference gates; None: the result's.
         copies: rows that are held between two products, in numbers of input and output of one.
+        native: the kind of a weight for the CPU's kernels (``native/products.h``), which read ``codes`` of this dtype;
+            None: of x's.
+        fits: whether scales of a shape belong to codes of a shape, where the callers do not check.
+        power_of_two: whether FP8 scales of activations are rounded up.
     """
 
     quantize: Callable[..., tuple[torch.Tensor | None, ...]]
@@ -57,6 +63,28 @@ class ProductFormat:
     packed: int = 1
     gate_dtype: torch.dtype | None = None
     copies: int = 1
+    native: int = 0
+    codes: torch.dtype | None = None
+    fits: Callable[[torch.Size, torch.Size], bool] | None = None
+    power_of_two: bool = False
+
+    def on_a_cpu(self, dtype: torch.dtype, *weights: Weight) -> bool:
+        """Whether the CPU's kernels multiply rows of a dtype of ``cpu.TYPES`` with such weights: contiguous parts that
+        fit, columns in order. What they do not take, the reference takes, or refuses with an error."""
+        for codes, *scales in weights:
+            if codes is None or not codes.is_contiguous() or not cpu.serves(codes, dtype=self.codes or dtype):
+                return False
+            if not scales:
+                continue
+            scale, *order = scales
+            scale_dtype = None if self.packed == 8 else torch.float32  # None: any that kernels read
+            if scale is None or not scale.is_contiguous() or not cpu.serves(scale, dtype=scale_dtype):
+                return False
+            if order not in ([], [None]):
+                return False
+            if self.fits is not None and not self.fits(codes.shape, scale.shape):
+                return False
+        return True
 
     def multiply(self, x: Any, weight: Weight, groups: Groups, dtype: torch.dtype) -> Any:
         """Products by kernels of rows, of quantised rows, or of what a gated product has given."""
@@ -86,10 +114,22 @@ def _check_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, wei
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
 
 
+def _fits_int4(codes: torch.Size, scales: torch.Size) -> bool:
+    return codes[:-1] == scales[:-1] and 8 * codes[-1] in [size * scales[-1] for size in GROUP_SIZES]
+
+
+_INT4 = partial(
+    ProductFormat, check=check_int4, product=grouped_matmul_int4, reference=grouped_matmul_int4_reference, packed=8,
+    codes=torch.int32, fits=_fits_int4,
+)  # fmt: skip
+
 PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, grouped_matmul_reference, copies=2)
-INT8 = ProductFormat(quantize_rows_int8, check_int8, grouped_matmul_int8, grouped_matmul_int8_reference)
-W4A16 = ProductFormat(_with_no_scales, check_int4, grouped_matmul_int4, grouped_matmul_int4_reference, packed=8)
-W4A8 = ProductFormat(quantize_rows_int8, check_int4, grouped_matmul_int4, grouped_matmul_int4_reference, packed=8)
+INT8 = ProductFormat(
+    quantize_rows_int8, check_int8, grouped_matmul_int8, grouped_matmul_int8_reference, native=3, codes=torch.int8,
+    fits=lambda codes, scales: codes[:-1] == scales,
+)  # fmt: skip
+W4A16 = _INT4(_with_no_scales, native=5)
+W4A8 = _INT4(quantize_rows_int8, native=6)
 
 
 @cache
@@ -111,4 +151,7 @@ def block_fp8(power_of_two: bool, hidden: int) -> ProductFormat:
         return codes_and_scales(x, hidden)
 
     product = partial(grouped_matmul_fp8, power_of_two=power_of_two)
-    return ProductFormat(quantize, _check_fp8, product, grouped_matmul_fp8_reference, gate_dtype=torch.float32)
+    return ProductFormat(
+        quantize, _check_fp8, product, grouped_matmul_fp8_reference, gate_dtype=torch.float32, native=4,
+        codes=FP8, power_of_two=power_of_two,
+    )  # fmt: skip

@@ -76,7 +76,7 @@ def lightning_indexer(
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
     slots = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
-    if cpu.serves(q, weights, pool):
+    if cpu.serves(q, pool) and cpu.serves(weights, dtype=torch.float32):
         _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, slots, workspace)
         return slots
     # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
@@ -108,17 +108,19 @@ def _select_natively(
 ) -> None:
     """Fills ``slots [T, k]``. Each thread has a tile's keys and best scores, of as many queries as fit in its part
     of the workspace; of one query at least."""
-    (rows, heads, dim), k = q.shape, slots.shape[1]
+    (rows, heads, dim), k, type_ = q.shape, slots.shape[1], cpu.TYPES[q.dtype]
     library = cpu.kernels()
     threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
     queries = min(_MAX_QUERIES, max(_MIN_QUERIES, cdiv(rows, 4 * threads)))
-    while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k) > workspace:
+    while (
+        queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k, type_) > workspace
+    ):
         queries //= 2
     tiles, tables = segments.tiles(queries), block_tables.int().contiguous()
-    scratch = q.new_empty(threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k))
+    scratch = torch.empty(threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k, type_))
     outside = library.dsa_lightning_indexer(
         q.data_ptr(), weights.data_ptr(), pool.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
-        segments.sequences.data_ptr(), segments.visible.data_ptr(), slots.data_ptr(), scratch.data_ptr(),
+        segments.sequences.data_ptr(), segments.visible.data_ptr(), slots.data_ptr(), scratch.data_ptr(), type_,
         len(tiles), queries, len(pool), pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k, threads,
     )  # fmt: skip
     if outside:

@@ -28,6 +28,8 @@ from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
 )
 from dsa_engine.kernels.grouped.skeleton import banded
 from dsa_engine.kernels.grouped.tiles import Tiles, fitting
+from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -181,7 +183,7 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and capability(torch.empty(0, device=device)) >= 89
 
 
-@operation()
+@operation(runs=cpu.runs_kernel)
 def block_scaled_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -213,6 +215,8 @@ def block_scaled_linear(
     check_weight(weight, weight_scale)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
+    if x.numel() <= FEW_ROWS_ON_A_CPU * x.shape[-1] and cpu.serves(x) and cpu.serves(weight, dtype=weight.dtype):
+        return run_native(x, weight, weight_scale, 4, power_of_two)
     rows = x.reshape(-1, x.shape[-1])
     ours = runs_triton(x)
     if ours and len(rows) <= QUANTISED_ROWS:

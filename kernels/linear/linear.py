@@ -3,8 +3,8 @@
     y = x · weightᵀ
 
 PyTorch's product, but on a CPU for few rows, as in decode: it packs the weight and divides it over threads by its own
-rules, which takes longer than reading the weight once (``native/linear.cpp``). There a row's result is the same bits
-whatever rows are beside it.
+rules, which takes longer than reading the weight once (``native/linear.cpp``). The C++ kernel reads weights of every
+format as they are stored. A row's result is the same bits whatever rows, and however many, are beside it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,33 @@ from dsa_engine.kernels.runtime.operation import operation
 FEW_ROWS_ON_A_CPU = 16
 
 
-def _run_native(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    (rows, width), outputs = x.shape, weight.shape[0]
-    out = x.new_empty(rows, outputs)
-    threads = cpu.threads_for(rows * weight.numel())
-    cpu.kernels().dsa_linear(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, outputs, x.stride(0), threads
-    )
-    return out
+def run_native(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, kind: int = 0, power_of_two: bool = False
+) -> torch.Tensor:
+    """Runs ``native/linear.cpp``.
+
+    Args:
+        x: ``[..., in]``, of a dtype that :func:`.cpu.serves` takes.
+        weight: ``[out, in]``, contiguous, of a kind that ``native/products.h`` knows, and its ``scale``.
+
+    Returns:
+        ``[..., out]`` in x's dtype.
+    """
+    width, outputs = x.shape[-1], weight.shape[0]
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = rows.new_empty(len(rows), outputs)
+    library, group = cpu.kernels(), 0 if scale is None else width // scale.shape[-1]
+    scratch = None
+    if kind or x.dtype != torch.float32:
+        scratch = torch.empty(library.dsa_linear_scratch(len(rows), width), dtype=torch.uint8)
+    library.dsa_linear(
+        rows.data_ptr(), weight.data_ptr(), None if scale is None else scale.data_ptr(), out.data_ptr(),
+        None if scratch is None else scratch.data_ptr(), cpu.TYPES[x.dtype], kind,
+        cpu.TYPES[x.dtype if scale is None else scale.dtype], group, power_of_two, len(rows), width, outputs,
+        rows.stride(0), cpu.threads_for(len(rows) * width * outputs),
+    )  # fmt: skip
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], outputs)
 
 
 @operation(runs=cpu.serves)
@@ -41,7 +60,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight {tuple(weight.shape)} of [out, in]")
     if x.numel() > FEW_ROWS_ON_A_CPU * width or not weight.is_contiguous() or not cpu.serves(x, weight):
         return F.linear(x, weight)
-    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), width)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    out = _run_native(rows, weight)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+    return run_native(x, weight)

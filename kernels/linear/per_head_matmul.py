@@ -30,10 +30,13 @@ def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) ->
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)} do not fit")
     suits = weight.stride(2) == 1 or (weight.stride(1) == 1 and tokens <= _FEW_TOKENS_ON_A_CPU)
     if suits and x.stride(2) == out.stride(2) == 1 and cpu.serves(x, weight, out):
-        cpu.kernels().dsa_per_head_matmul(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, heads, inner, outer,
-            x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
-            cpu.threads_for(tokens * weight.numel()),
+        threads, library = cpu.threads_for(tokens * weight.numel()), cpu.kernels()
+        size = threads * library.dsa_per_head_matmul_scratch(inner) if x.dtype != torch.float32 else 0
+        scratch = torch.empty(size)
+        library.dsa_per_head_matmul(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), scratch.data_ptr(), cpu.TYPES[x.dtype],
+            tokens, heads, inner, outer, x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
+            threads,
         )  # fmt: skip
     elif tokens:
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

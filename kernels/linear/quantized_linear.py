@@ -10,6 +10,8 @@ import torch
 from dsa_engine.kernels.grouped.grouped_matmul_int8 import matmul_int8_reference
 from dsa_engine.kernels.grouped.product_formats import INT8, ProductFormat, Weight
 from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -22,14 +24,15 @@ def takes_int_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and not INTERPRETED and x.shape[0] > _ROWS_OF_INT_MM and not any(n % 8 for n in weight.shape)
 
 
-@operation()
+@operation(runs=cpu.runs_kernel)
 def quantized_linear(
     x: torch.Tensor, weight: Weight, product: ProductFormat, largest: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``x · weightᵀ`` with a weight in ``INT8``, ``W4A8`` or ``W4A16``.
 
     On CUDA many rows in INT8 take PyTorch's ``_int_mm``, which scales afterwards; all others take the kernel of the
-    grouped product, which reads the weight once. On a CPU ``_int_mm`` is oneDNN's.
+    grouped product, which reads the weight once. On a CPU few rows take the C++ kernel, which reads it once and as it is
+    stored; ``_int_mm`` is oneDNN's.
 
     Args:
         x: ``[..., in]``, floating point.
@@ -45,6 +48,13 @@ def quantized_linear(
     Raises:
         TypeError, ValueError: dtypes or shapes that do not fit.
     """
+    width = x.shape[-1]
+    if x.numel() <= FEW_ROWS_ON_A_CPU * width and largest is None and cpu.serves(x):
+        codes, scale, *order = weight
+        fits = codes is not None and codes.shape[-1] * product.packed == width
+        if fits and codes is not None and product.on_a_cpu(x.dtype, (codes, scale)):
+            in_order = x if order in ([], [None]) else x.index_select(-1, order[0])
+            return run_native(in_order, codes, scale, product.native)
     codes, x_scale = product.quantize(x.reshape(-1, x.shape[-1]), None if largest is None else largest.flatten())
     assert codes is not None
     one = [None if part is None else part[None] for part in weight]

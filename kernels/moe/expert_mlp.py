@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import dequantize_rows
 from dsa_engine.kernels.grouped.product_formats import PLAIN, ProductFormat, Weight
 from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.moe.combine import combine
@@ -50,17 +51,31 @@ def expert_mlp_reference(
 
 
 def _run_native(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: Weight, down: Weight,
+    product: ProductFormat, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Runs ``native/expert_mlp.cpp``: a thread takes an expert at a time."""
-    (tokens, k), (count, hidden, intermediate) = topk_ids.shape, down.shape
+    x_type = cpu.ROUNDED if x.dtype == torch.int32 else cpu.TYPES[x.dtype]
+    if x.dtype == torch.int32:
+        codes, block_scales = product.quantize(x)
+        assert codes is not None and block_scales is not None
+        x = dequantize_rows(codes, block_scales)
+    x = x.contiguous()
+    (tokens, k), (count, hidden, packed) = topk_ids.shape, _part(down).shape
+    intermediate = packed * product.packed
     library = cpu.kernels()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype)
+    scales = [None if len(weight) < 2 else weight[1] for weight in (gate_up, down)]
+    groups = [0 if s is None else n // s.shape[-1] for s, n in zip(scales, (hidden, intermediate), strict=True)]
+    pointers = [None if s is None else s.data_ptr() for s in scales]
     threads = min(count, cpu.threads_for(3 * topk_ids.numel() * hidden * intermediate))
-    scratch = x.new_empty(library.dsa_expert_mlp_scratch(topk_ids.numel(), count, hidden, intermediate))
+    size = library.dsa_expert_mlp_scratch(tokens, topk_ids.numel(), count, hidden, intermediate)
+    scratch = torch.empty(size, dtype=torch.uint8)
     outside = library.dsa_expert_mlp(
-        x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), gate_up.data_ptr(), down.data_ptr(), out.data_ptr(),
-        scratch.data_ptr(), tokens, k, count, hidden, intermediate, threads,
+        x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), _part(gate_up).data_ptr(), pointers[0],
+        _part(down).data_ptr(), pointers[1], out.data_ptr(), scratch.data_ptr(), x_type, cpu.TYPES[dtype],
+        product.native, cpu.TYPES[x.dtype if scales[0] is None else scales[0].dtype], *groups, product.power_of_two,
+        tokens, k, count, hidden, intermediate, threads,
     )  # fmt: skip
     if outside:
         raise IndexError(f"topk_ids must be below {count}, the number of experts here, not {int(topk_ids.max())}")
@@ -90,7 +105,7 @@ def expert_mlp(
     """Weighted sum of the chosen experts' outputs for every token.
 
     Sums add in the order of a token's pairs, so that a result is the same bits each time. On a CPU few rows (8, on
-    average) of plain experts take the CPU's kernel.
+    average) take the CPU's kernel, which reads the weights as they are stored.
 
     Args:
         x: ``[T, hidden]``; in FP8 also words of :func:`.quantize.quantize_tokens`, with the same result.
@@ -118,13 +133,10 @@ def expert_mlp(
     dtype, count = dtype or x.dtype, _count(down)
     if not runs_triton(x):
         topk_ids = local_topk_ids(topk_ids, count, first)
-        if product is PLAIN and topk_ids.numel() <= _FEW_ROWS_ON_A_CPU * count:
-            (plain_gate_up,), (plain_down,) = gate_up, down
-            assert plain_gate_up is not None and plain_down is not None
-            whole = plain_gate_up.is_contiguous() and plain_down.is_contiguous()
-            if whole and cpu.serves(x, topk_weights, plain_gate_up, plain_down):
-                x, topk_ids, topk_weights = x.contiguous(), topk_ids.int().contiguous(), topk_weights.contiguous()
-                return _run_native(x, topk_ids, topk_weights, plain_gate_up, plain_down)
+        few = topk_ids.numel() <= _FEW_ROWS_ON_A_CPU * count and dtype in cpu.TYPES
+        if few and cpu.serves(topk_weights, dtype=torch.float32) and product.on_a_cpu(dtype, gate_up, down):
+            topk_ids, topk_weights = topk_ids.int().contiguous(), topk_weights.contiguous()
+            return _run_native(x, topk_ids, topk_weights, gate_up, down, product, dtype)
         return expert_mlp_reference(x, topk_ids, topk_weights, gate_up, down, product, dtype)
 
     tokens, row_ends, pair_rows = expert_order(topk_ids, count, first)

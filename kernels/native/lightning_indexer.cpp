@@ -1,4 +1,4 @@
-// The lightning indexer in float32: kernels/indexer/lightning_indexer.py, whose references define it.
+// The lightning indexer: kernels/indexer/lightning_indexer.py, whose references define it.
 //
 // A tile is some queries of one segment. Keys are taken a panel at a time, transposed, so that lanes are keys; the
 // products of a few heads stay in registers until they are weighed and summed, and a score is compared with the worst of
@@ -22,9 +22,9 @@ constexpr int ROWS = 16;  // keys whose scores are compared together, for few qu
 constexpr int MARGIN = (PANEL > ROWS ? PANEL : ROWS) + LANES;  // of entries that may be added before the best are kept
 
 struct Problem {
-    const float* q;  // [rows, heads, dim]
+    Numbers q;  // [rows, heads, dim]
     const float* weights;  // [rows, heads]
-    const float* pool;
+    Numbers pool;
     const int32_t* tables;
     int64_t page_stride, table_stride, page_size, heads, dim, k;
     int32_t* slots;  // [rows, k]
@@ -129,20 +129,21 @@ struct Best {
     }
 };
 
-inline const float* key_of(const Problem& p, const int32_t* table, int64_t position) {
-    return p.pool + table[position / p.page_size] * p.page_stride + position % p.page_size * p.dim;
+// The key as floats, which may be in `into`.
+inline const float* key_of(const Problem& p, const int32_t* table, int64_t position, float* into) {
+    return p.pool.read(table[position / p.page_size] * p.page_stride + position % p.page_size * p.dim, p.dim, into);
 }
 
 inline int32_t slot_of(const Problem& p, const int32_t* table, int32_t position) {
     return (int32_t)(table[position / p.page_size] * p.page_size + position % p.page_size);
 }
 
-// panel[d][lane] of the keys first ... first + PANEL - 1, of which `count` exist.
+// panel[d][lane] of the keys first ... first + PANEL - 1, of which `count` exist; after it there is room for one key each.
 void pack(const Problem& p, const int32_t* table, int64_t first, int64_t count, float* panel) {
     const float* rows[PANEL];
     for (int64_t i = 0; i < PANEL; i++) {
         const int64_t position = first + (i < count ? i : count - 1);
-        rows[i] = key_of(p, table, position);
+        rows[i] = key_of(p, table, position, panel + p.dim * (PANEL + i));
     }
     for (int64_t d = 0; d < p.dim; d++) {
         for (int i = 0; i < PANEL; i++) panel[d * PANEL + i] = rows[i][d];
@@ -170,8 +171,8 @@ inline void add_heads(const float* q, const float* weights, int64_t dim, const f
     }
 }
 
-void score(const Problem& p, int64_t row, const float* panel, Floats* sums) {
-    const float *q = p.q + row * p.heads * p.dim, *weights = p.weights + row * p.heads;
+void score(const Problem& p, const float* q, int64_t row, const float* panel, Floats* sums) {
+    const float* weights = p.weights + row * p.heads;
     for (int n = 0; n < PANEL_VECTORS; n++) sums[n] = Floats{};
     int64_t h = 0;
     for (; h + HEADS_AT_ONCE <= p.heads; h += HEADS_AT_ONCE)
@@ -183,12 +184,13 @@ int64_t capacity_for(int64_t k) { return 2 * k + MARGIN; }
 
 void select_by_panels(const Problem& p, const Tile& tile, Best* best, float* panel) {
     const int32_t* table = p.tables + tile.sequence * p.table_stride;
-    const int64_t end = tile.start + tile.count;
+    const int64_t end = tile.start + tile.count, size = p.heads * p.dim;
+    const float* q = p.q.read(tile.row * size, tile.count * size, panel + 2 * PANEL * p.dim);
     for (int64_t first = 0; first < end; first += PANEL) {
         pack(p, table, first, end - first < PANEL ? end - first : PANEL, panel);
         for (int64_t i = first > tile.start ? first - tile.start : 0; i < tile.count; i++) {
             Floats sums[PANEL_VECTORS];
-            score(p, tile.row + i, panel, sums);
+            score(p, q + i * size, tile.row + i, panel, sums);
             const int64_t seen = tile.start + i + 1 - first;  // keys of the panel
             for (int n = 0; n < PANEL_VECTORS && n * LANES < seen; n++)
                 best[i].add(order_of(sums[n]), (int32_t)(first + n * LANES), seen - n * LANES);
@@ -216,18 +218,19 @@ void score_rows(const float* const* rows, int64_t dim, const float* queries, Flo
 void select_by_rows(const Problem& p, const Tile& tile, Best* best, float* scratch) {
     const int32_t* table = p.tables + tile.sequence * p.table_stride;
     const int64_t padded = round_up(p.heads, LANES);
-    float *queries = scratch, *weights = scratch + padded * p.dim;
+    float *queries = scratch, *weights = scratch + padded * p.dim, *keys = weights + padded;
     for (int64_t i = 0; i < tile.count; i++) {
         const int64_t row = tile.row + i, end = tile.start + i + 1;
         for (int64_t h = 0; h < padded; h++) {
             float* lane = queries + h / LANES * p.dim * LANES + h % LANES;
-            const float* query = p.q + (row * p.heads + h) * p.dim;
+            const float* query = h < p.heads ? p.q.read((row * p.heads + h) * p.dim, p.dim, keys) : nullptr;
             for (int64_t d = 0; d < p.dim; d++) lane[d * LANES] = h < p.heads ? query[d] : 0.0f;
             weights[h] = h < p.heads ? p.weights[row * p.heads + h] : 0.0f;
         }
         for (int64_t first = 0; first < end; first += ROWS) {
             const float* rows[ROWS];
-            for (int64_t r = 0; r < ROWS; r++) rows[r] = key_of(p, table, first + r < end ? first + r : end - 1);
+            for (int64_t r = 0; r < ROWS; r++)
+                rows[r] = key_of(p, table, first + r < end ? first + r : end - 1, keys + r * p.dim);
             float scores[ROWS] = {};
             for (int64_t h = 0; h < padded; h += LANES)
                 score_rows(rows, p.dim, queries + h * p.dim, load(weights + h), scores);
@@ -260,17 +263,19 @@ void select(const Problem& p, const Tile& tile, float* scratch) {
 }  // namespace
 
 // Floats of scratch that a thread needs for tiles of so many queries.
-extern "C" int64_t dsa_lightning_indexer_scratch(int64_t queries, int64_t heads, int64_t dim, int64_t k) {
-    const int64_t padded = round_up(heads, LANES), transposed = padded * (dim + 1);
-    return queries * 2 * capacity_for(k) + (dim * PANEL > transposed ? dim * PANEL : transposed);
+extern "C" int64_t dsa_lightning_indexer_scratch(
+    int64_t queries, int64_t heads, int64_t dim, int64_t k, int64_t type) {
+    const int64_t transposed = round_up(heads, LANES) * (dim + 1) + dim * ROWS;
+    const int64_t panels = 2 * dim * PANEL + (type ? queries * heads * dim : 0);
+    return queries * 2 * capacity_for(k) + (panels > transposed ? panels : transposed);
 }
 
 // tiles: [tile_count, 2] first row and rows, `largest` at most; sequences, visible: of each row (kernels/rows/segment.py).
 // Returns 1, and does nothing, where a visible token's page lies outside of the pool; else 0.
 extern "C" int64_t dsa_lightning_indexer(
-    const float* q, const float* weights, const float* pool, const int32_t* tables, const int32_t* tiles,
-    const int32_t* sequences, const int32_t* visible, int32_t* slots, float* scratch, int64_t tile_count,
-    int64_t largest, int64_t pages, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads,
+    const void* q, const float* weights, const void* pool, const int32_t* tables, const int32_t* tiles,
+    const int32_t* sequences, const int32_t* visible, int32_t* slots, float* scratch, int64_t type,
+    int64_t tile_count, int64_t largest, int64_t pages, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads,
     int64_t dim, int64_t k, int64_t threads) {
     for (int64_t i = 0; i < tile_count; i++) {
         const int64_t last = tiles[2 * i] + tiles[2 * i + 1] - 1;
@@ -279,8 +284,8 @@ extern "C" int64_t dsa_lightning_indexer(
             if (table[n] < 0 || table[n] >= pages) return 1;
         }
     }
-    const Problem p{q, weights, pool, tables, page_stride, table_stride, page_size, heads, dim, k, slots};
-    const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k);
+    const Problem p{{q, type}, weights, {pool, type}, tables, page_stride, table_stride, page_size, heads, dim, k, slots};
+    const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k, type);
     // Last tiles first: in a causal batch they tend to see more tokens.
     for_tiles(tile_count, (int)threads, scratch, size, [&](int64_t i, float* mine) {
         const int32_t* tile = tiles + 2 * (tile_count - 1 - i);

@@ -1,4 +1,5 @@
-// Products of few rows in float32: kernels/linear/linear.py and per_head_matmul.py, whose references define them.
+// Products of few rows: kernels/linear/linear.py, per_head_matmul.py, quantized_linear.py and block_scaled_matmul.py, whose
+// references define them.
 
 #include "products.h"
 
@@ -8,10 +9,13 @@ constexpr int64_t OUTPUTS_OF_TILE = 32;
 constexpr int64_t TOKENS_OF_TILE = 32;
 constexpr int COLUMN_VECTORS = 2;
 
-// out[column] = sum over i of x[i] * weight[i][column], of R rows and COLUMN_VECTORS vectors of columns at a time.
-template <int R>
-void add_lines(const float* const* x, const float* weight, int64_t stride, int64_t width, int64_t columns,
-               float* const* out) {
+// to(row)[column] = sum over i of from(row)[i] * weight[i][column], of R rows from `row` on and COLUMN_VECTORS vectors of
+// columns at a time.
+template <int R, class T>
+void add_lines(int64_t row, const T* weight, int64_t stride, int64_t width, int64_t columns, const Rows& from,
+               const Rows& to, int64_t type) {
+    const float* x[R];
+    for (int r = 0; r < R; r++) x[r] = reinterpret_cast<const float*>(from(row + r));
     for (int64_t c = 0; c < columns; c += COLUMN_VECTORS * LANES) {
         int64_t lanes[COLUMN_VECTORS];
         for (int n = 0; n < COLUMN_VECTORS; n++) {
@@ -27,53 +31,65 @@ void add_lines(const float* const* x, const float* weight, int64_t stride, int64
             }
         }
         for (int r = 0; r < R; r++) {
-            for (int n = 0; n < COLUMN_VECTORS; n++) store_some(out[r] + c + n * LANES, sums[r][n], lanes[n]);
+            float results[COLUMN_VECTORS * LANES];
+            std::memcpy(results, sums[r], sizeof results);
+            const int64_t left = columns - c;
+            const Numbers into{to(row + r), type};
+            into.write(c, results, left < COLUMN_VECTORS * LANES ? left : COLUMN_VECTORS * LANES);
         }
     }
 }
 
 }  // namespace
 
-// x [rows, width] with any row stride, weight [outputs, width], out [rows, outputs].
+// Bytes of scratch for rows of x, of whatever kind the weight is.
+extern "C" int64_t dsa_linear_scratch(int64_t rows, int64_t width) { return (rows + 1) * (4 * width + 16); }
+
+// x [rows, width] with any row stride, weight [outputs, width], out [rows, outputs]; x and out of one type.
 extern "C" void dsa_linear(
-    const float* x, const float* weight, float* out, int64_t rows, int64_t width, int64_t outputs, int64_t x_stride,
+    const void* x, const void* weight, const void* scale, void* out, void* scratch, int64_t type, int64_t kind,
+    int64_t weight_type, int64_t group, int64_t power_of_two, int64_t rows, int64_t width, int64_t outputs, int64_t x_stride,
     int64_t threads) {
-    const auto from = [&](int64_t row) { return x + row * x_stride; };
-    for_tiles((outputs + OUTPUTS_OF_TILE - 1) / OUTPUTS_OF_TILE, (int)threads, nullptr, 0, [&](int64_t tile, float*) {
-        const int64_t first = tile * OUTPUTS_OF_TILE, left = outputs - first;
-        const auto to = [&](int64_t row) { return out + row * outputs + first; };
-        multiply(weight + first * width, width, width, left < OUTPUTS_OF_TILE ? left : OUTPUTS_OF_TILE, rows, from, to);
+    Weights{weight, scale, kind, weight_type, width, group, power_of_two}.as_kind([&](auto matrix) {
+        const Rows from = rows_for(matrix, {x, type}, rows, width, x_stride, (char*)scratch);
+        for_tiles((outputs + OUTPUTS_OF_TILE - 1) / OUTPUTS_OF_TILE, (int)threads, nullptr, 0, [&](int64_t tile, float*) {
+            const int64_t first = tile * OUTPUTS_OF_TILE, end = first + OUTPUTS_OF_TILE;
+            multiply(matrix, width, first, end < outputs ? end : outputs, rows, from, {out, outputs * bytes_of(type)}, type);
+        });
     });
 }
+
+// Floats of scratch that a thread needs.
+extern "C" int64_t dsa_per_head_matmul_scratch(int64_t inner) { return TOKENS_OF_TILE * inner; }
 
 // x [tokens, heads, inner], weight [heads, inner, outer], out [tokens, heads, outer], with strides; of the weight's last
 // two one is 1.
 extern "C" void dsa_per_head_matmul(
-    const float* x, const float* weight, float* out, int64_t tokens, int64_t heads, int64_t inner, int64_t outer,
-    int64_t x_token, int64_t x_head, int64_t weight_head, int64_t weight_inner, int64_t weight_outer,
-    int64_t out_token, int64_t out_head, int64_t threads) {
-    const int64_t blocks = (tokens + TOKENS_OF_TILE - 1) / TOKENS_OF_TILE;
-    for_tiles(heads * blocks, (int)threads, nullptr, 0, [&](int64_t tile, float*) {
+    const void* x, const void* weight, void* out, float* scratch, int64_t type, int64_t tokens, int64_t heads,
+    int64_t inner, int64_t outer, int64_t x_token, int64_t x_head, int64_t weight_head, int64_t weight_inner,
+    int64_t weight_outer, int64_t out_token, int64_t out_head, int64_t threads) {
+    const int64_t blocks = (tokens + TOKENS_OF_TILE - 1) / TOKENS_OF_TILE, bytes = bytes_of(type);
+    for_tiles(heads * blocks, (int)threads, scratch, TOKENS_OF_TILE * inner, [&](int64_t tile, float* mine) {
         const int64_t head = tile / blocks, first = tile % blocks * TOKENS_OF_TILE;
         const int64_t count = tokens - first < TOKENS_OF_TILE ? tokens - first : TOKENS_OF_TILE;
-        const float* matrix = weight + head * weight_head;
-        const auto from = [&](int64_t token) { return x + (first + token) * x_token + head * x_head; };
-        const auto to = [&](int64_t token) { return out + (first + token) * out_token + head * out_head; };
-        if (weight_inner == 1) {
-            multiply(matrix, weight_outer, inner, outer, count, from, to);
-            return;
+        Rows from{static_cast<const float*>(x) + first * x_token + head * x_head, 4 * x_token};
+        if (type != 0) {
+            for (int64_t t = 0; t < count; t++)
+                Numbers{x, type}.copy((first + t) * x_token + head * x_head, inner, mine + t * inner);
+            from = {mine, 4 * inner};
         }
-        int64_t token = 0;
-        for (; token + ROWS_AT_ONCE <= count; token += ROWS_AT_ONCE) {
-            const float* some[ROWS_AT_ONCE];
-            float* into[ROWS_AT_ONCE];
-            for (int r = 0; r < ROWS_AT_ONCE; r++) some[r] = from(token + r), into[r] = to(token + r);
-            add_lines<ROWS_AT_ONCE>(some, matrix, weight_inner, inner, outer, into);
-        }
-        for (; token < count; token++) {
-            const float* some = from(token);
-            float* into = to(token);
-            add_lines<1>(&some, matrix, weight_inner, inner, outer, &into);
-        }
+        const Rows to{static_cast<char*>(out) + (first * out_token + head * out_head) * bytes, out_token * bytes};
+        of_type(type, [&](auto zero) {
+            typedef decltype(zero) T;
+            const T* matrix = static_cast<const T*>(weight) + head * weight_head;
+            if (weight_inner == 1) {
+                multiply(Plain<T>({matrix, nullptr, 0, type, weight_outer, 0, 0}), inner, 0, outer, count, from, to, type);
+                return;
+            }
+            int64_t t = 0;
+            for (; t + ROWS_AT_ONCE <= count; t += ROWS_AT_ONCE)
+                add_lines<ROWS_AT_ONCE>(t, matrix, weight_inner, inner, outer, from, to, type);
+            for (; t < count; t++) add_lines<1>(t, matrix, weight_inner, inner, outer, from, to, type);
+        });
     });
 }

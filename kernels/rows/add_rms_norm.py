@@ -28,7 +28,7 @@ def add_rms_norm(
             f"x {tuple(x.shape)}{second}, residual {tuple(residual.shape)} and weight {tuple(weight.shape)} do not fit "
             "together"
         )
-    native = cpu.serves(x, residual, weight) and (also is None or cpu.serves(also))
+    native = cpu.serves(x, residual, weight, x if also is None else also)
     if not native and not runs_triton(x):
         summed = residual + (x if also is None else x + also)
         return rms_norm_reference(summed, weight, eps), summed

@@ -59,7 +59,7 @@ def run_rms_norm(
     if native:
         cpu.kernels().dsa_rms_norm(
             x.data_ptr(), None if also is None else also.data_ptr(), None if residual is None else residual.data_ptr(),
-            weight.data_ptr(), normed.data_ptr(), summed.data_ptr(), rows, width, x.stride(0), eps,
+            weight.data_ptr(), normed.data_ptr(), summed.data_ptr(), cpu.TYPES[x.dtype], rows, width, x.stride(0), eps,
             cpu.row_threads(rows * width),
         )  # fmt: skip
     elif rows:

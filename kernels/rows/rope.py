@@ -127,7 +127,7 @@ def _run_native(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torc
     """Runs ``native/rows.cpp``; ``x, out [T, heads, dim]``."""
     tokens, heads, dim = x.shape
     cpu.kernels().dsa_rope(
-        x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2,
+        x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), cpu.TYPES[x.dtype], tokens, heads, dim // 2,
         x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0), sin.stride(0), interleaved,
         cpu.row_threads(x.numel()),
     )  # fmt: skip
@@ -182,7 +182,7 @@ def apply_rope(
     for name, tensor in (("x", x), ("out", x if out is None else out)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"the last dimension of {name} must be contiguous; its strides are {tensor.stride()}")
-    native = cpu.serves(x, cos, sin) and (out is None or cpu.serves(out))
+    native = cpu.serves(x, x if out is None else out) and cpu.serves(cos, sin)
     if not native and not runs_triton(x):
         turned = apply_rope_reference(x, cos, sin, interleaved)
         return turned if out is None else out.copy_(turned)

@@ -49,7 +49,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
     if native:
         threads = cpu.row_threads(out.numel())
-        cpu.kernels().dsa_silu_mul(rows.data_ptr(), out.data_ptr(), *out.shape, rows.stride(0), threads)
+        cpu.kernels().dsa_silu_mul(
+            rows.data_ptr(), out.data_ptr(), cpu.TYPES[out.dtype], *out.shape, rows.stride(0), threads
+        )
     elif out.numel():
         # 8 elements, 16 bytes of each half, a thread. Compiled for sm_90, not yet measured on a device.
         block = min(1024, next_power_of_2(width))

@@ -145,7 +145,8 @@ def _run_native(
     slots = None if slots is None else slots.contiguous()
     outside = cpu.kernels().dsa_store_index_keys(
         projected.data_ptr(), norm_weight.data_ptr(), norm_bias.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-        pool.data_ptr(), None if slots is None else slots.data_ptr(), *projected.shape, cos.shape[1],
+        pool.data_ptr(), None if slots is None else slots.data_ptr(), cpu.TYPES[projected.dtype], *projected.shape,
+        cos.shape[1],
         projected.stride(0), cos.stride(0), sin.stride(0), slots is not None and slots.dtype == torch.int64,
         pool.shape[0], pool.shape[1], pool.stride(0), interleaved, eps, cpu.row_threads(projected.numel()),
     )  # fmt: skip
@@ -210,7 +211,7 @@ def store_index_keys(
     def store(keys: torch.Tensor) -> None:
         store_keys_reference(pool, keys, slots, key_format, power_of_two)
 
-    if cpu.serves(projected, norm_weight, norm_bias, cos, sin):
+    if cpu.serves(projected) and cpu.serves(norm_weight, norm_bias, cos, sin, dtype=torch.float32):
         run = partial(_run_native, projected, norm_weight, norm_bias, eps, cos, sin, interleaved)
         store_native(run, store, pool, slots, projected, dim)
     elif not runs_triton(projected):

@@ -104,7 +104,7 @@ def _run_native(
     norm_weight, slots = norm_weight.contiguous(), None if slots is None else slots.contiguous()
     outside = cpu.kernels().dsa_store_latent(
         compressed.data_ptr(), norm_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), pool.data_ptr(),
-        None if slots is None else slots.data_ptr(), len(compressed), len(norm_weight), cos.shape[1],
+        None if slots is None else slots.data_ptr(), cpu.TYPES[compressed.dtype], len(compressed), len(norm_weight), cos.shape[1],
         compressed.stride(0), cos.stride(0), sin.stride(0), slots is not None and slots.dtype == torch.int64,
         pool.shape[0], pool.shape[1], pool.stride(0), interleaved, eps, cpu.row_threads(compressed.numel()),
     )  # fmt: skip
@@ -164,7 +164,7 @@ def store_latent(
     def store(rows: torch.Tensor) -> None:
         store_rows_reference(pool, row_format.pack(rows, power_of_two), slots)
 
-    if cpu.serves(compressed, norm_weight, cos, sin):
+    if cpu.serves(compressed, norm_weight) and cpu.serves(cos, sin):
         run = partial(_run_native, compressed, norm_weight, eps, cos, sin, interleaved)
         store_native(run, store, pool, slots, compressed, rank + rope)
     elif not runs_triton(compressed):

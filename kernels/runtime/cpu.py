@@ -1,7 +1,7 @@
 """The CPU's kernels: C++ sources in ``kernels/native``, compiled for this machine when they are first needed.
 
-They do in float32 what the references do, which stay their definition, and run instead of them on CPU tensors
-(:func:`serves`). A tile of work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it
+They do what the references do, which stay their definition, and run instead of them on CPU tensors (:func:`serves`):
+they read and write float32, bfloat16 and float16, and weights as they are stored, and compute in float32. A tile of work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it
 waits for another.
 
 The library lies in the user's cache folder (:func:`user_cache`, `native_library.py`). Without a compiler, or with
@@ -28,30 +28,38 @@ _SOURCES = Path(__file__).parents[1] / "native"
 _WORTH_A_THREAD = 1 << 18
 
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
-    "dsa_expert_mlp_scratch": ([c_int64] * 4, c_int64),
-    "dsa_expert_mlp": ([c_void_p] * 7 + [c_int64] * 6, c_int64),
+    "dsa_expert_mlp_scratch": ([c_int64] * 5, c_int64),
+    "dsa_expert_mlp": ([c_void_p] * 9 + [c_int64] * 13, c_int64),
     "dsa_multiply_adds": ([c_void_p, c_int64], c_int64),
-    "dsa_per_head_matmul": ([c_void_p] * 3 + [c_int64] * 12, None),
-    "dsa_lightning_indexer_scratch": ([c_int64] * 4, c_int64),
-    "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 10, c_int64),
-    "dsa_linear": ([c_void_p] * 3 + [c_int64] * 5, None),
-    "dsa_rms_norm": ([c_void_p] * 6 + [c_int64] * 3 + [c_float, c_int64], None),
-    "dsa_rope": ([c_void_p] * 4 + [c_int64] * 11, None),
+    "dsa_per_head_matmul_scratch": ([c_int64], c_int64),
+    "dsa_per_head_matmul": ([c_void_p] * 4 + [c_int64] * 13, None),
+    "dsa_lightning_indexer_scratch": ([c_int64] * 5, c_int64),
+    "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 11, c_int64),
+    "dsa_linear_scratch": ([c_int64] * 2, c_int64),
+    "dsa_linear": ([c_void_p] * 5 + [c_int64] * 10, None),
+    "dsa_rms_norm": ([c_void_p] * 6 + [c_int64] * 4 + [c_float, c_int64], None),
+    "dsa_rope": ([c_void_p] * 4 + [c_int64] * 12, None),
     "dsa_route_scratch": ([c_int64] * 2, c_int64),
     "dsa_route": ([c_void_p] * 6 + [c_int64] * 6 + [c_float, c_int64], None),
-    "dsa_silu_mul": ([c_void_p] * 2 + [c_int64] * 4, None),
+    "dsa_silu_mul": ([c_void_p] * 2 + [c_int64] * 5, None),
     "dsa_slots_of": ([c_void_p] * 4 + [c_int64] * 7, c_int64),
     "dsa_sparse_attention_scratch": ([c_int64] * 3, c_int64),
-    "dsa_sparse_attention": ([c_void_p] * 7 + [c_int64] * 7 + [c_float, c_int64], c_int64),
-    "dsa_store_index_keys": ([c_void_p] * 7 + [c_int64] * 11 + [c_float, c_int64], c_int64),
-    "dsa_store_latent": ([c_void_p] * 6 + [c_int64] * 11 + [c_float, c_int64], c_int64),
+    "dsa_sparse_attention": ([c_void_p] * 7 + [c_int64] * 8 + [c_float, c_int64], c_int64),
+    "dsa_store_index_keys": ([c_void_p] * 7 + [c_int64] * 12 + [c_float, c_int64], c_int64),
+    "dsa_store_latent": ([c_void_p] * 6 + [c_int64] * 12 + [c_float, c_int64], c_int64),
 }
 
+# Numbers of the types that kernels read and write (``native/tiles.h``).
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ROUNDED = 3  # float32 that has been rounded as FP8 products ask for
 
-def serves(*tensors: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
+
+def serves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether operations on these run the CPU's kernels, which are compiled if they have not been: on CPU tensors of
-    the dtype without a gradient, where neither Triton nor the references are to run."""
+    one dtype, by default any of ``TYPES``, without a gradient, where neither Triton nor the references are to run."""
     if not launch.runs_native():
+        return False
+    if dtype is None and (dtype := tensors[0].dtype) not in TYPES:
         return False
     graded = torch.is_grad_enabled()
     for x in tensors:  # a plain loop: this runs many times a step

@@ -28,6 +28,8 @@ from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 Packed = tuple[torch.Tensor, torch.Tensor]
 

@@ -20,6 +20,8 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
 )
 from dsa_engine.kernels.runtime.launch import runs_triton
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 SPLITS = 9  # one more than are loaded together
 

@@ -15,6 +15,8 @@ from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 EXPERTS = 4
 

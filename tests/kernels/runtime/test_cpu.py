@@ -106,8 +106,9 @@ def test_what_is_served() -> None:
         pytest.skip("no kernels of the CPU's own: the user's cache folder cannot be written")
     x = torch.empty(2)
     assert cpu.serves(x)
-    assert not cpu.serves(x.bfloat16()) and not cpu.serves(x.to("meta"))
-    assert not cpu.serves(x, x.double()) and not cpu.serves(x, torch.empty(2, requires_grad=True))
+    assert all(cpu.serves(x.to(dtype)) for dtype in (torch.bfloat16, torch.float16))
+    assert not cpu.serves(x.double()) and not cpu.serves(x.int()) and not cpu.serves(x.to("meta"))
+    assert not cpu.serves(x, x.bfloat16()) and not cpu.serves(x, torch.empty(2, requires_grad=True))
     assert not cpu.serves(x.requires_grad_())
     with torch.inference_mode():
         assert cpu.serves(torch.empty(2))

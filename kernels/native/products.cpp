@@ -1,0 +1,99 @@
+// The products of a weight, in one template for all kinds of it.
+
+#include "products.h"
+
+namespace {
+
+constexpr int OUTPUTS_AT_ONCE = 4;
+constexpr int64_t AHEAD = 8192;  // bytes of the weight: what is read soon is fetched from memory meanwhile
+
+// The sums of four vectors' lanes: within 128 bits, and then these.
+template <class V>
+inline void sums_of_four(const V* v, void* sums) {
+#if defined(__AVX512F__)
+    const auto low = [](V a, V b) { return (V)_mm512_unpacklo_ps((__m512)a, (__m512)b); };
+    const auto high = [](V a, V b) { return (V)_mm512_unpackhi_ps((__m512)a, (__m512)b); };
+    const V ab = low(v[0], v[1]) + high(v[0], v[1]), cd = low(v[2], v[3]) + high(v[2], v[3]);
+    const V all = (V)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd) + (V)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+    const V half = all + (V)_mm512_shuffle_f32x4((__m512)all, (__m512)all, 0x4e);
+    const V whole = half + (V)_mm512_shuffle_f32x4((__m512)half, (__m512)half, 0xb1);
+#elif defined(__AVX__)
+    const auto low = [](V a, V b) { return (V)_mm256_unpacklo_ps((__m256)a, (__m256)b); };
+    const auto high = [](V a, V b) { return (V)_mm256_unpackhi_ps((__m256)a, (__m256)b); };
+    const V ab = low(v[0], v[1]) + high(v[0], v[1]), cd = low(v[2], v[3]) + high(v[2], v[3]);
+    const V all = (V)_mm256_unpacklo_pd((__m256d)ab, (__m256d)cd) + (V)_mm256_unpackhi_pd((__m256d)ab, (__m256d)cd);
+    const V whole = all + (V)_mm256_permute2f128_ps((__m256)all, (__m256)all, 1);
+#else
+    V whole{};
+    for (int o = 0; o < 4; o++) {
+        for (int lane = 0; lane < LANES; lane++) whole[o] += v[o][lane];
+    }
+#endif
+    std::memcpy(sums, &whole, 16);
+}
+
+// R rows from `row` on and OUTPUTS_AT_ONCE outputs, of which those below `end` exist.
+template <int R, class Weight>
+void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t output, int64_t end, const Rows& from,
+                   const Rows& to, int64_t type) {
+    constexpr int64_t STEP = Weight::STEP;
+    constexpr int O = OUTPUTS_AT_ONCE;
+    const typename Weight::X* x[R];
+    for (int r = 0; r < R; r++) x[r] = reinterpret_cast<const typename Weight::X*>(from(row + r));
+    const Weight lines[O] = {weight.row(output), weight.row(output + 1 < end ? output + 1 : output),
+                             weight.row(output + 2 < end ? output + 2 : output),
+                             weight.row(output + 3 < end ? output + 3 : output)};
+    typename Weight::Sum sums[R][O] = {};
+    const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+        decltype(Weight::read(x[0], 0)) values[R];
+        for (int r = 0; r < R; r++) {
+            values[r] = Weight::read(x[r] + d, count);
+#if defined(__AVX512F__)
+            asm("" : "+v"(values[r]));  // compilers would load it again for each output
+#endif
+        }
+        for (int o = 0; o < O; o++) {
+            const auto line = lines[o].line(d, count);
+            __builtin_prefetch(static_cast<const char*>(lines[o].place(d)) + AHEAD);
+            for (int r = 0; r < R; r++) sums[r][o] = Weight::add(sums[r][o], line, values[r]);
+        }
+    };
+    int64_t d = 0;
+    for (; d + STEP <= width; d += STEP) add(d, STEP);
+    if (d < width) add(d, width - d);
+    for (int r = 0; r < R; r++) {
+        decltype(sums[0][0][0] + 0) whole[O];
+        float results[O];
+        sums_of_four(sums[r], whole);
+        for (int o = 0; o < O; o++) results[o] = lines[o].result(whole[o], x[r], width);
+        const Numbers into{to(row + r), type};
+        into.write(output, results, end - output < O ? end - output : O);
+    }
+}
+
+}  // namespace
+
+template <class Weight>
+void multiply(const Weight& weight, int64_t width, int64_t first, int64_t end, int64_t rows, const Rows& from,
+              const Rows& to, int64_t type) {
+    // The weights of some outputs are multiplied with all rows before the next are read.
+    for (int64_t o = first; o < end; o += OUTPUTS_AT_ONCE) {
+        int64_t r = 0;
+        for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
+            multiply_some<ROWS_AT_ONCE>(weight, width, r, o, end, from, to, type);
+        for (; r < rows; r++) multiply_some<1>(weight, width, r, o, end, from, to, type);
+    }
+}
+
+#define DSA_MULTIPLY(Weight)                                                                                           \
+    template void multiply<Weight>(                                                                                    \
+        const Weight&, int64_t, int64_t, int64_t, int64_t, const Rows&, const Rows&, int64_t);
+DSA_MULTIPLY(Plain<float>)
+DSA_MULTIPLY(Plain<bfloat16>)
+DSA_MULTIPLY(Plain<float16>)
+DSA_MULTIPLY(Int8)
+DSA_MULTIPLY(Fp8)
+DSA_MULTIPLY(Int4<float>)
+DSA_MULTIPLY(Int4<bfloat16>)
+DSA_MULTIPLY(Int4<float16>)
+#undef DSA_MULTIPLY

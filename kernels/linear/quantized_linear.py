@@ -31,8 +31,8 @@ def quantized_linear(
     """``x · weightᵀ`` with a weight in ``INT8``, ``W4A8`` or ``W4A16``.
 
     On CUDA many rows in INT8 take PyTorch's ``_int_mm``, which scales afterwards; all others take the kernel of the
-    grouped product, which reads the weight once. On a CPU few rows take the C++ kernel, which reads it once and as it is
-    stored; ``_int_mm`` is oneDNN's.
+    grouped product, which reads the weight once. On a CPU few rows take the C++ kernel, which reads it once, as it
+    is stored; ``_int_mm`` is oneDNN's.
 
     Args:
         x: ``[..., in]``, floating point.
@@ -53,7 +53,8 @@ def quantized_linear(
         codes, scale, *order = weight
         fits = codes is not None and codes.shape[-1] * product.packed == width
         if fits and codes is not None and product.on_a_cpu(x.dtype, (codes, scale)):
-            in_order = x if order in ([], [None]) else x.index_select(-1, order[0])
+            columns = order[0] if order else None
+            in_order = x if columns is None else x.index_select(-1, columns)
             return run_native(in_order, codes, scale, product.native)
     codes, x_scale = product.quantize(x.reshape(-1, x.shape[-1]), None if largest is None else largest.flatten())
     assert codes is not None

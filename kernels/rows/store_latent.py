@@ -104,7 +104,8 @@ def _run_native(
     norm_weight, slots = norm_weight.contiguous(), None if slots is None else slots.contiguous()
     outside = cpu.kernels().dsa_store_latent(
         compressed.data_ptr(), norm_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), pool.data_ptr(),
-        None if slots is None else slots.data_ptr(), cpu.TYPES[compressed.dtype], len(compressed), len(norm_weight), cos.shape[1],
+        None if slots is None else slots.data_ptr(), cpu.TYPES[compressed.dtype], len(compressed), len(norm_weight),
+        cos.shape[1],
         compressed.stride(0), cos.stride(0), sin.stride(0), slots is not None and slots.dtype == torch.int64,
         pool.shape[0], pool.shape[1], pool.stride(0), interleaved, eps, cpu.row_threads(compressed.numel()),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The CPU's kernels: C++ sources in ``kernels/native``, compiled for this machine when they are first needed.
 
 They do what the references do, which stay their definition, and run instead of them on CPU tensors (:func:`serves`):
-they read and write float32, bfloat16 and float16, and weights as they are stored, and compute in float32. A tile of work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it
-waits for another.
+they read and write float32, bfloat16 and float16, read weights as they are stored, and compute in float32. A tile of
+work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it waits for another.
 
 The library lies in the user's cache folder (:func:`user_cache`, `native_library.py`). Without a compiler, or with
 ``DSA_ENGINE_NATIVE=0``, the references run.

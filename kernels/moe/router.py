@@ -91,8 +91,8 @@ def route_kernel(
     TOP_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISE: tl.constexpr,
     GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_K_PAD: tl.constexpr,
 ):  # fmt: skip
-    """A token a program. Its row lies in the registers of one warp as [groups, experts of a group]. With two rows Triton
-    3.6 puts the number of the row between the lanes of a row, and its maxima over neighbouring lanes mix both."""
+    """A token a program. Its row lies in the registers of one warp as [groups, experts of a group]. With two, Triton
+    3.6 puts the number of the row between the lanes of a row, and its maxima over neighbouring lanes mix both rows."""
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS_PAD), tl.arange(0, SIZE_PAD)
     number = group[:, None] * SIZE + member[None, :]

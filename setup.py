@@ -88,6 +88,7 @@ setup(
         "browser": ["playwright"],  # tests of the server's page, in a chromium that is installed apart
         "flash-attn": ["flash-attn"],
         "deepspeed": [DEEPSPEED],
+        "llama-cpp": ["xllamacpp==2026.10.11549"],  # scripts/studies/llama_cpp.py has the structs of this version
         "test": [
             *SERVE,
             "openai",  # the client whose examples the server is tested with

@@ -74,6 +74,10 @@ def load_transformers(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def relative_error(values: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((values - reference).norm() / reference.norm()).item()
+
+
 @torch.inference_mode()
 def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int, bar: Any) -> dict[str, Any]:
     """Prefill of one prompt, to the logits of its last token; ``bar`` is updated after every run.
@@ -96,7 +100,7 @@ def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int, bar: Any) -
         return time.perf_counter() - begin
 
     def error() -> float:
-        return ((logits["engine"] - logits["transformers"]).norm() / logits["transformers"].norm()).item()
+        return relative_error(logits["engine"], logits["transformers"])
 
     def check() -> None:
         if not error() <= MAX_ERROR:  # NaN too

@@ -32,6 +32,7 @@ Run = Callable[..., Any]
         ("measure_host.py", ["--requests", "0"], "--requests"),
         ("compare_overlaps.py", ["--repeat", "0"], "--repeat"),
         ("studies/compare_transformers.py", ["--threads", "0"], "at least 1"),
+        ("studies/compare_llama_cpp.py", ["--repeat", "0", "--model", "38M"], "at least 1"),
         ("demo.py", ["--tokens", "0"], "--tokens"),
     ],
 )

@@ -6,6 +6,8 @@ run kernel by kernel and read at once, by the same kernels: its tokens are what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -45,19 +47,21 @@ def recorded(recorder: SelectionRecorder, plan: StepPlan, layers: int, page_size
     if wanted:
         table = torch.stack(recorder.layers, dim=1).cpu()  # [n, layers, 2, index_topk]
         for one, of_row in zip(wanted, table.numpy(), strict=True):
-            _to_positions(of_row[:, 0], np.array(one.request.pages), page_size)
+            _put_in_order(of_row[:, 0], of_row[:, 1], one.request.pages, page_size)
     counts = [len(wanted)] if world.alone else mesh.all_gather_int(len(wanted))
     if mesh.rank:
         for tensor in (ids, table) if wanted else ():
             world.send(tensor.to(mesh.device), 0)
         return selections
-    for rank, count in enumerate(counts):
-        if rank and count:
+    for rank in np.flatnonzero(counts).tolist():
+        if rank:
+            count = counts[rank]
             ids = world.recv(torch.empty(count, 2, dtype=torch.int64, device=mesh.device), rank).cpu()
             size = (count, layers, 2, recorder.visible.shape[1])
             table = world.recv(torch.empty(size, dtype=torch.int32, device=mesh.device), rank).cpu()
-        if count:
-            _add(selections, ids, table)
+        for (request, number), of_row in zip(ids.tolist(), table.numpy(), strict=True):
+            both = of_row[:, None, 0].copy(), of_row[:, None, 1].view(np.float32).copy()  # so that the table can go
+            selections.setdefault(request, {})[number] = Selection(*both)
     return selections
 
 
@@ -66,17 +70,12 @@ def _wanted(plan: StepPlan) -> list[Wanted]:
     return [one for one in plan.own.wanted if one.position - len(one.request.prompt) < one.request.params.selection]
 
 
-def _to_positions(slots: np.ndarray, pages: np.ndarray, page_size: int) -> None:
-    """Replaces slots, in place, by the positions of a request that has these pages; −1 stays."""
-    order = pages.argsort()
-    at = pages[order].searchsorted(slots // page_size).clip(max=len(pages) - 1)
-    slots[:] = np.where(slots < 0, slots, order[at] * page_size + slots % page_size)
-
-
-def _add(selections: Selections, ids: torch.Tensor, table: torch.Tensor) -> None:
-    """Adds rows in order of position, with −1 at the end."""
-    for (request, number), of_row in zip(ids.tolist(), table.numpy(), strict=True):
-        positions, weights = of_row[:, 0], of_row[:, 1].view(np.float32)
-        order = np.where(positions < 0, np.iinfo(np.int32).max, positions).argsort(axis=1)
-        both = (np.take_along_axis(one, order, axis=1)[:, None] for one in (positions, weights))
-        selections.setdefault(request, {})[number] = Selection(*both)
+def _put_in_order(slots: np.ndarray, weights: np.ndarray, pages: Sequence[int], page_size: int) -> None:
+    """Replaces the slots of each layer, ``[layers, index_topk]``, by the positions of a request that has these pages,
+    and sorts them with their weights, all in place; −1 comes last."""
+    by_page = np.array(pages).argsort()
+    at = np.array(pages)[by_page].searchsorted(slots // page_size).clip(max=len(pages) - 1)
+    positions = np.where(slots < 0, np.iinfo(np.int32).max, by_page[at] * page_size + slots % page_size)
+    order = positions.argsort(axis=1)
+    slots[:] = np.where(slots < 0, slots, positions)
+    slots[:], weights[:] = (np.take_along_axis(one, order, axis=1) for one in (slots, weights))

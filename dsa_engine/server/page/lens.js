@@ -2,6 +2,7 @@
  * highlights of the browser, so the text stays as it is, however long it is. */
 
 const SHADES = 6; // in lens.css
+const APART = 16; // characters at most between two tokens that are text themselves
 const TICKS = 100; // beside the text, at the strongest tokens
 const RULES = { all: "all it selected", recent: "missed by recency", random: "missed at random" };
 
@@ -9,10 +10,10 @@ const RULES = { all: "all it selected", recent: "missed by recency", random: "mi
 export function offsetsOf(text, tokens) {
   let at = 0;
   const offsets = tokens.map((token) => {
-    const found = token.includes("\ufffd") ? -1 : text.indexOf(token, at);
-    const start = found < 0 ? at : found;
-    if (found >= 0) at = found + token.length;
-    return start;
+    const after = token.includes("\ufffd") ? -1 : text.slice(at, at + token.length + APART).indexOf(token);
+    if (after < 0) return at;
+    at += after + token.length;
+    return at - token.length;
   });
   return [...offsets, text.length];
 }
@@ -98,11 +99,12 @@ export class Lens {
       this.#layer.replaceChildren(...["all layers", ...names].map((name, value) => new Option(name, value)));
     }
     const strongest = this.#paint();
-    const reveal = () => {
+    const reveal = (times) => {
       const [at, frame] = [strongest, this.text].map((one) => one.getBoundingClientRect());
       if (at.top < frame.top || at.bottom > frame.bottom) this.text.scrollTop += at.top - frame.top - frame.height / 3;
+      if (times > 1) requestAnimationFrame(() => reveal(times - 1)); // when what is in view now has its height
     };
-    if (strongest) [reveal(), requestAnimationFrame(reveal)]; // again when what is in view now has its height
+    if (strongest) reveal(4);
   }
 
   /** Shades the text; returns the range of the strongest token. */
@@ -119,11 +121,13 @@ export class Lens {
     const shaded = inside.sort((one, other) => other[1] - one[1]);
     const strength = (weight) => Math.sqrt(weight / (shaded[0][1] || 1));
     const rangeOf = ranges(this.text, start);
-    const found = shaded.map(([position]) => rangeOf(offsets[position], offsets[position + 1]));
-    for (let shade = 0; shade < SHADES; shade++) {
-      const of = found.filter((_, i) => Math.min(SHADES - 1, Math.floor(strength(shaded[i][1]) * SHADES)) === shade);
-      CSS.highlights.set(`look-${shade}`, new Highlight(...of));
-    }
+    const shades = Array.from({ length: SHADES }, () => new Highlight());
+    const found = shaded.map(([position, weight]) => {
+      const range = rangeOf(offsets[position], offsets[position + 1]);
+      shades[Math.min(SHADES - 1, Math.floor(strength(weight) * SHADES))].add(range);
+      return range;
+    });
+    shades.forEach((one, shade) => CSS.highlights.set(`look-${shade}`, one));
     const top = this.text.getBoundingClientRect().top - this.text.scrollTop;
     for (const [i, range] of found.slice(0, TICKS).entries()) {
       const tick = this.#ticks.appendChild(document.createElement("i"));

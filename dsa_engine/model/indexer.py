@@ -20,6 +20,7 @@ from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
+from dsa_engine.kernels.indexer.topk import no_row_finished
 from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -45,6 +46,7 @@ class Indexer(Weighted):
         self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
         self.weights_proj = Float32OutputLinear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
+        self._finished = no_row_finished(runtime.device)
         self._prefix = prefix
         self._may_overflow = False
 
@@ -139,6 +141,7 @@ class Indexer(Weighted):
                 self.config.index_topk,
                 key_format=cache_format.index_key,
                 workspace=self.runtime.workspace,
+                finished=self._finished,
             )
 
     def overflowing(

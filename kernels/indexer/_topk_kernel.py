@@ -1,4 +1,4 @@
-"""The selection's kernel: one program takes a row, or a slice of one, and reads its scores once, from left to right.
+"""The selection's kernel: one program takes a row and reads its scores once, from left to right.
 
     guess       a sample from all over the row gives a floor that a few more than k scores are probably above
     stage       groups of 4 scores, of which at least one is above the floor, are set aside
@@ -103,8 +103,7 @@ def _cut(
 
 @triton.jit
 def _flush(
-    scores, columns, payload, staged, held, floor, k, max_kept,
-    HAS_PAYLOAD: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr,
+    scores, columns, staged, held, floor, k, max_kept, PIECE: tl.constexpr, CAPACITY: tl.constexpr
 ):  # fmt: skip
     """The scores above the floor of the staged groups join the candidates; returns their number, and the
     floor."""
@@ -125,8 +124,6 @@ def _flush(
             # move everything to another layout first. It stores one by one, because the mask differs.
             goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)
             positions_of = tl.load(columns + CAPACITY + slots // 4) + slots % 4
-            if HAS_PAYLOAD:
-                positions_of = tl.load(payload + positions_of, mask=wanted)
             tl.store(scores + goal, values, mask=wanted)
             tl.store(columns + goal, positions_of, mask=wanted)
             held += added
@@ -161,16 +158,16 @@ def _guess(row, length, scores, k, PIECE: tl.constexpr, SAMPLE: tl.constexpr):
 
 
 # These change from step to step and are no addresses: one compiled kernel serves all.
-@triton.jit(do_not_specialize=["rows", "width", "slices", "max_kept", "table_stride"])
+@triton.jit(do_not_specialize=["rows", "width", "max_kept", "table_stride"])
 def select_topk_kernel(
-    scores, payload, lengths, candidate_scores, candidate_columns, positions, best, counts, tables, sequences,
-    rows, width, row_stride, slices, span, k, max_kept, table_stride,
-    HAS_LENGTHS: tl.constexpr, HAS_PAYLOAD: tl.constexpr, KEEP_SCORES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    scores, lengths, candidate_scores, candidate_columns, positions, counts, tables, sequences,
+    rows, width, row_stride, k, max_kept, table_stride,
+    HAS_LENGTHS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LANES: tl.constexpr, GROUPS: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Programs take parts (slices of rows) in turn. Each has CAPACITY candidates and a stage of two chunks to itself;
-    a chunk is LANES · GROUPS groups of 4 scores. With KEEP_SCORES the result is k scores and positions of each part,
-    filled up with −inf; else positions, or with a PAGE_SIZE slots, filled up with −1, and counts."""
+    """Programs take rows in turn. Each has CAPACITY candidates and a stage of two chunks to itself; a chunk is
+    LANES · GROUPS groups of 4 scores. The result is positions, or with a PAGE_SIZE slots, filled up with −1, and
+    counts."""
     CHUNK: tl.constexpr = 4 * LANES * GROUPS
     STAGE: tl.constexpr = 2 * CHUNK + PIECE
     # The counts of a thread's GROUPS groups lie side by side in one number, so that one prefix sum does for all.
@@ -181,18 +178,13 @@ def select_topk_kernel(
     candidate_columns += program * (CAPACITY + STAGE // 4)
     fields = tl.arange(0, GROUPS)[:, None]
     groups, quad = tl.arange(0, CHUNK // 4), tl.arange(0, 4)
-    for part in range(tl.program_id(0), rows * slices, tl.num_programs(0)):
-        row = (part // slices).to(tl.int64)
-        begin = (part % slices) * span
-        end = tl.minimum(begin + span, width)
+    for number in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.full([], number, tl.int64)
+        length = width
         if HAS_LENGTHS:
-            end = tl.minimum(end, tl.load(lengths + row).to(tl.int32))
-        length = tl.maximum(end - begin, 0)
+            length = tl.minimum(width, tl.load(lengths + row).to(tl.int32))
         whole = length // 4
-        source = scores + row * row_stride + begin
-        origin = source
-        if HAS_PAYLOAD:
-            origin = payload + row * row_stride
+        source = scores + row * row_stride
         held = tl.full([], 0, tl.int32)
         floor = tl.full([], MINUS_INF, tl.int32)
         if SAMPLE > 0:  # noqa: SIM102 - decided when compiled, the other when run
@@ -220,39 +212,33 @@ def select_topk_kernel(
                     goal = tl.reshape(goal, [CHUNK // 4])
                     stage = candidate_scores + CAPACITY + 4 * goal[:, None] + quad[None, :]
                     tl.store(stage, values, mask=wanted[:, None] > 0)
-                    tl.store(candidate_columns + CAPACITY + goal, begin + 4 * (first + groups), mask=wanted > 0)
+                    tl.store(candidate_columns + CAPACITY + goal, 4 * (first + groups), mask=wanted > 0)
                     staged += added
                 is_last = first + CHUNK // 4 >= (length + 3) // 4
                 if (staged > CHUNK // 4) | is_last:
                     if is_last & (4 * whole < length):  # less than a group remains
                         rest = tl.load(source + 4 * whole + quad, mask=quad < length - 4 * whole, other=float("-inf"))
                         tl.store(candidate_scores + CAPACITY + 4 * staged + quad, rest)
-                        tl.store(candidate_columns + CAPACITY + staged, begin + 4 * whole)
+                        tl.store(candidate_columns + CAPACITY + staged, 4 * whole)
                         staged += 1
                     held, floor = _flush(
-                        candidate_scores, candidate_columns, origin, staged, held, floor, k, max_kept,
-                        HAS_PAYLOAD, PIECE, CAPACITY,
-                    )  # fmt: skip
+                        candidate_scores, candidate_columns, staged, held, floor, k, max_kept, PIECE, CAPACITY
+                    )
                     staged = staged * 0
                     # Again, from the first cache: so no register holds it while candidates are flushed.
                     upcoming = _read(source, first + CHUNK // 4 + groups, whole)
             passes = tl.where(held < k, passes - 1, 0)
             floor = tl.where(passes > 0, MINUS_INF, floor)
-        goal = (row * slices + part % slices) * k
+        goal = row * k
         table = tables
         if PAGE_SIZE > 0:
             table = tables + tl.load(sequences + row).to(tl.int64) * table_stride
         held, floor = _cut(
-            candidate_scores, candidate_columns, held, floor, k, k, best + goal, positions + goal, table,
-            KEEP_SCORES, PAGE_SIZE, PIECE,
+            candidate_scores, candidate_columns, held, floor, k, k, None, positions + goal, table,
+            False, PAGE_SIZE, PIECE,
         )  # fmt: skip
         for first in range(0, k, PIECE):
             slots = first + tl.arange(0, PIECE)
-            empty = (slots >= held) & (slots < k)
-            if KEEP_SCORES:
-                tl.store(best + goal + slots, float("-inf"), mask=empty)
-            else:
-                tl.store(positions + goal + slots, -1, mask=empty)
-        if not KEEP_SCORES:
-            tl.store(counts + part, held)
+            tl.store(positions + goal + slots, -1, mask=(slots >= held) & (slots < k))
+        tl.store(counts + row, held)
         tl.debug_barrier()  # the candidates are read

@@ -56,6 +56,7 @@ def lightning_indexer(
     *,
     key_format: IndexKeyFormat,
     workspace: int = 256 << 20,
+    finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Selects for every query the k best tokens that it sees.
 
@@ -63,6 +64,7 @@ def lightning_indexer(
         q, weights, pool, block_tables, segments, key_format: as in :func:`.indexer_scores.indexer_scores`.
         k: number of tokens to select.
         workspace: bytes for scores and intermediate products.
+        finished: :func:`.topk.no_row_finished`, if it is kept between calls.
 
     Returns:
         slots ``[T, k]`` int32, in ascending order of the tokens' positions, −1 after the last where a query sees fewer
@@ -92,7 +94,7 @@ def lightning_indexer(
             q[rows], weights[rows], pool, block_tables, piece, key_format=key_format, workspace=workspace // 2
         )
         paging = Paging(block_tables, piece.sequences, pool.shape[1])
-        select_topk(scores, k, piece.visible, paging=paging, out=slots[rows])
+        select_topk(scores, k, piece.visible, paging=paging, out=slots[rows], finished=finished)
         del scores  # before the next piece's are made
     return slots
 

@@ -8,9 +8,9 @@ that the gathers that follow walk the cache forward. A score of −inf is never 
 ``torch.topk``. Columns beyond a row's length are never selected, whatever they hold. The columns of a score matrix are
 positions in a sequence; given its pages, the slots of the positions are the result.
 
-The kernel (`_topk_kernel.py`) reads a row once, and a sample of a long one before that. A fixed number of programs
-takes the rows in turn, so that their buffers (75 KB each) do not grow with the rows. Few rows, as in decode, are cut
-into slices: first the k best of every slice are selected, then the k best of those.
+Both kernels read a row once, and a sample of a long one before that. Of few rows, as in decode, each has many programs,
+and the last to finish selects among what all have set aside (`_topk_spans_kernel.py`). Many rows are taken in turn by a
+fixed number of programs, so that their buffers (75 KB each) do not grow with the rows (`_topk_kernel.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-LARGEST_K = 4096  # the kernel's largest k
+LARGEST_K = 4096  # the kernels' largest k
+
+FEW_ROWS = 64  # the most that the kernel of few rows takes
+
+# Largest number of scores that the kernel of few rows takes, with 4 bytes of memory for each.
+FEW_SCORES = 1 << 24
 
 
 class Config(NamedTuple):
@@ -51,12 +56,9 @@ class Config(NamedTuple):
 
 
 # Compiled for sm_80, sm_90 and sm_100 (test_topk.py: no spills), not yet measured on a device. Many small programs hide
-# each other's barriers; a program that has a multiprocessor to itself takes 16 warps instead.
+# each other's barriers.
 MANY_ROWS = {
     80: Config(warps=4, groups=4, piece=1024, capacity=6144, sample=4096, resident=4, registers=128),
-}
-FEW_ROWS = {
-    80: Config(warps=16, groups=2, piece=4096, capacity=16384, sample=4096, resident=1, registers=128),
 }
 
 
@@ -101,69 +103,55 @@ def select_topk_reference(
     return positions, counts
 
 
-def slices_of(rows: int, width: int, k: int, processors: int) -> int:
-    """Number of slices into which a row is cut: 1 unless there are many times more processors than rows.
-
-    The time is that of a slice and then of the k best of each: least where both are as long. Follows from the matrix's
-    shape, not from the lengths, which only the device knows.
-    """
-    count = min(isqrt(width // k), processors // rows)
-    return count if count >= 4 else 1
-
-
-def _launch(
-    scores: torch.Tensor,
-    k: int,
-    lengths: torch.Tensor | None,
-    config: Config,
-    slices: int,
-    payload: torch.Tensor | None = None,
-    paging: Paging | None = None,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions, or slots, ``[R, k]`` and counts ``[R]``. Of several slices, positions ``[R, slices · k]`` and their
-    scores, which are −inf after the last of a slice. A payload, laid out like the scores, gives the position of each
-    column."""
-    (rows, width), device = scores.shape, scores.device
-    programs = min(rows * slices, config.resident * multiprocessors(scores))
-    staged = 2 * config.chunk + config.piece
-    candidates = torch.empty(programs, config.capacity + staged, dtype=torch.float32, device=device)
-    columns = torch.empty(programs, config.capacity + staged // 4, dtype=torch.int32, device=device)
-    positions = torch.empty(rows, slices * k, dtype=torch.int32, device=device) if out is None else out
-    counts = torch.empty(rows, dtype=torch.int32, device=device)
-    tables, sequences, page_size = (None, None, 0) if paging is None else paging
-    best = torch.empty(positions.shape if slices > 1 else 0, dtype=torch.float32, device=device)
-    select_topk_kernel[(programs,)](
-        scores, payload, lengths, candidates, columns, positions, best, counts,
-        tables, sequences, rows, width, scores.stride(0), slices, cdiv(width, slices * config.chunk) * config.chunk,
-        k, min(config.largest_k, k + k // 4), 0 if tables is None else tables.stride(0),
-        HAS_LENGTHS=lengths is not None, HAS_PAYLOAD=payload is not None, KEEP_SCORES=slices > 1,
-        PAGE_SIZE=page_size, LANES=32 * config.warps, GROUPS=config.groups, PIECE=config.piece,
-        CAPACITY=config.capacity, SAMPLE=config.sample, num_warps=config.warps, maxnreg=config.registers,
-    )  # fmt: skip
-    return positions, best if slices > 1 else counts
-
-
 def select_by_kernel(
     scores: torch.Tensor,
     k: int,
     lengths: torch.Tensor | None,
     config: Config,
-    slices: int,
     paging: Paging | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`select_topk` by the kernel, with the launch given; k at most ``config.largest_k``."""
+    """:func:`select_topk` by the kernel of many rows; k at most ``config.largest_k``."""
+    scores, lengths, (tables, sequences, page_size) = _contiguous(scores, lengths, paging)
+    (rows, width), device = scores.shape, scores.device
+    programs = min(rows, config.resident * multiprocessors(scores))
+    staged = 2 * config.chunk + config.piece
+    candidates = torch.empty(programs, config.capacity + staged, dtype=torch.float32, device=device)
+    columns = torch.empty(programs, config.capacity + staged // 4, dtype=torch.int32, device=device)
+    positions = torch.empty(rows, k, dtype=torch.int32, device=device) if out is None else out
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    select_topk_kernel[(programs,)](
+        scores, lengths, candidates, columns, positions, counts, tables, sequences,
+        rows, width, scores.stride(0), k, min(config.largest_k, k + k // 4), 0 if tables is None else tables.stride(0),
+        HAS_LENGTHS=lengths is not None, PAGE_SIZE=page_size, LANES=32 * config.warps, GROUPS=config.groups,
+        PIECE=config.piece, CAPACITY=config.capacity, SAMPLE=config.sample,
+        num_warps=config.warps, maxnreg=config.registers,
+    )  # fmt: skip
+    return positions, counts
+
+
+def _contiguous(
+    scores: torch.Tensor, lengths: torch.Tensor | None, paging: Paging | None
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor | None, torch.Tensor | None, int]]:
+    """As the kernels read them."""
     if scores.stride(1) != 1 and scores.shape[1] > 1:
         scores = scores.contiguous()
     if lengths is not None:
         lengths = lengths.contiguous()
-    if paging is not None:
-        paging = Paging(paging.block_tables.contiguous(), paging.sequences.contiguous(), paging.page_size)
-    if slices == 1:
-        return _launch(scores, k, lengths, config, 1, paging=paging, out=out)
-    positions, best = _launch(scores, k, lengths, config, slices)
-    return _launch(best, k, None, config, 1, positions, paging, out)
+    if paging is None:
+        return scores, lengths, (None, None, 0)
+    return scores, lengths, (paging.block_tables.contiguous(), paging.sequences.contiguous(), paging.page_size)
+
+
+def takes_spans(rows: int, width: int) -> bool:
+    """Whether scores of this shape are those of few rows."""
+    return rows <= FEW_ROWS and rows * width <= FEW_SCORES
+
+
+def no_row_finished(device: torch.device) -> torch.Tensor:
+    """Zeros int32, in which the programs of each of few rows are counted. A selection leaves zeros there; selections
+    that may run at the same time need their own."""
+    return torch.zeros(FEW_ROWS, dtype=torch.int32, device=device)
 
 
 def select_by_spans(
@@ -175,21 +163,17 @@ def select_by_spans(
     out: torch.Tensor | None = None,
     finished: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`select_topk` by the kernel of few rows; k at most half of a span. ``finished``: zeros int32, one for each
-    row, that no selection uses at the same time; they are zeros again afterwards. Without, it costs a launch."""
-    if scores.stride(1) != 1 and scores.shape[1] > 1:
-        scores = scores.contiguous()
+    """:func:`select_topk` by the kernel of few rows; k at most half of a span. ``finished``:
+    :func:`no_row_finished`."""
+    scores, lengths, (tables, sequences, page_size) = _contiguous(scores, lengths, paging)
     (rows, width), device = scores.shape, scores.device
     spans = cdiv(width, config.span)
     keys, columns = torch.empty(2, rows, spans * config.span // 2, dtype=torch.int32, device=device)
     held = torch.empty(rows, spans, dtype=torch.int32, device=device)
     positions = torch.empty(rows, k, dtype=torch.int32, device=device) if out is None else out
     counts = torch.empty(rows, dtype=torch.int32, device=device)
-    tables, sequences, page_size = (None, None, 0) if paging is None else paging
-    if tables is not None and sequences is not None:
-        tables, sequences = tables.contiguous(), sequences.contiguous()
     select_topk_spans_kernel[(spans, rows)](
-        scores, lengths if lengths is None else lengths.contiguous(), keys, columns, held,
+        scores, lengths, keys, columns, held,
         torch.zeros(rows, dtype=torch.int32, device=device) if finished is None else finished,
         positions, counts, tables, sequences, width, scores.stride(0), k, isqrt(k * config.span),
         0 if tables is None else tables.stride(0),
@@ -207,6 +191,7 @@ def select_topk(
     *,
     paging: Paging | None = None,
     out: torch.Tensor | None = None,
+    finished: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k best positions of each row of ``scores [R, W]`` (float32), or their slots.
 
@@ -217,6 +202,7 @@ def select_topk(
             the columns after them, the kernel does not.
         paging: the pages of the rows' sequences: slots are the result, as :func:`.segment.slots_of` gives them.
         out: int32 ``[R, k]``, contiguous: gets the positions, or slots; default: a new tensor.
+        finished: :func:`no_row_finished`, if it is kept between calls; else it costs a launch with few rows.
 
     Returns:
         positions ``[R, k]`` int32, ascending, or slots in the same order, −1 after the last; counts ``[R]`` int32, the
@@ -238,7 +224,6 @@ def select_topk(
         if paging is not None:
             selected = slots_of(selected, *paging)
         return selected if out is None else out.copy_(selected), counts
-    processors = multiprocessors(scores)
-    slices = slices_of(rows, width, k, processors)
-    config = config_for(FEW_ROWS if rows * slices <= processors else MANY_ROWS, scores)
-    return select_by_kernel(scores, k, lengths, config, slices, paging, out)
+    if takes_spans(rows, width):
+        return select_by_spans(scores, k, lengths, Spans(), paging, out, finished)
+    return select_by_kernel(scores, k, lengths, config_for(MANY_ROWS, scores), paging, out)

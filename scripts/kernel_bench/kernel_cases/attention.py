@@ -15,10 +15,10 @@ from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
-from dsa_engine.kernels.indexer.topk import Spans, select_by_spans, select_topk
+from dsa_engine.kernels.indexer.topk import MANY_ROWS, select_by_kernel, select_topk, takes_spans
 from dsa_engine.kernels.rows.segment import Paging, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import config_for, runs_triton
 from kernel_cases.inputs import INDEX_DIM, PAGE_SIZE, RANK, ROPE, TOPK, Call, Inputs, KernelCase, Sizes
 
 LATENT = RANK + ROPE
@@ -84,13 +84,12 @@ def top_k(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             finished = torch.zeros_like(lengths)
             paging = Paging(tables, torch.zeros_like(lengths), PAGE_SIZE)
             shape, moved = f"{rows} rows, k {k}, S {context:,}", scores.nbytes + 4 * rows * k
-            run = partial(select_topk, scores, k, lengths, paging=paging)
-            others = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
+            run = partial(select_topk, scores, k, lengths, paging=paging, finished=finished)
+            others: dict[str, Call] = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
+            if runs_triton(scores) and takes_spans(rows, context):
+                many_rows = config_for(MANY_ROWS, scores)
+                others["as of many rows"] = partial(select_by_kernel, scores, k, lengths, many_rows, paging)
             yield KernelCase("top-k", shape, run, bytes=moved, baselines=others)
-            if runs_triton(scores) and rows <= 64:
-                for warps in (8, 16):
-                    run = partial(select_by_spans, scores, k, lengths, Spans(warps=warps), paging, finished=finished)
-                    yield KernelCase(f"top-k, one launch, {warps} warps", shape, run, bytes=moved)
 
 
 def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

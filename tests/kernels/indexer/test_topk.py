@@ -21,7 +21,7 @@ from dsa_engine.kernels.indexer.topk import (
     select_by_kernel,
     select_by_spans,
     select_topk,
-    slices_of,
+    takes_spans,
 )
 from dsa_engine.kernels.rows.segment import Paging, slots_of_reference
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -145,20 +145,9 @@ def test_buffers_that_overflow(config: Config, k: int, device: str) -> None:
     """k is at most half of the buffer: rows are cut down many times while they are read."""
     rows = awkward_rows(443, seed=k)
     scores = torch.stack(list(rows.values()))
-    positions, counts = select_by_kernel(scores.to(device), k, None, config, slices=1)
+    positions, counts = select_by_kernel(scores.to(device), k, None, config)
     for i, name in enumerate(rows):
         assert (name, positions[i].tolist(), int(counts[i])) == (name, *by_sorting(scores[i].tolist(), k))
-
-
-@KERNEL_ONLY
-@pytest.mark.parametrize("config, slices", [(PLAIN, 3), (GUESSING, 2)])
-def test_rows_cut_into_slices(config: Config, slices: int, device: str) -> None:
-    """Also with slices beyond a row's length, or empty because slices are whole chunks."""
-    scores = torch.stack(list(awkward_rows(811, seed=slices).values())[::2])
-    lengths = torch.randint(0, 812, scores.shape[:1], generator=torch.Generator().manual_seed(slices))
-    lengths[:4] = torch.tensor([811, 0, 1, 256])
-    masked = scores.masked_fill(torch.arange(811) >= lengths[:, None], -INF)
-    compare(select_by_kernel(scores.to(device), 37, lengths.int().to(device), config, slices), masked.tolist(), 37)
 
 
 # A row fits in a span, or has up to seven; a sample of half of a span, or as long as one.
@@ -216,7 +205,7 @@ def test_compiled_spans(chip: int) -> None:
     ints = torch.empty(8, dtype=torch.int32)
     paging = Paging(torch.empty(1, 2048, dtype=torch.int32), ints, 64)
     with compile_only(chip) as launched:
-        select_by_spans(torch.empty(8, 131_072), 2048, ints, Spans(), paging, finished=ints)
+        select_topk(torch.empty(8, 131_072), 2048, ints, paging=paging, finished=ints)
     (kernel,) = launched
     assert resources(kernel).spilled == 0
     assert len(re.findall(r"ld\.global[.\w]*\.v4\.b32", kernel.asm["ptx"])) >= 4
@@ -249,20 +238,20 @@ def test_slots(rows: int, width: int, k: int, page_size: int, device: str) -> No
 
 
 @KERNEL_ONLY
-@pytest.mark.parametrize("slices", [1, 3])
-def test_slots_from_buffers_that_overflow(slices: int, device: str) -> None:
+def test_slots_from_buffers_that_overflow(device: str) -> None:
     """While candidates are cut down, they are positions."""
-    scores = torch.stack(list(awkward_rows(811, seed=slices).values())[::3]).to(device)
+    scores = torch.stack(list(awkward_rows(811, seed=1).values())[::3]).to(device)
+    lengths = torch.arange(len(scores), dtype=torch.int32, device=device) * 811 // (len(scores) - 1)
     paging = scattered(len(scores), 811, 64, device)
     tables = paging.block_tables.repeat(1, 2)[:, : paging.block_tables.shape[1]]  # not contiguous
-    positions, counts = select_by_kernel(scores, 37, None, PLAIN, slices)
-    slots, counted = select_by_kernel(scores, 37, None, PLAIN, slices, paging._replace(block_tables=tables))
+    positions, counts = select_by_kernel(scores, 37, lengths, PLAIN)
+    slots, counted = select_by_kernel(scores, 37, lengths, PLAIN, paging._replace(block_tables=tables))
     assert torch.equal(slots, slots_of_reference(positions, *paging)) and torch.equal(counts, counted)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_decode(rows: int, device: str) -> None:
-    """Few rows and a wide matrix; under the interpreter one row is cut into slices."""
+    """Few rows and a wide matrix."""
     scores = torch.randn(rows, 20_000, generator=torch.Generator().manual_seed(rows)).to(device)
     lengths = torch.tensor([20_000, 12_345, 3], dtype=torch.int32)[:rows]
     masked = scores.cpu().masked_fill(torch.arange(20_000) >= lengths[:, None], -INF)
@@ -296,35 +285,26 @@ def test_offsets_beyond_32_bits(device: str) -> None:
     check(rows, 20)
 
 
-def test_how_rows_are_cut() -> None:
-    assert slices_of(1, 131_072, 2048, 132) == 8  # 16K scores each, then 16K candidates
-    assert slices_of(16, 131_072, 2048, 132) == 8
-    assert slices_of(33, 131_072, 2048, 132) == 4
-    assert slices_of(34, 131_072, 2048, 132) == 1  # 3 slices would not pay for the second launch
-    assert slices_of(1, 20_000, 2048, 132) == 1
-    assert slices_of(8192, 131_072, 2048, 132) == 1
-    assert slices_of(1, 131_072, 1, 132) == 132
+def test_which_kernel() -> None:
+    assert takes_spans(1, 1 << 20) and takes_spans(64, 131_072)
+    assert not takes_spans(65, 100), "many rows"
+    assert not takes_spans(64, 1 << 20), "memory for candidates"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
-@pytest.mark.parametrize(
-    "chip, rows, width",
-    [(chip, rows, 131_072) for chip in (80, 90, 100) for rows in (1, 512)] + [(90, 300, 5001)],
-)
+@pytest.mark.parametrize("chip, rows, width", [*((chip, 512, 131_072) for chip in (80, 90, 100)), (90, 300, 5001)])
 def test_compiled(chip: int, rows: int, width: int) -> None:
     """No spills, scores read 16 bytes at a time where rows are aligned; and selected scores are stored one by one:
     their targets are declared adjacent, which they are not, for the sake of the layout."""
     ints = torch.empty(rows, dtype=torch.int32)
     with compile_only(chip) as launched:
         select_topk(torch.empty(rows, width), 2048, ints, paging=Paging(torch.empty_like(ints)[:, None], ints, 64))
-    assert len(launched) == (2 if rows == 1 else 1)
-    for kernel in launched:
-        ptx, taken = kernel.asm["ptx"], resources(kernel)
-        assert taken.spilled == 0 and taken.shared < 48 << 10
-        assert re.search(r"ld\.global[.\w]*\.v4\.[bfu]32|ld\.global[.\w]*\.v2\.[bfu]64", ptx)
-        wide = re.findall(r"st\.global\S*\.v\d", ptx)
-        groups, sampled = (4, 8) if taken.warps == 4 else (2, 2)
-        assert len(wide) == groups + sampled
+    (kernel,) = launched
+    ptx, taken = kernel.asm["ptx"], resources(kernel)
+    assert taken.spilled == 0 and taken.shared < 48 << 10
+    assert re.search(r"ld\.global[.\w]*\.v4\.[bfu]32|ld\.global[.\w]*\.v2\.[bfu]64", ptx)
+    groups, sampled = 4, 8
+    assert len(re.findall(r"st\.global\S*\.v\d", ptx)) == groups + sampled
 
 
 @pytest.mark.parametrize("width", [300, 20])

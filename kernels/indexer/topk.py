@@ -10,7 +10,8 @@ positions in a sequence; given its pages, the slots of the positions are the res
 
 Both kernels read a row once, and a sample of a long one before that. Of few rows, as in decode, each has many programs,
 and the last to finish selects among what all have set aside (`_topk_spans_kernel.py`). Many rows are taken in turn by a
-fixed number of programs, so that their buffers (75 KB each) do not grow with the rows (`_topk_kernel.py`).
+fixed number of programs, so that their buffers (75 KB each) do not grow with the rows (`_topk_kernel.py`); a program
+that has a multiprocessor to itself is larger.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ from dsa_engine.kernels.runtime.operation import operation
 
 LARGEST_K = 4096  # the kernels' largest k
 
-FEW_ROWS = 64  # the most that the kernel of few rows takes
-
-# Largest number of scores that the kernel of few rows takes, with 4 bytes of memory for each.
-FEW_SCORES = 1 << 24
+# Largest numbers of rows and scores for which the kernel of few rows is the faster one: on an H100 26 us, not 58, for
+# 8 rows of 131,072, but 92, not 63, for 64 rows (benchmarks/results/h100).
+FEW_ROWS, FEW_SCORES = 32, 1 << 22
 
 
 class Config(NamedTuple):
@@ -55,10 +55,12 @@ class Config(NamedTuple):
         return self.capacity - self.piece
 
 
-# Compiled for sm_80, sm_90 and sm_100 (test_topk.py: no spills), not yet measured on a device. Many small programs hide
-# each other's barriers.
+# Many small programs hide each other's barriers; one that has a multiprocessor to itself takes 16 warps instead.
 MANY_ROWS = {
     80: Config(warps=4, groups=4, piece=1024, capacity=6144, sample=4096, resident=4, registers=128),
+}
+A_ROW_EACH = {
+    80: Config(warps=16, groups=2, piece=4096, capacity=16384, sample=4096, resident=1, registers=128),
 }
 
 
@@ -226,4 +228,5 @@ def select_topk(
         return selected if out is None else out.copy_(selected), counts
     if takes_spans(rows, width):
         return select_by_spans(scores, k, lengths, Spans(), paging, out, finished)
-    return select_by_kernel(scores, k, lengths, config_for(MANY_ROWS, scores), paging, out)
+    configs = A_ROW_EACH if rows <= multiprocessors(scores) else MANY_ROWS
+    return select_by_kernel(scores, k, lengths, config_for(configs, scores), paging, out)

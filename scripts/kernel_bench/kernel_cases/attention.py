@@ -15,7 +15,7 @@ from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
-from dsa_engine.kernels.indexer.topk import MANY_ROWS, select_by_kernel, select_topk, takes_spans
+from dsa_engine.kernels.indexer.topk import A_ROW_EACH, select_by_kernel, select_topk, takes_spans
 from dsa_engine.kernels.rows.segment import Paging, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for, runs_triton
@@ -87,8 +87,8 @@ def top_k(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             run = partial(select_topk, scores, k, lengths, paging=paging, finished=finished)
             others: dict[str, Call] = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
             if runs_triton(scores) and takes_spans(rows, context):
-                many_rows = config_for(MANY_ROWS, scores)
-                others["as of many rows"] = partial(select_by_kernel, scores, k, lengths, many_rows, paging)
+                row_each = config_for(A_ROW_EACH, scores)
+                others["a program a row"] = partial(select_by_kernel, scores, k, lengths, row_each, paging)
             yield KernelCase("top-k", shape, run, bytes=moved, baselines=others)
 
 

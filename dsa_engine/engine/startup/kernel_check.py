@@ -61,13 +61,16 @@ def check_kernels(
     libraries.use({})
     if options.kernels != "checked" or not _has_kernels(model):
         return options.kernels == "reference"
-    path = _file_of(model.config, stored, mesh.device, options)
+    tokens = trial_tokens(model.config)
+    if mesh.device.type == "cuda":  # so many on each rank: with fewer a library is judged by its overhead
+        tokens = min(tokens * mesh.cp_size, model.config.max_position_embeddings - 1)
+    path = _file_of(model.config, stored, mesh.device, options, tokens)
     finished, wrong, in_use = _read(path)
     operation.replace(wrong)  # a kernel that has left the device in an error is not run again
     libraries.use(in_use)
     if max(mesh.all_gather_int(int(not finished))):  # all ranks or none, as layers have collectives
         with progress(None, "kernels", "comparing with references") as bar:
-            _compare(model, stored, path, bar)
+            _compare(model, stored, path, tokens, bar)
     _agree_on_libraries(mesh)
     for calls, name in libraries.choices().items():
         logger.info("rank %s: %s runs %s", mesh.rank, name, calls)
@@ -145,7 +148,7 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     yield "decode"
 
 
-def _compare(model: Model, stored: CacheFormat, path: Path, bar: Any) -> None:
+def _compare(model: Model, stored: CacheFormat, path: Path, tokens: int, bar: Any) -> None:
     """Replaces each kernel that differs from its reference, and stores what is replaced."""
     begun = [""]  # names of kernels
 
@@ -158,7 +161,7 @@ def _compare(model: Model, stored: CacheFormat, path: Path, bar: Any) -> None:
     logger.info("comparing the kernels with their references, once for this device and model")
     try:
         with operation.compared(comparison):
-            for _ in try_steps(model, stored, trial_tokens(model.config)):
+            for _ in try_steps(model, stored, tokens):
                 if model.runtime.device.type == "cuda":
                     torch.cuda.synchronize(model.runtime.device)
     except RuntimeError as error:
@@ -193,9 +196,11 @@ def _write(path: Path, finished: bool, wrong: dict[str, str], in_use: dict[str, 
         logger.warning("the kernels are compared at every start, as the results cannot be stored: %s", error)
 
 
-def _file_of(config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions) -> Path:
+def _file_of(
+    config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions, tokens: int
+) -> Path:
     """The file of results for this device, these versions and sizes."""
-    about: list[Any] = [__version__, torch.__version__, triton.__version__, INTERPRETED, repr(stored)]
+    about: list[Any] = [__version__, torch.__version__, triton.__version__, INTERPRETED, repr(stored), tokens]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         driver = getattr(torch._C, "_cuda_getDriverVersion", int)()

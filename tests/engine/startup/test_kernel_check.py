@@ -114,12 +114,11 @@ def test_only_an_error_of_the_device_convicts_a_kernel(
         yield
 
     monkeypatch.setattr(kernel_check, "try_steps", steps)
-    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(device=torch.device("cpu")))
     nothing: Any = None
     path = tmp_path / "kept.json"
     with pytest.raises(type(error)):
-        kernel_check._compare(model, nothing, path, progress_bar(None, "kernels", "comparing"))
+        kernel_check._compare(model, nothing, path, 1, progress_bar(None, "kernels", "comparing"))
     finished, wrong, _ = kernel_check._read(path)
     assert (finished, list(wrong)) == (False, ["silu_mul"] * guilty)
 
@@ -218,5 +217,5 @@ def test_a_rank_without_a_compiler_beside_one_that_has_it(tmp_path: Path, monkey
     monkeypatch.setattr(kernel_check.cpu, "library", lambda: None)
     monkeypatch.setattr(kernel_check.cpu, "digest", no_compiler)
     options, nothing = EngineOptions("demo"), cast(Any, None)
-    path = kernel_check._file_of(cast(Any, options), nothing, torch.device("cpu"), options)
+    path = kernel_check._file_of(cast(Any, options), nothing, torch.device("cpu"), options, 1)
     assert path is not None and path.is_relative_to(tmp_path)

@@ -140,6 +140,14 @@ class Server:
         texts = list(map(tokenizer.token_text, asked.tokens)) if asked.return_token_strs else None
         return {"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False), "token_strs": texts}
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Special tokens and the chat template, by transformers' names; raises ``ValueError`` without a tokenizer."""
+        hf = self.llm.tokenizer.hf
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        template = self._chat_template or hf.chat_template
+        about = {name: getattr(hf, name) for name in names} | {"chat_template": template}
+        return about | {"tokenizer_class": type(hf).__name__}
+
     async def generate(self, request: Request, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
         """Answers a request that generates."""
         self.llm.check()
@@ -225,6 +233,13 @@ def _api(server: Server) -> APIRouter:
     @api.post("/detokenize")
     async def to_text(request: Request, asked: DetokenizeRequest) -> Response:
         return Response(to_json(await server.parsed(request, asked, server.detokenize)), media_type="application/json")
+
+    @api.get("/tokenizer_info")
+    def tokenizer_info() -> dict[str, Any]:
+        try:
+            return server.tokenizer_info()
+        except ValueError as error:
+            raise bad_request(error) from error
 
     @api.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:

@@ -62,6 +62,9 @@ def test_lm_eval_completions(server: Any, llm: LLM, evaluate: Any, tmp_path: Pat
             wanted = sum(of[token] for of, token in zip(one.prompt_logprobs[begin:], ids[begin:]) if of)
             assert float(value) == pytest.approx(wanted, abs=1e-3)
 
+    remote = evaluate("local-completions", url, about, {"tokenizer_backend": "remote", "batch_size": 4})
+    assert [one["resps"] for one in remote] == [one["resps"] for one in samples]
+
     generation = {"output_type": "generate_until", "doc_to_target": "{{choices[answer]}}"}
     limits = {"generation_kwargs": {"max_gen_toks": 6, "until": ["\n\n"]}, "metric_list": [{"metric": "exact_match"}]}
     samples = evaluate("local-completions", url, task(tmp_path, "tiny_text", **generation, **limits), arguments)

@@ -228,3 +228,5 @@ def test_tokenize_and_detokenize(server: Any, llm: LLM) -> None:
     assert "vocabulary" in server.refused("/detokenize", tokens=[10**8])
     assert "tokens.0" in server.refused("/detokenize", tokens=["a"])
     assert "give prompt" in server.refused("/tokenize")
+    about = server.get("/tokenizer_info").json()
+    assert (about["eos_token"], about["chat_template"]) == (llm.tokenizer.hf.eos_token, llm.tokenizer.hf.chat_template)

@@ -9,10 +9,10 @@ the device. A row after a draft that the grammar refuses has no mask: that draft
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,14 +39,7 @@ class GrammarMasks:
         # Each request's matcher, the position that it has come to, and the tokens before it that were not read then.
         self._matchers: WeakKeyDictionary[Request, tuple[Any, int, list[int]]] = WeakKeyDictionary()
         self._new_matcher = lru_cache(256)(self._read)
-        self._loading: Thread | None = None
-
-    @cached_property
-    def _tokens(self) -> Any:
-        """The tokenizer as llguidance needs it."""
-        from llguidance.hf import from_tokenizer
-
-        return from_tokenizer(Tokenizer(self._folder, self._trusts).hf, self._vocab, self._ends)
+        self._tokens: Future[Any] | None = None
 
     @cached_property
     def _threads(self) -> Any:
@@ -54,19 +47,21 @@ class GrammarMasks:
 
         return LLExecutor()
 
-    def load(self) -> None:
-        """Begins to load the tokenizer in another thread, which takes a second for a large one."""
-        if self._loading is None:
-            self._loading = Thread(target=lambda: self._tokens, name="dsa_engine tokenizer", daemon=True)
-            self._loading.start()
+    def load(self) -> Future[Any]:
+        """The tokenizer as llguidance needs it, loaded in another thread: that takes a second for a large one."""
+        if self._tokens is None:
+            self._tokens = ThreadPoolExecutor(1, "dsa_engine tokenizer").submit(self._load)
+        return self._tokens
+
+    def _load(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(Tokenizer(self._folder, self._trusts).hf, self._vocab, self._ends)
 
     def _read(self, source: str) -> Any:
         from llguidance import LLMatcher
 
-        self.load()
-        assert self._loading is not None
-        self._loading.join()
-        return LLMatcher(self._tokens, source, log_level=0)
+        return LLMatcher(self.load().result(), source, log_level=0)
 
     def _matcher(self, request: Request, source: str, end: int, read: Callable[[], torch.Tensor] | None) -> Any:
         """A request's matcher after its tokens before position ``end``; for ``read`` see :meth:`masks`."""

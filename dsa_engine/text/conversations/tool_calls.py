@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
-from dsa_engine.text.conversations.answer_grammar import GrammarWriter, functions_of
+from dsa_engine.text.conversations.answer_grammar import Function, GrammarWriter, functions_of
 from dsa_engine.text.conversations.json_scanner import JsonScanner, is_json
 from dsa_engine.text.conversations.source import LostForm, Source, Steps, Tags, TextEnded
 
@@ -32,9 +32,11 @@ class CallForm(ABC):
 
     Attributes:
         tags: what opens the calls, without the newlines before it.
+        around: what a model writes before all calls and after them.
     """
 
     tags: tuple[str, ...]
+    around: tuple[str, str] = ("", "")
 
     @abstractmethod
     def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
@@ -45,12 +47,18 @@ class CallForm(ABC):
         """
 
     @abstractmethod
+    def call(self, writer: GrammarWriter, function: Function) -> str:
+        """The grammar of a call."""
+
     def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
         """The grammar of an answer that calls one of the tools, or with ``several`` some of them.
 
         Raises:
             ValueError: a tool does not have OpenAI's form.
         """
+        call = writer.rule(" | ".join(self.call(writer, function) for function in functions_of(tools)))
+        begin, end = map(writer.literal, self.around)
+        return f"{begin} {call}{'+' if several else ''} {end}".strip()
 
 
 class TaggedCalls(CallForm):
@@ -63,6 +71,7 @@ class TaggedCalls(CallForm):
     _NAME_END, _TEXT_KEY_END = Tags('">'), '" string="true">'
     _KEY_END = Tags(_TEXT_KEY_END, '" string="false">')
     tags = (f"<{_TAG}function_calls>",)
+    around = f"\n\n{tags[0]}\n", _END
 
     def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.expect(self._CALL)
@@ -79,18 +88,14 @@ class TaggedCalls(CallForm):
             call.end_parameters()
             tag = yield from source.expect(self._CALL, self._END)
 
-    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
-        calls, (end,), newline = [], self._PARAMETER_END.texts, writer.literal("\n")
-        for function in functions_of(tools):
-            parts = [writer.literal(f'{self._CALL}{function.name}">\n')]
-            for name, schema, required in function.fields:
-                is_text, value = writer.value(schema, end)
-                begin = writer.literal(f'{self._PARAMETER}{name}" string="{"true" if is_text else "false"}">')
-                parts.append(f"({begin} {value} {newline}){'' if required else '?'}")
-            calls.append(" ".join([*parts, writer.literal(f"{self._CALL_END}\n")]))
-        call = writer.rule(" | ".join(calls))
-        begin, one = f"\n\n{self.tags[0]}\n", f"{call}+" if several else call
-        return f"{writer.literal(begin)} {one} {writer.literal(self._END)}"
+    def call(self, writer: GrammarWriter, function: Function) -> str:
+        parts, (end,) = [writer.literal(f'{self._CALL}{function.name}">\n')], self._PARAMETER_END.texts
+        newline = writer.literal("\n")
+        for name, schema, required in function.fields:
+            is_text, value = writer.value(schema, end)
+            begin = writer.literal(f'{self._PARAMETER}{name}" string="{"true" if is_text else "false"}">')
+            parts.append(f"({begin} {value} {newline}){'' if required else '?'}")
+        return " ".join([*parts, writer.literal(f"{self._CALL_END}\n")])
 
 
 class PairedCalls(CallForm):
@@ -115,17 +120,13 @@ class PairedCalls(CallForm):
             tag = yield from source.expect(self._KEY, self._END)
         call.end_parameters()
 
-    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
-        calls, (key_end,), (value_end,) = [], self._KEY_END.texts, self._VALUE_END.texts
-        for function in functions_of(tools):
-            parts = [writer.literal(self.tags[0] + function.name)]
-            for name, schema, required in function.fields:
-                _, value = writer.value(schema, value_end, as_text="string" in _types(schema))
-                begin = writer.literal(f"{self._KEY}{name}{key_end}{self._VALUE}")
-                parts.append(f"({begin} {value}){'' if required else '?'}")
-            calls.append(" ".join([*parts, writer.literal(self._END)]))
-        call = writer.rule(" | ".join(calls))
-        return f"{call}+" if several else call
+    def call(self, writer: GrammarWriter, function: Function) -> str:
+        parts, (key_end,), (value_end,) = [], self._KEY_END.texts, self._VALUE_END.texts
+        for name, schema, required in function.fields:
+            _, value = writer.value(schema, value_end, as_text="string" in _types(schema))
+            begin = writer.literal(f"{self._KEY}{name}{key_end}{self._VALUE}")
+            parts.append(f"({begin} {value}){'' if required else '?'}")
+        return " ".join([writer.literal(self.tags[0] + function.name), *parts, writer.literal(self._END)])
 
 
 class JsonCalls(CallForm):
@@ -135,6 +136,7 @@ class JsonCalls(CallForm):
     _END = "<｜tool▁calls▁end｜>"
     _NAME_END, _LINE_END = Tags(_SEPARATOR), Tags("\n")
     tags = ("<｜tool▁calls▁begin｜>",)
+    around = tags[0], _END
 
     def __init__(self, fenced: bool = False):
         self._fenced = fenced
@@ -156,15 +158,11 @@ class JsonCalls(CallForm):
             yield from source.expect(self._CALL_END)
             tag = yield from source.expect(self._CALL, self._END)
 
-    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
-        calls = []
-        for function in functions_of(tools):
-            begin = f"function{self._SEPARATOR}{function.name}\n```json\n"
-            before, after = (begin, "\n```") if self._fenced else (function.name + self._SEPARATOR, "")
-            begin, end = writer.literal(self._CALL + before), writer.literal(after + self._CALL_END)
-            calls.append(f"{begin} {writer.json(function.parameters)} {end}")
-        call = writer.rule(" | ".join(calls))
-        return f"{writer.literal(self.tags[0])} {f'{call}+' if several else call} {writer.literal(self._END)}"
+    def call(self, writer: GrammarWriter, function: Function) -> str:
+        begin = f"function{self._SEPARATOR}{function.name}\n```json\n"
+        before, after = (begin, "\n```") if self._fenced else (function.name + self._SEPARATOR, "")
+        begin, end = writer.literal(self._CALL + before), writer.literal(after + self._CALL_END)
+        return f"{begin} {writer.json(function.parameters)} {end}"
 
 
 class _Call:

@@ -147,6 +147,7 @@ def test_graphs_are_lost_only_to_a_reference_that_waits(
     kernel_check._write(path, True, {wrong: "it is wrong"})
     monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
     monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
+    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
     mesh = SimpleNamespace(all_gather_int=lambda mine: [0, mine], device=torch.device("cpu"), rank=1)
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
     try:
@@ -166,6 +167,7 @@ def test_libraries_that_all_ranks_have_chosen_are_used(
     kernel_check._write(path, True, {"FlashAttention-2": "it left the device in an error"}, mine)
     monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
     monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
+    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
     monkeypatch.setattr(libraries, "is_installed", lambda module: True)
 
     def all_gather_int(number: int) -> list[int]:

@@ -78,6 +78,10 @@ COMMANDS = {
     ),
     "env": Command("versions, devices and paths, for a bug report", "env:run_env"),
     "doctor": Command("check whether the engine runs correctly on this machine", "doctor.command:run_doctor"),
+    "check": Command(
+        "compare a checkpoint's layers, as the engine serves it, with plain float32; is sparsity on, and right",
+        "check.command:run_check",
+    ),
     "bench prefill": Command(
         "a long prompt alone: time, tokens/s, memory and stages of each rank",
         "bench.command:run_prefill",

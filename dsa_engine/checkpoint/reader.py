@@ -64,6 +64,7 @@ class CheckpointReader:
         self.folder = Path(folder)
         self.block_size = block_size
         self.bytes_read = 0  # bytes of weights and scales read so far
+        self.names_read: set[str] = set()
         self._open: dict[Path, Any] = {}
         self._file_of = locate_tensors(self.folder)
 
@@ -196,6 +197,7 @@ class CheckpointReader:
         """A part as stored: a view of the file."""
         part: torch.Tensor = self._stored(name)[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))]
         self.bytes_read += part.nbytes
+        self.names_read.add(name)
         return part
 
     def _stored(self, name: str) -> Any:

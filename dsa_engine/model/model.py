@@ -5,7 +5,7 @@ One forward pass serves prefill and decode; they differ only in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 import torch.nn.functional as F
@@ -175,12 +175,14 @@ class Model(Weighted):
 
     Attributes:
         loads: counts `topk_ids` in all MoE layers; None: they are not counted.
+        unread: names of the checkpoint's tensors of which this rank has read nothing.
     """
 
     def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):
         super().__init__(runtime)
         self.config = config
         self.loads: LoadCounter | None = None
+        self.unread: Set[str] = frozenset()
         # Sharded by vocabulary over the tensor-parallel group.
         rows, padded_rows = vocab_shard(config.vocab_size, runtime.mesh.tp)
         table = (config.vocab_size, config.hidden_size)

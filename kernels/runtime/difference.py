@@ -21,7 +21,11 @@ _MAX_ROWS = 0.02  # fraction of rows with near ties that fall the other way; one
 
 
 def differences(
-    ours: torch.Tensor, wanted: torch.Tensor, defined: torch.Tensor | None = None, kind: Kind = "plain"
+    ours: torch.Tensor,
+    wanted: torch.Tensor,
+    defined: torch.Tensor | None = None,
+    kind: Kind = "plain",
+    bounds: tuple[float, float] | None = None,
 ) -> list[tuple[float, float]]:
     """Measured errors of a result, each with the largest that is allowed.
 
@@ -29,6 +33,8 @@ def differences(
         defined: mask of the elements that count; default: all.
         kind: of the result's numbers: "quantised" ones differ by a step of e4m3; with "near ties", whole rows of a
             matrix differ where rounding decides.
+        bounds: the errors that are allowed, of a number and of the norm; default: those of one operation in the dtype
+            of ``wanted``.
 
     Returns:
         the largest error of a number over the largest number, and the norm of the error over that of ``wanted``; or the
@@ -43,7 +49,7 @@ def differences(
         if wanted.dtype.is_floating_point:  # FP8: by its codes
             ours, wanted = ours.view(torch.uint8), wanted.view(torch.uint8)
         return [(float((ours != wanted).float().mean()), 0.0)]
-    bounds = _QUANTISED if kind == "quantised" else _BOUNDS[wanted.dtype]
+    bounds = bounds or (_QUANTISED if kind == "quantised" else _BOUNDS[wanted.dtype])
     a, b = ours.float(), wanted.float()
     finite = b.isfinite()
     if not torch.equal(finite, a.isfinite()) or not torch.equal(a[~finite].isnan(), b[~finite].isnan()):

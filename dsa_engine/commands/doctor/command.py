@@ -7,9 +7,13 @@ import logging
 import os
 import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from dsa_engine.measure.report import environment, write_so_far
 from dsa_engine.system.output_files import check_outputs
+
+if TYPE_CHECKING:
+    from dsa_engine.commands.doctor.checks import Finding
 
 _MARKS = {True: "✓", False: "✗", None: "–"}
 
@@ -20,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="under torchrun: also compare the files of this model on all nodes"
     )
+
+
+def show(finding: Finding, width: int = 9) -> None:
+    """Prints a line, and what to do if it says so."""
+    print(f"{_MARKS[finding.ok]} {finding.check:<{width}} {finding.seen}", flush=True)
+    if finding.advice:
+        print(f"  {'':<{width}} what to do: {finding.advice}", flush=True)
 
 
 def run_doctor(args: argparse.Namespace) -> None:
@@ -42,9 +53,7 @@ def run_doctor(args: argparse.Namespace) -> None:
             results.append(asdict(finding))
             write_so_far(path, about, results, complete=False)  # in case a check never ends
             if mesh.is_leader:
-                print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
-                if finding.advice:
-                    print(f"  {'':<9} what to do: {finding.advice}", flush=True)
+                show(finding)
     finally:
         logger.setLevel(level)
     write_so_far(path, about, results, complete=True)

@@ -119,6 +119,7 @@ def load_weights(model: Model, folder: Path, options: EngineOptions, progress: C
             bar.update(source.into.nbytes)
     if isinstance(reader, CheckpointReader):
         _load_own_tables(model, reader)
+        model.unread = reader.names() - reader.names_read
         reader.close()
     model.weights_loaded()
     return reader.bytes_read

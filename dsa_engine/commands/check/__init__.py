@@ -1,0 +1,1 @@
+"""``dsa-engine check``: whether a checkpoint's layers are computed right, and whether sparsity is on and works."""

@@ -1,0 +1,132 @@
+"""``dsa-engine check MODEL``: a checkpoint as the engine serves it, beside plain float32; alone or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsa_engine.arguments import add_engine_arguments, add_json_argument, engine_options, read_text, reported
+from dsa_engine.parallel.launch_environment import local_world_size, several_processes
+from dsa_engine.system.output_files import check_outputs
+
+if TYPE_CHECKING:
+    from dsa_engine.llm import LLM
+
+_TOKENS_ON_CPU = 4352
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    few = "few: one of each kind, and the last; all; or their numbers"
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model takes it (default: demo)")
+    parser.add_argument("--layers", default="few", metavar="N,N,…", help=few)
+    longest = f"the longest context; default: max_model_len, on a CPU at most {_TOKENS_ON_CPU}"
+    parser.add_argument("--tokens", type=int, help=longest)
+    parser.add_argument("--text-file", metavar="PATH", help="a text like those of training; default: Python's sources")
+    add_json_argument(parser)
+    add_engine_arguments(parser)
+
+
+def run_check(args: argparse.Namespace) -> None:
+    """Prints a line per finding; exit status 1 if one is wrong.
+
+    Raises:
+        ValueError, OSError: an option or the model is not possible.
+    """
+    from dsa_engine.commands.check.checks import Report, findings
+    from dsa_engine.commands.doctor.command import show
+    from dsa_engine.llm import LLM
+    from dsa_engine.measure.report import format_table, run_report, write_so_far
+
+    check_outputs(args.json)
+    args.model = args.model_tag or args.model
+    if args.load_format == "dummy" or args.prefill_ranks:
+        raise ValueError("check needs a checkpoint, and ranks that do all: no load_format 'dummy', no prefill_ranks")
+    results: list[dict[str, Any]] = []
+    with _tiers(args) as changes, LLM(**(engine_options(args) | changes)) as llm:
+        llm.wait_idle()
+        mesh, tokens, layers = llm.engine.mesh, _tokens(llm, args.tokens), _layers(llm, args.layers)
+        about, path = run_report(llm, reported(args), mesh.world_size), args.json if mesh.is_leader else None
+        for one in findings(llm, *text_ids(llm, args.text_file, tokens), tokens, layers):
+            if isinstance(one, Report):
+                about |= asdict(one) | {"others": [other._asdict() for other in one.others]}
+                rows = [
+                    (f"layer {layer.layer}, {distance}", *(f"{part:.1%}" for part in parts))
+                    for layer in one.recalls
+                    for distance, parts in layer.by_distance.items()
+                ]
+                if mesh.is_leader and rows:
+                    columns = ("recall by distance", "mass", "selected", "random", "recent")
+                    print(f"\n{format_table(columns, rows)}")
+                continue
+            results.append(asdict(one))
+            write_so_far(path, about, results, complete=False)
+            if mesh.is_leader:
+                show(one, 18)
+        write_so_far(path, about, results, complete=True)
+    if any(result["ok"] is False for result in results):
+        sys.exit(1)
+
+
+@contextmanager
+def _tiers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Host memory and a folder for pages, where options name none; the ranks of one node share a temporary folder."""
+    changes: dict[str, Any] = {"enforce_eager": True, "enable_dbo": False}
+    folder = None
+    if args.enable_prefix_caching:
+        changes["host_cache_memory"] = args.host_cache_memory or "1GiB"
+        if args.cache_folder is None and local_world_size() == int(os.environ.get("WORLD_SIZE", "1")):
+            of_run = os.getppid() if several_processes() else os.getpid()
+            folder = Path(tempfile.gettempdir(), f"dsa_engine-check-{os.geteuid()}-{of_run}")
+            changes["cache_folder"] = str(folder)
+    try:
+        yield changes
+    finally:
+        if folder is not None and os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tokens(llm: LLM, wanted: int | None) -> int:
+    engine = llm.engine
+    limit = min(engine.max_model_len, engine.scheduler.capacity.limit * engine.cache.page_size)
+    if wanted is None:
+        on_cpu = max(_TOKENS_ON_CPU, 2 * engine.config.index_topk)
+        return limit if engine.mesh.device.type == "cuda" else min(limit, on_cpu)
+    if not 16 <= wanted <= limit:
+        raise ValueError(f"--tokens {wanted} is not possible: 16 to {limit}, by max_model_len and cache_memory")
+    return wanted
+
+
+def _layers(llm: LLM, wanted: str) -> list[int]:
+    from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
+
+    count = llm.engine.config.num_hidden_layers
+    known = {"all": list(range(count)), "few": sorted({*layers_of_each_kind(llm.engine.config), count - 1})}
+    if wanted in known:
+        return known[wanted]
+    if not all(part.isdecimal() and int(part) < count for part in wanted.split(",")):
+        raise ValueError(f"--layers {wanted!r} is not possible: few, all, or numbers from 0 to {count - 1}")
+    return sorted({int(part) for part in wanted.split(",")})
+
+
+def text_ids(llm: LLM, path: str | None, tokens: int) -> tuple[list[int], bool]:
+    """Token ids of a text, and whether it is one: a model without a tokenizer gets random tokens."""
+    if not llm.has_tokenizer:
+        return random.Random(0).choices(range(2, llm.engine.config.vocab_size), k=tokens), False
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    texts = [path] if path else [str(one) for one in sources if one.stat().st_size]
+    ids: list[int] = []
+    for text in texts:
+        ids += llm.tokenizer.encode(read_text(text), add_special_tokens=not ids)
+        if len(ids) >= tokens:
+            return ids[:tokens], True
+    raise ValueError(f"the text has {len(ids)} tokens of the {tokens} to check; give a longer one, or lower --tokens")

@@ -18,6 +18,7 @@ from dsa_engine.commands.doctor.checks import Finding
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.startup.weights import why_dense
 from dsa_engine.llm import LLM
+from dsa_engine.parallel.group import Group, new_group
 
 _LONG = 4096
 _WRITING_S = 60.0  # longest wait for the disk
@@ -139,6 +140,9 @@ def findings(
     engine, mesh, report = llm.engine, llm.engine.mesh, Report()
     config = engine.config
     engine.async_scheduling = False  # steps are watched one by one
+    if mesh.world_size > 1 and engine.cache_turns.loads is not None:  # the loop's messages wait on the ranks' own group
+        handle = new_group(mesh.world.ranks, mesh.config.timeout, "gloo")
+        engine.cache_turns.loads.group = Group(mesh.world.ranks, mesh.rank, handle)
     yield _unread(llm)
     differ = unlike_released(config)
     seen = "; ".join(differ) if differ else "all keys are those of the released model of these sizes"
@@ -157,6 +161,8 @@ def findings(
     parts: list[Report] = gathered(mesh, report)
     for name in ("agreements", "recalls", "experts", "odd"):
         setattr(report, name, [*chain(*(getattr(one, name) for one in parts))])
+    report.recalls.sort(key=lambda one: one.layer)
+    report.experts.sort()
     yield _judged("weights", not report.odd, _some(report.odd) or "of a usual size", _AGAIN)
     for name in [*cases.done, *(name for name in cases.skipped if name not in cases.done)]:
         yield _agreement(name, report, cases.skipped.get(name))

@@ -94,7 +94,7 @@ def test_help_has_what_matters_and_help_all_everything(name: str, capsys: pytest
     [
         ("sreve demo", "there is no command 'sreve'; did you mean serve?; see dsa-engine --help"),
         ("bench prefil", "there is no command 'prefil'; did you mean prefill?; see dsa-engine bench --help"),
-        ("zzz", "there is no command 'zzz'; commands are generate, chat, serve, "),
+        ("zzz", "there is no command 'zzz'; commands are generate, chat, lens, serve, "),
     ],
 )
 def test_a_wrong_command_is_answered(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

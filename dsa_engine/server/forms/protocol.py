@@ -18,7 +18,7 @@ _SAMPLING = {f.name for f in fields(SamplingParams) if f.init}
 _MAX_LOGGED_NAMES = 100  # that are not known
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_OUTPUTS = 512  # in one request
-MAX_SELECTION = 64  # tokens in one request whose selections are returned
+MAX_SELECTION = 16  # tokens of a request with selections, each 2 MB of JSON for a large model
 MAX_LOGPROBS = 20  # for a token, as OpenAI's API and vLLM have it
 _ignored: set[str] = set()
 

@@ -179,6 +179,7 @@ async function look(turn, number) {
     const offsets = offsetsOf(text, tokens);
     const start = text.indexOf(pane.document.text);
     const from = text.lastIndexOf(turn.content) + place;
+    if (start < 0 || from < place) throw new Error("The model's tokens spell this text in another way: no shades.");
     const numbers = tokensIn(offsets, from, word.length, prompt.length).slice(0, MAX_LOOKS);
     const prompts = numbers.map((one) => [...prompt, ...output.slice(0, one)]);
     const selections = await server.selections(state.model, prompts, signal);

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.requests.limits import new_requests
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.outputs import RequestOutput, Selection
@@ -144,9 +145,14 @@ def same(one: Selection | None, other: Selection | None, tokens: int) -> None:
     np.testing.assert_allclose(one.weights, other.weights[:, :tokens], rtol=2e-4, atol=1e-6)
 
 
-def test_what_is_not_possible(oracle: Callable[..., Any]) -> None:
+def test_what_is_not_possible(oracle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"selection must .*256.*300"):
         SamplingParams(selection=300)
     llm = LLM(oracle("deepseek_v3").folder, **OPTIONS)
     with pytest.raises(ValueError, match=r"selection=2 is not possible: deepseek_v3 has no indexer.*leave it out"):
         llm.generate([[2, 3, 4]], SamplingParams(selection=2))
+    engine = LLM(oracle("deepseek_v32").folder, **OPTIONS).engine
+    assert engine.limits.no_selection is None
+    monkeypatch.setattr(type(engine.mesh), "has_counterpart", True)
+    with pytest.raises(ValueError, match=r"selection=2 is not possible: with prefill_ranks .*; leave one of them out"):
+        new_requests([2, 3, 4], SamplingParams(selection=2), None, engine.limits)

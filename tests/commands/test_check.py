@@ -90,15 +90,38 @@ def test_the_demo_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "what to do" not in out and re.search(r"layer 2, 64 to 511 +\d+\.\d%", out)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "deepseek_v3"])
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}], ids=["float32", "bfloat16"])
-def test_random_checkpoints(model_type: str, options: dict[str, Any], oracle: Callable[..., Oracle]) -> None:
-    with LLM(oracle(model_type).folder, page_size=16, **OPTIONS | {"max_model_len": 300} | options) as llm:
+@pytest.mark.parametrize(
+    "model_type, keys, options",
+    [
+        ("deepseek_v32", {}, {}),
+        ("deepseek_v32", {}, {"dtype": "bfloat16"}),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}, {}),
+        ("deepseek_v3", {}, {}),
+    ],
+)
+def test_random_checkpoints(
+    model_type: str, keys: dict[str, Any], options: dict[str, Any], oracle: Callable[..., Oracle]
+) -> None:
+    with LLM(oracle(model_type, **keys).folder, page_size=16, **OPTIONS | {"max_model_len": 300} | options) as llm:
         results = checked(llm, 300)
     assert failures(results) == {}
     assert results["text"].ok is None and "tokenizer" in results["text"].seen
     assert results["sparsity"].ok is (None if model_type == "deepseek_v3" else True)
     assert results["prefix hit, device"].ok and results["prefix hit, disk"].seen == "no cache_folder"
+    assert ("recall, layer 1" in results) is (model_type == "deepseek_v32"), "layer 1 of GLM shares a selection"
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-experts", "FP8 caches"])
+def test_formats(format: str, tmp_path: Path, run_script: Callable[..., Any]) -> None:
+    folder, options = trained_folder(), {}
+    if format == "FP8 caches":
+        options = {"kv_cache_dtype": "fp8"}
+    else:
+        folder = tmp_path / "model"
+        assert run_script("convert", trained_folder(), folder, "--quantize", format).returncode == 0
+    with LLM(folder, **OPTIONS | options) as llm:
+        results = checked(llm, 400, last="drafts")
+    assert failures(results) == {} and results["tensors"].ok and results["prefix hit, device"].ok
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def _unread(llm: LLM) -> Finding:
     names = sorted(set.intersection(*(set(one) for one in gathered(llm.engine.mesh, llm.engine.model.unread))))
     prefixes = tuple(f"model.layers.{layer}." for layer in range(llm.engine.config.num_hidden_layers))
     others = [name for name in names if name.startswith("model.layers.") and not name.startswith(prefixes)]
-    rest = [name for name in names if name not in others and not name.endswith("rotary_emb.inv_freq")]
+    rest = [name for name in names if name not in others and not name.endswith((".inv_freq", ".weight_shape"))]
     seen = f"all are read but {len(others)} of MTP modules or layers that are not in use"
     seen = f"nothing has read {_some(rest)}" if rest else seen if others else "all are read"
     return _judged("tensors", not rest, seen, "config.json does not imply them: compare it with the release")

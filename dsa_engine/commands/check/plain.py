@@ -55,13 +55,11 @@ class PlainModel:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor in float32: FP8 codes times the scales of their blocks."""
-        quantization, blocks = self.config.quantization, self.config.weight_block_size
-        if quantization is not None and blocks is None and quantization.scheme_of(name):
+        values, blocks = self.stored(name) if name in self._files else None, self.config.weight_block_size
+        if values is None or not values.is_floating_point() or (values.dtype == FP8 and blocks is None):
             return self._decoded(name)
-        values = self.stored(name)
-        if values.dtype != FP8:
+        if values.dtype != FP8 or blocks is None:
             return values.float()
-        assert blocks is not None, "FP8 weights have block scales"
         scales = self.stored(f"{name}_scale_inv").float()
         for dim, block in enumerate(blocks):
             scales = scales.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])

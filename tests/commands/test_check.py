@@ -187,20 +187,28 @@ def test_scales_that_the_engine_does_not_apply(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "keys, where, named",
+    "keys, tokens, where, named",
     [
-        ({"rope_interleave": False}, "text", "rope_interleaved=True is better"),
-        ({"indexer_rope_interleave": True}, "recall, layer 0", "the form of the indexer's RoPE is swapped"),
-        ({"index_topk": 4}, "recall, layer 1", "index_topk is too small"),
-        ({"routed_scaling_factor": 2.5}, "text", "routed_scaling_factor=1.0 is better"),
-        ({"model_type": "deepseek_v3"}, "tensors", "model.layers.0.self_attn.indexer"),
+        ({"rope_interleave": False}, 400, "text", "rope_interleaved=True is better"),
+        ({"routed_scaling_factor": 2.5}, 400, "text", "routed_scaling_factor=1.0 is better"),
+        ({"indexer_rope_interleave": True}, 700, "recall, layer 0", "the form of the indexer's RoPE is swapped"),
+        ({"index_topk": 4}, 400, "recall, layer 1", "index_topk is too small"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_a_fault_of_config_json(keys: dict[str, Any], where: str, named: str, checkpoint: Callable[..., Path]) -> None:
+def test_a_fault_of_config_json(
+    keys: dict[str, Any], tokens: int, where: str, named: str, checkpoint: Callable[..., Path]
+) -> None:
     with LLM(checkpoint(**keys), **OPTIONS) as llm:
-        wrong = failures(checked(llm))
+        wrong = failures(checked(llm, tokens))
     assert where in wrong and named in wrong[where], wrong
+
+
+def test_an_indexer_that_config_json_hides(checkpoint: Callable[..., Path]) -> None:
+    with LLM(checkpoint(model_type="deepseek_v3"), **OPTIONS) as llm:
+        wrong = failures(checked(llm, 100, last="sparsity"))
+    assert "model.layers.0.self_attn.indexer" in wrong["tensors"]
+    assert "not in use: the checkpoint has model.layers.0.self_attn.indexer" in wrong["sparsity"]
 
 
 def zero_keys(tensors: dict[str, torch.Tensor]) -> None:

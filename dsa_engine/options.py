@@ -172,6 +172,11 @@ class EngineOptions(Options):
         "that an engine starts with this device, driver and version, and replaces a wrong kernel by its reference; "
         '"triton" trusts the kernels; "reference" runs the references only.',
     )
+    batch_invariant: bool = option(
+        False,
+        "the logits of a request are the same bits whatever runs beside it, however its prompt is cut, and on however "
+        "many ranks (docs/DETERMINISM.md); slower. The meaning of vLLM's VLLM_BATCH_INVARIANT.",
+    )
     async_scheduling: bool = option(
         True,
         "on CUDA, launch a decode step before the tokens of the previous step are read, so that the device does not "

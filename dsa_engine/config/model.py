@@ -72,6 +72,8 @@ class ModelConfig:
     # checkpoint
     num_nextn_predict_layers: int
     quantization: QuantizationConfig | None  # storage of linear weights; None: plain numbers
+    # not of the checkpoint: the option
+    batch_invariant: bool = False
 
     @property
     def weight_block_size(self) -> tuple[int, int] | None:

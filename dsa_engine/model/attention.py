@@ -61,7 +61,8 @@ class Attention(Weighted):
         self.kv_b = self.linear(f"{prefix}.kv_b_proj.weight", heads * per_head, rank)
         first, last = shard(heads, runtime.mesh.tp, "num_attention_heads")
         width = heads * config.v_head_dim
-        columns = (first * config.v_head_dim, last * config.v_head_dim)
+        # A sum over ranks adds by their number: with batch_invariant each has the whole projection of its tokens.
+        columns = None if config.batch_invariant else (first * config.v_head_dim, last * config.v_head_dim)
         self.o = self.linear(f"{prefix}.o_proj.weight", config.hidden_size, width, columns)
         selects = config.indexer_types[layer] == "full"
         self.indexer = Indexer(f"{prefix}.indexer", config, runtime) if selects else None
@@ -129,7 +130,10 @@ class Attention(Weighted):
             batch.recorder.record(q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *more)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
-            attended = head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp)
+            if self.config.batch_invariant:
+                attended = self.o(out.flatten(1))
+            else:
+                attended = head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp)
             if overflowing is not None:  # then the logits are NaN too, which ends the row's request
                 attended[batch.first_sparse :].masked_fill_(overflowing[:, None], torch.nan)
             return attended, topk_slots

@@ -110,9 +110,7 @@ class Float32OutputLinear(Weighted):
                 self.sources.clear()  # they hold the float32 weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.matrix.dtype == torch.float32:
-            return linear(x.float(), self.matrix)
-        return torch.mm(x, self.matrix.t(), out_dtype=torch.float32)
+        return linear(x.to(self.matrix.dtype), self.matrix, torch.float32)
 
 
 class MLP(Weighted):

@@ -5,7 +5,9 @@ One forward pass serves prefill and decode; they differ only in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+import functools
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,10 @@ from torch import nn
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.rms_norm import rms_norm
+from dsa_engine.kernels.runtime.launch import batch_invariance, is_batch_invariant
 from dsa_engine.model.attention import Attention
 from dsa_engine.model.forward_batch import ForwardBatch, Pass, run_interleaved
 from dsa_engine.model.kv_cache import KVCache
@@ -29,6 +33,19 @@ from dsa_engine.parallel.tensor_parallel import (
     vocab_parallel_logits,
     vocab_shard,
 )
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+
+def _in_fixed_forms(run: Run) -> Run:
+    """A method of a model, with ``batch_invariant`` within :func:`.launch.batch_invariance`."""
+
+    @functools.wraps(run)
+    def call(self: Model, *args: Any, **kwargs: Any) -> Any:
+        with batch_invariance(self.config.batch_invariant):
+            return run(self, *args, **kwargs)
+
+    return cast(Run, call)
 
 
 class DecoderLayer(Weighted):
@@ -162,7 +179,8 @@ class MTPModule(Weighted):
         """
         with stage("MLA prolog"):
             joined = (rms_norm(embedded, self.embedding_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps))
-            x = F.linear(torch.cat(joined, dim=-1), self.projection)
+            multiply = linear if is_batch_invariant() else F.linear
+            x = multiply(torch.cat(joined, dim=-1), self.projection)
         ((delta, residual, _),) = run_interleaved([self.layer([x], None, batch, cache, None)])
         return add_delta(delta, residual, self.norm, self.eps)[0]
 
@@ -210,6 +228,7 @@ class Model(Weighted):
         for module in modules:
             module.weights_loaded()
 
+    @_in_fixed_forms
     def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
         """Runs the step's T local tokens and writes their cache rows; returns normed hidden states ``[T, hidden]``.
 
@@ -229,6 +248,7 @@ class Model(Weighted):
         assert residual is not None
         return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]
 
+    @_in_fixed_forms
     def draft(self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Runs an MTP module, counted from 0, over the step's rows; see :meth:`MTPModule.forward`."""
         one = self._module(module)
@@ -248,6 +268,7 @@ class Model(Weighted):
         own = self._module(module).head
         return self.lm_head if own is None else own
 
+    @_in_fixed_forms
     def logits(
         self, hidden: torch.Tensor, padded_rows: int | None = None, head: torch.Tensor | None = None
     ) -> torch.Tensor:

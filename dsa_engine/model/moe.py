@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.quantize import quantized_words
+from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch, Pass
@@ -28,6 +29,9 @@ from dsa_engine.parallel.experts.load_counter import count_topk_ids
 
 class MoE(Weighted):
     """A rank holds a part of the routed experts (`parallel/experts/`); router and shared expert are whole.
+
+    With ``ModelConfig.batch_invariant`` each pair of a token and an expert travels by itself, with weight 1, and the
+    token's rank adds their results, in the order of its pairs: no sum depends on which ranks hold which experts.
 
     With ``ParallelConfig.route_shared_expert`` the shared expert is the last of the routed ones, which every token
     chooses with weight 1.
@@ -96,9 +100,14 @@ class MoE(Weighted):
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
             tokens = x if self.expert_parallel.group.size == 1 else self.experts.quantize_for_dispatch(x)
-            sum_bytes = x.shape[1] * x.element_size()
+            sum_bytes, copies, shape = x.shape[1] * x.element_size(), 1, topk_ids.shape
+            weights_of_pairs: torch.Tensor | None = None
+            if config.batch_invariant:
+                copies, weights_of_pairs = shape[1], topk_weights
+                tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
+                topk_weights = topk_weights.new_ones(topk_ids.shape)
             dispatch = self.expert_parallel.begin(
-                tokens, topk_ids, topk_weights, method, batch.ep_rows, max_pairs, sum_bytes
+                tokens, topk_ids, topk_weights, method, batch.ep_rows * copies, max_pairs, sum_bytes
             )
         if not isinstance(dispatch, Dispatch):
             yield "MoE dispatch"  # the device has the other micro-batch's attention while the host waits for counts
@@ -115,7 +124,11 @@ class MoE(Weighted):
             self._run_round(dispatch, number, counts=batch.token_mask is None)
         yield "MoE combine"
         with stage("MoE combine"):
-            return [dispatch.combine(), *([shared()] if shared else [])]
+            sums = dispatch.combine()
+            if weights_of_pairs is not None:
+                pair_rows = torch.arange(len(sums), dtype=torch.int32, device=sums.device).view(shape)
+                sums = combine(sums, pair_rows, weights_of_pairs)
+            return [sums, *([shared()] if shared else [])]
 
     def _run_round(self, dispatch: Dispatch, number: int, counts: bool) -> None:
         """Runs one round.

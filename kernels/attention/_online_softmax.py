@@ -8,6 +8,9 @@ softmax, and the loop over the rows. Rows are loaded by :mod:`._latent_rows`.
 A program attends with ``BLOCK_HEADS`` heads of one token to ``BLOCK_ROWS`` rows a step. Each row is read once: one
 buffer in shared memory serves both products, as key (whole) and as value (its first columns). The columns without and
 with rotation are two tiles, since 576 is no power of two.
+
+Bits of a token: they depend on its query, the rows it sees in their order, and the number of parts, which follows from
+that of tokens; under :func:`.launch.batch_invariance` there is one part.
 """
 
 from __future__ import annotations
@@ -31,7 +34,13 @@ from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, multiprocessors
+from dsa_engine.kernels.runtime.launch import (
+    capability,
+    config_for,
+    dot_precision,
+    is_batch_invariant,
+    multiprocessors,
+)
 
 MAX_SPLITS = 64  # as many as merge_splits reads at a time
 LOG2_E = 1.4426950408889634
@@ -128,7 +137,7 @@ def launch_attention(
     tiles = tilings.full if q.dtype == torch.float32 else tilings.fp8 if fp8 else tilings.half
     block_heads = min(tiles.heads, max(tiles.least, next_power_of_2(heads)))
     programs = tokens * cdiv(heads, block_heads)
-    room = workspace // max(1, 4 * tokens * heads * (value_dim + 1))
+    room = 1 if is_batch_invariant() else workspace // max(1, 4 * tokens * heads * (value_dim + 1))
     splits = choose_splits(programs, cdiv(longest, tiles.rows), multiprocessors(q), min(MAX_SPLITS, room))
     dtype = q.dtype if splits == 1 else torch.float32
     out = torch.empty(splits, tokens, heads, value_dim, dtype=dtype, device=q.device)

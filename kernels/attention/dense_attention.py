@@ -5,6 +5,9 @@
 The n queries of a sequence are the last n of its S tokens (the causal mask is aligned at the bottom right). Sequences
 lie one after the other, as ``cu_seqlens`` say; each has its own keys, so two segments of a request's tokens, which
 see different numbers of them, are two sequences with their keys given twice.
+
+Bits of a row: they depend on the library that runs, and in PyTorch's on the shapes of the whole call; under
+:func:`.launch.batch_invariance` this form is not used.
 """
 
 from __future__ import annotations

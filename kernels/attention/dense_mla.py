@@ -4,6 +4,9 @@
 
 For few queries over many cached tokens (decode of sequences that see at most ``index_topk`` tokens, and of models
 without an indexer): expanding the cache to per-head keys and values would cost more than it saves.
+
+Bits of a token: as :mod:`._online_softmax` says. On a CPU PyTorch's products add in orders that follow from the number
+of tokens; under :func:`.launch.batch_invariance` sparse attention over all visible rows runs instead.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from dsa_engine.kernels.attention._online_softmax import (
     program_span,
     store_nothing,
 )
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.rows.paged import read_rows
-from dsa_engine.kernels.rows.segment import Segments
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.rows.segment import Segments, slots_of
+from dsa_engine.kernels.runtime.launch import is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 
@@ -67,6 +71,28 @@ def dense_mla_reference(
             part, seen = slice(first, stop), rows[: max(visible[first:stop])]
             out[part], lse[part] = dense_mla_block_reference(q[part], seen, segments.visible[part], value_dim, scale)
     return out, lse
+
+
+def _by_slots(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    row_format: LatentFormat,
+    scale: float,
+    workspace: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse attention to the slots of all positions that a query sees."""
+    positions = torch.arange(segments.longest, dtype=torch.int32, device=q.device)
+    block, parts = max(1, workspace // max(1, 16 * segments.longest)), []
+    for first in range(0, q.shape[0], block):
+        rows = slice(first, first + block)
+        seen = positions < segments.visible[rows, None]
+        slots = slots_of(torch.where(seen, positions, -1), block_tables, segments.sequences[rows], pool.shape[1])
+        parts.append(
+            sparse_attention(q[rows], pool, slots, row_format=row_format, scale=scale, workspace=workspace // 2)
+        )
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
 @triton.jit
@@ -147,4 +173,6 @@ def dense_mla(
             dense_mla_kernel, q.contiguous(), pool, row_format, inputs, segments.longest, scale, workspace,
             PAGE_SIZE=pool.shape[1],
         )  # fmt: skip
+    if is_batch_invariant() and q.shape[0]:
+        return _by_slots(q, pool, block_tables, segments, row_format, scale, workspace)
     return dense_mla_reference(q, pool, block_tables, segments, row_format, scale, workspace)

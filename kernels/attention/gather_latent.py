@@ -3,6 +3,8 @@
     out[i] = row[slots[i]]            FP8 rows: e4m3 · scale, and the rotated part, in the dtype of the run
 
 The formats are in `formats/cache_format.py`. The numbers are those that the absorbed form computes with, rounded once.
+
+Bits: rows are copied, or each expanded by itself.
 """
 
 from __future__ import annotations

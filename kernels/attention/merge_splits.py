@@ -4,6 +4,8 @@
 
 A part that attended to nothing has a log-sum-exp of −inf, weighs nothing and may hold anything; if all are such, the
 result is zero and its log-sum-exp −inf.
+
+Bits of a row: they depend on its parts in their order alone.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@
 
 A latent row serves as key (whole) and as value (its first ``value_dim`` columns), for all heads. Slot −1 is skipped
 anywhere; a query without a single slot yields zeros and a log-sum-exp of −inf.
+
+Bits of a token: on a CPU they depend on its query and the rows of its slots in their order, but from FP8 pools on the
+number of tokens too, which then take PyTorch's products; under :func:`.launch.batch_invariance` their rows are expanded
+for the CPU's kernel. Of the Triton kernel: as :mod:`._online_softmax` says.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dsa_engine.kernels.attention._online_softmax import (
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # On a CPU the gathered rows of a block fit in the processor's cache; 1 MiB was the fastest of 0.5 to 16 MiB.
@@ -134,6 +138,20 @@ def _run_native(
     return out, lse
 
 
+def _run_expanded(
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, row_format: LatentFormat, scale: float, workspace: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expands the rows of some tokens' slots to float32 and runs the CPU's kernel over them."""
+    flat, k = pool.view(-1, row_format.columns), slots.shape[1]
+    block, parts = max(1, workspace // max(1, 4 * k * row_format.width)), []
+    for first in range(0, len(q), block):
+        chosen = slots[first : first + block]
+        rows = row_format.unpack(flat[chosen.clamp(min=0)]).to(q.dtype)  # [n, k, width]
+        at = torch.arange(chosen.numel(), dtype=torch.int32).view(chosen.shape).masked_fill_(chosen < 0, -1)
+        parts.append(_run_native(q[first : first + block], rows, at, None, row_format.rank, scale))
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
 @operation(runs=cpu.runs_kernel, waits=True)
 def sparse_attention(
     q: torch.Tensor,
@@ -182,5 +200,7 @@ def sparse_attention(
         )  # fmt: skip
     if pool.stride(2) == 1 and cpu.serves(q, pool):
         return _run_native(q.contiguous(), pool, slots.contiguous(), counts, row_format.rank, scale)
+    if is_batch_invariant() and len(q) and counts is None and cpu.serves(q):
+        return _run_expanded(q.contiguous(), pool, slots, row_format, scale, workspace)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
     return sparse_attention_reference(q, pool, slots, counts, row_format, scale, block_bytes)

@@ -4,6 +4,8 @@
 
 With ``scale = n^-0.5`` it is orthogonal: products of two transformed vectors are those of the vectors themselves, so
 that the lightning indexer's scores do not change (DeepSeek-V3.2-Exp).
+
+Bits of a row: they depend on that row alone.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     code  = round(x / scale)  to nearest, ties to even; −127 … 127
 
 SmoothQuant (arXiv 2211.10438), section 2: per-channel weights and dynamic per-token activations. Inputs are finite.
+
+Bits of a row: they depend on that row alone.
 """
 
 from __future__ import annotations

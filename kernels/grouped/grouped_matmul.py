@@ -6,6 +6,9 @@ With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and the
 rounded:  out[r] = silu(gate[g] · x[source[r]]) · (up[g] · x[source[r]]).
 
 The ends of the groups stay on the device, where each program computes which tiles it takes.
+
+Bits of a row: they depend on the row, its matrix, and the tiles and the library that its number of rows chooses; under
+:func:`.launch.batch_invariance` these are fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import triton.language as tl
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
 from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
 from dsa_engine.kernels.rows.silu_mul import silu_mul
-from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision
+from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, is_batch_invariant
 
 # Largest average number of rows of a group for which products are bound by reading the weights.
 FEW_ROWS = 64
@@ -80,7 +83,8 @@ _SMALL = {80: (Tiles(16, 64, 32, 4, 3, 4), Tiles(64, 64, 32, 8, 3, 2))}
 
 def _choices(x: torch.Tensor) -> tuple[Tiles, ...]:
     """Tiles for products with rows like those of ``x``, by the number of rows in a group."""
-    aligned = all(length * x.element_size() % 16 == 0 for length in (x.shape[1], x.stride(0)))
+    lengths = (x.shape[1],) if is_batch_invariant() else (x.shape[1], x.stride(0))
+    aligned = all(length * x.element_size() % 16 == 0 for length in lengths)
     return config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, x)
 
 
@@ -103,10 +107,12 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype:
     return grouped_matmul_triton(x, weight, groups)
 
 
-def grouped_matmul_triton(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The kernel; rows beyond the last end are not written."""
+def grouped_matmul_triton(
+    x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The kernel, in ``dtype`` or that of x; rows beyond the last end are not written."""
     check(x, weight)
-    out = empty_product(x, weight, groups, x.dtype)
+    out = empty_product(x, weight, groups, dtype or x.dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
     operands, precision = (weight.contiguous(),), dot_precision(x.dtype)
     launch_grouped(grouped_matmul_kernel, _choices(x), x, operands, out, groups, PRECISION=precision)
@@ -126,7 +132,7 @@ def takes_torch_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     On other chips it copies the ends of the groups to the host, which a CUDA graph does not allow."""
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
     there = x.is_cuda and capability(x) // 10 in (9, 10)
-    return there and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+    return there and not is_batch_invariant() and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 
 def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -5,7 +5,7 @@
 
 Products are those of `linear/block_scaled_matmul.py`, which has its sums and its definition from here. The kernel
 gathers rows, multiplies by gate and up, gates and quantises in one pass: between the two products of an expert a value
-is a byte.
+is a byte. Bits of a row: as of :mod:`.grouped_matmul`.
 """
 
 from __future__ import annotations

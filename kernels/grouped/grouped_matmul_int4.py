@@ -9,6 +9,8 @@ SwiGLU layer, and the sums go through it before they are rounded.
 
 With ``columns`` (``actorder: "group"``) column j of a matrix multiplies column ``columns[g, …, j]`` of x. Gate and up
 may have different orders: then a tile's product is made with either order, and half of each is taken.
+
+Bits of a row: as of :mod:`.grouped_matmul`.
 """
 
 from __future__ import annotations

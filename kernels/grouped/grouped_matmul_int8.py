@@ -4,7 +4,8 @@ out[r] = x_scale[s] · scale[g] · (weight[g] · x[s])    for the rows r of grou
 
 with s = source[r], or r without a source. Codes are multiplied and summed in int32, without error; scales are one for
 each row of x and one for each row of a matrix. With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer,
-and the sums go through it before they are rounded.
+and the sums go through it before they are rounded. Bits of a row: as of :mod:`.grouped_matmul`; sums of codes are
+exact.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import multiprocessors
+from dsa_engine.kernels.runtime.launch import is_batch_invariant, multiprocessors
 
 
 class Tiles(NamedTuple):
@@ -24,7 +24,10 @@ class Tiles(NamedTuple):
 
 
 def fitting(choices: Sequence[Tiles], rows: float) -> Tiles:
-    """The first of ``choices``, smallest first, with room for these rows in a tile; else the last."""
+    """The first of ``choices``, smallest first, with room for these rows in a tile; else the last. Under
+    :func:`.launch.batch_invariance` always the second: tiles of another depth add in another order."""
+    if is_batch_invariant():
+        return choices[1]
     return next((tiles for tiles in choices if rows <= tiles.rows), choices[-1])
 
 

@@ -9,6 +9,9 @@ beyond a row's visible tokens are not defined and must not be read.
 In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and the pool has the FP8 index-key format of
 `formats/cache_format.py`. A scale is positive and relu is homogeneous: the caller multiplies
 the scale of a query row into ``w[t, h]``; that of a key is multiplied in after the sum over heads.
+
+Bits of a score: they depend on the query, the key, and whether a segment has one or two queries or more, as the two
+kernels add over heads in tiles of their own; under :func:`.launch.batch_invariance` that of many queries runs always.
 """
 
 from __future__ import annotations
@@ -22,12 +25,20 @@ from dsa_engine.kernels.indexer._arguments import check_indexer_arguments, read_
 from dsa_engine.kernels.indexer._score_kernels import score_span_kernel, score_tile_kernel
 from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.launch import (
+    capability,
+    config_for,
+    dot_precision,
+    is_batch_invariant,
+    multiprocessors,
+    runs_triton,
+)
 from dsa_engine.kernels.runtime.operation import operation
 
 # The per-head products of one tile on a CPU stay within a core's cache.
 _CPU_TILE_BYTES = 4 << 20
 _KEY_TILE = 1024
+_MANY_QUERIES = 64  # in a segment: as many as a tile holds at most
 
 
 def indexer_scores_reference(
@@ -116,7 +127,7 @@ def _launch(
     keys, key_scales = key_format.views(pool)
     if key_scales is not None and capability(q) < 89:
         q, keys = q.view(torch.uint8), keys.view(torch.uint8)
-    max_length = max(s.length for s in segments)
+    max_length = _MANY_QUERIES if is_batch_invariant() else max(s.length for s in segments)
     streams_keys = max_length <= 2
     config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, q)
     if q.dtype == torch.float32:
@@ -132,7 +143,7 @@ def _launch(
         size, kernel, extra = queries, score_span_kernel, {"span": span, "STAGES": config.stages}
     else:
         span, fair = block_keys, rows * width // (programs * block_keys)
-        size = next_power_of_2(min(64, max(8, fair), max_length))
+        size = next_power_of_2(min(_MANY_QUERIES, max(8, fair), max_length))
         kernel, extra = score_tile_kernel, {"num_stages": config.stages}
     tiles = segments.tiles(size)
     kernel[(cdiv(width, span), len(tiles))](

@@ -7,6 +7,10 @@ with S².
 
 On a CPU one kernel (``native/lightning_indexer.cpp``) does all of it and keeps no scores: each is compared, when it is
 made, with the worst of its query's best so far.
+
+Bits of a score, and so the choice between nearly equal ones: they depend on query and keys, and on whether few queries
+or many are scored together (:mod:`.indexer_scores`); under :func:`.launch.batch_invariance` the CPU's kernel has one
+form for all, to which FP8 is expanded. Ties go to the lowest position.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.indexer._arguments import check_indexer_arguments
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.topk import select_topk
-from dsa_engine.kernels.rows.segment import Paging, Segments, slots_of_reference
+from dsa_engine.kernels.rows.segment import Paging, Segments, slots_of, slots_of_reference
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Queries of a tile on a CPU, which share the work of transposing keys; fewer where that leaves threads without a tile.
@@ -81,6 +85,9 @@ def lightning_indexer(
     if cpu.serves(q, pool) and cpu.serves(weights, dtype=torch.float32):
         _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, slots, workspace)
         return slots
+    if is_batch_invariant() and key_format.fp8 and cpu.serves(weights):
+        _select_expanded(q.float(), weights, pool, block_tables, segments, key_format, slots, workspace)
+        return slots
     # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
     # small part of what it reads. The references take a quarter of the workspace for the scores and half for the
     # products; the selection over the scores, when the products are gone, takes twice their bytes (and more in rows
@@ -97,6 +104,30 @@ def lightning_indexer(
         select_topk(scores, k, piece.visible, paging=paging, out=slots[rows], finished=finished)
         del scores  # before the next piece's are made
     return slots
+
+
+def _select_expanded(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    key_format: IndexKeyFormat,
+    slots: torch.Tensor,
+    workspace: int,
+) -> None:
+    """The same from an FP8 pool: the pages of a segment are expanded to float32, in their order."""
+    for s in segments:
+        rows = slice(s.row, s.row + s.length)
+        visible = segments.visible[rows]
+        # In a padded step the kernel looks at keys that rows without a token would see.
+        count = cdiv(max(1, int(visible.max()) + s.length - 1), pool.shape[1])
+        pages = block_tables[segments.sequences[s.row], :count]
+        keys = key_format.unpack_pages(pool.index_select(0, pages))
+        alone = Segments((s._replace(row=0, sequence=0),), torch.zeros_like(visible), visible)
+        order = torch.arange(count, dtype=torch.int32).clamp_(max=len(pages) - 1)[None]
+        _select_natively(q[rows], weights[rows].contiguous(), keys, order, alone, slots[rows], workspace)
+    slots.copy_(slots_of(slots, block_tables, segments.sequences, pool.shape[1]))  # they were positions
 
 
 def _select_natively(
@@ -123,7 +154,8 @@ def _select_natively(
     outside = library.dsa_lightning_indexer(
         q.data_ptr(), weights.data_ptr(), pool.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
         segments.sequences.data_ptr(), segments.visible.data_ptr(), slots.data_ptr(), scratch.data_ptr(), type_,
-        len(tiles), queries, len(pool), pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k, threads,
+        len(tiles), queries, len(pool), pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k,
+        is_batch_invariant(), threads,
     )  # fmt: skip
     if outside:
         raise IndexError(f"the pages of visible tokens must be 0 to {len(pool) - 1}, the pages of the pool")

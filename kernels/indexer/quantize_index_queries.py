@@ -6,6 +6,8 @@
     w = w · scale                              head weights: the scale is a factor of its head's score
 
 DeepSeek-V3.2-Exp, section 2.1.
+
+Bits of a query: they depend on that query alone.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ Both kernels read a row once, and a sample of a long one before that. Of few row
 and the last to finish selects among what all have set aside (`_topk_spans_kernel.py`). Many rows are taken in turn by a
 fixed number of programs, so that their buffers (75 KB each) do not grow with the rows (`_topk_kernel.py`); a program
 that has a multiprocessor to itself is larger.
+
+Bits: scores decide exactly, and ties go to the lowest position, whatever the launch.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@
 Both sums are float32 (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2). Hopper's tensor cores add FP8
 products with fewer bits than that, so every block of 128 begins a new sum, which is scaled and added by ordinary
 arithmetic. Blocks at the edges may be partial.
+
+Bits of a row: they depend on the row, the weight, and the tiles and splits that the number of rows chooses; under
+:func:`.launch.batch_invariance` tiles are fixed and no sum is split.
 """
 
 from __future__ import annotations
@@ -31,7 +34,13 @@ from dsa_engine.kernels.grouped.tiles import Tiles, fitting
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.launch import (
+    capability,
+    config_for,
+    is_batch_invariant,
+    multiprocessors,
+    runs_triton,
+)
 from dsa_engine.kernels.runtime.operation import operation
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -156,7 +165,8 @@ def block_scaled_matmul_triton(
         return out
     tiles = tiles_for(x, rows)
     count = cdiv(rows, tiles.rows) * cdiv(width, tiles.columns)
-    splits = splits_for(count, cdiv(inner, BLOCK), tiles.resident * multiprocessors(x))
+    resident = 1 if is_batch_invariant() else tiles.resident * multiprocessors(x)
+    splits = splits_for(count, cdiv(inner, BLOCK), resident)
     parts = None if splits == 1 else torch.empty(splits, rows, width, device=x.device)
     if parts is not None and finished is None:
         finished = no_program_finished(x)
@@ -215,11 +225,15 @@ def block_scaled_linear(
     check_weight(weight, weight_scale)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
-    if x.numel() <= FEW_ROWS_ON_A_CPU * x.shape[-1] and cpu.serves(x) and cpu.serves(weight, dtype=weight.dtype):
+    if (
+        cpu.takes(x.numel(), FEW_ROWS_ON_A_CPU * x.shape[-1])
+        and cpu.serves(x)
+        and cpu.serves(weight, dtype=weight.dtype)
+    ):
         return run_native(x, weight, weight_scale, 4, power_of_two)
     rows = x.reshape(-1, x.shape[-1])
     ours = runs_triton(x)
-    if ours and len(rows) <= QUANTISED_ROWS:
+    if ours and len(rows) <= QUANTISED_ROWS and not is_batch_invariant():
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = block_scaled_matmul_triton(rows, None, weight, weight_scale, x.dtype, power_of_two, finished)
     else:

@@ -4,7 +4,11 @@
 
 PyTorch's product, but on a CPU for few rows, as in decode: it packs the weight and divides it over threads by its own
 rules, which takes longer than reading the weight once (``native/linear.cpp``). The C++ kernel reads weights of every
-format as they are stored. A row's result is the same bits whatever rows, and however many, are beside it.
+format as they are stored.
+
+Bits of a row: of kernels they depend on the row and the weight alone. PyTorch's product chooses tiles and orders of
+sums by the number of rows; so under :func:`.launch.batch_invariance` any number takes the CPU's kernel, or the grouped
+product with one group.
 """
 
 from __future__ import annotations
@@ -12,7 +16,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_triton
+from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.launch import is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Largest number of rows for which the CPU's kernel is quicker, measured where the weight comes from memory.
@@ -48,9 +55,12 @@ def run_native(
     return out if x.dim() == 2 else out.view(*x.shape[:-1], outputs)
 
 
-@operation(runs=cpu.serves)
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+@operation(runs=cpu.runs_product)
+def linear(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """``x [..., in]`` by ``weight [out, in]``: ``[..., out]`` in their dtype.
+
+    Args:
+        dtype: float32, where half types on CUDA are not to be rounded; then x is 2D.
 
     Raises:
         ValueError: widths that do not fit.
@@ -58,6 +68,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     width = weight.shape[1]
     if x.shape[-1] != width:
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight {tuple(weight.shape)} of [out, in]")
-    if x.numel() > FEW_ROWS_ON_A_CPU * width or not weight.is_contiguous() or not cpu.serves(x, weight):
-        return F.linear(x, weight)
-    return run_native(x, weight)
+    if is_batch_invariant() and runs_triton(x):
+        rows = x.reshape(-1, width)
+        one = Groups(torch.full((1,), len(rows), dtype=torch.int32, device=x.device))
+        return grouped_matmul_triton(rows, weight[None], one, dtype).view(*x.shape[:-1], weight.shape[0])
+    few = cpu.takes(x.numel(), FEW_ROWS_ON_A_CPU * width)
+    if few and dtype in (None, x.dtype) and weight.is_contiguous() and cpu.serves(x, weight):
+        return run_native(x, weight)
+    cpu.refuse_variant(x, f"a weight {weight.dtype} with strides {weight.stride()}")
+    return F.linear(x, weight) if dtype in (None, x.dtype) else torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -3,13 +3,18 @@
     out[t, h] = x[t, h] · weight[h]
 
 PyTorch's batched product, but on a CPU one that packs and copies nothing (``native/linear.cpp``).
+
+Bits of a token: as of :mod:`.linear`.
 """
 
 from __future__ import annotations
 
 import torch
 
+from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_triton
+from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.launch import is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Largest number of tokens for which it is quicker with a matrix whose columns are contiguous, as W_UV's are; with
@@ -17,7 +22,18 @@ from dsa_engine.kernels.runtime.operation import operation
 _FEW_TOKENS_ON_A_CPU = 8
 
 
-@operation(writes=("out",), runs=cpu.serves)
+def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The grouped product with a group for each head: ``[T, heads, out]``."""
+    tokens, heads, inner = x.shape
+    x = x if x.stride() == (heads * x.stride(1), x.stride(1), 1) else x.clone(memory_format=torch.contiguous_format)
+    rows = torch.arange(tokens * heads, dtype=torch.int32, device=x.device).view(tokens, heads)
+    row_ends = torch.arange(tokens, tokens * heads + 1, tokens, dtype=torch.int32, device=x.device)
+    flat = x.as_strided((tokens * heads, inner), (x.stride(1), 1), x.storage_offset())
+    products = grouped_matmul_triton(flat, weight.transpose(1, 2), Groups(row_ends, rows.t().flatten()))
+    return products.view(heads, tokens, -1).transpose(0, 1)
+
+
+@operation(writes=("out",), runs=cpu.runs_product)
 def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """``x [T, heads, in]`` by ``weight [heads, in, out]`` into ``out [T, heads, out]``, of one dtype, strided as they
     may be.
@@ -28,8 +44,10 @@ def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) ->
     (tokens, heads, inner), outer = x.shape, weight.shape[-1]
     if weight.shape != (heads, inner, outer) or out.shape != (tokens, heads, outer):
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)} do not fit")
-    suits = weight.stride(2) == 1 or (weight.stride(1) == 1 and tokens <= _FEW_TOKENS_ON_A_CPU)
-    if suits and x.stride(2) == out.stride(2) == 1 and cpu.serves(x, weight, out):
+    suits = weight.stride(2) == 1 or (weight.stride(1) == 1 and cpu.takes(tokens, _FEW_TOKENS_ON_A_CPU))
+    if tokens and is_batch_invariant() and runs_triton(x):
+        out.copy_(_by_head(x, weight))
+    elif suits and x.stride(2) == out.stride(2) == 1 and cpu.serves(x, weight, out):
         threads, library = cpu.threads_for(tokens * weight.numel()), cpu.kernels()
         size = threads * library.dsa_per_head_matmul_scratch(inner) if x.dtype != torch.float32 else 0
         scratch = torch.empty(size)
@@ -39,4 +57,5 @@ def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) ->
             threads,
         )  # fmt: skip
     elif tokens:
+        cpu.refuse_variant(x, f"a matrix for each head with strides {weight.stride()}")
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

@@ -1,6 +1,8 @@
 """A linear layer in INT8 or INT4: the product of `grouped/` with one group.
 
 y[r] = x[r] · weightᵀ          x quantised on the way where the format does so (``int8.py``, ``int4.py``)
+
+Bits of a row: as of :mod:`.linear` and :mod:`.grouped.grouped_matmul`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dsa_engine.kernels.grouped.product_formats import INT8, ProductFormat, Weig
 from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
 from dsa_engine.kernels.runtime import cpu
-from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
+from dsa_engine.kernels.runtime.launch import INTERPRETED, is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # PyTorch's product refuses fewer rows on CUDA, and for so few the kernel here reads weights as fast.
@@ -21,7 +23,8 @@ _ROWS_OF_INT_MM = 64
 
 def takes_int_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether PyTorch's ``_int_mm`` takes these codes on CUDA: many rows, of widths in steps of 8."""
-    return x.is_cuda and not INTERPRETED and x.shape[0] > _ROWS_OF_INT_MM and not any(n % 8 for n in weight.shape)
+    kernel = INTERPRETED or is_batch_invariant()
+    return x.is_cuda and not kernel and x.shape[0] > _ROWS_OF_INT_MM and not any(n % 8 for n in weight.shape)
 
 
 @operation(runs=cpu.runs_kernel)
@@ -49,7 +52,7 @@ def quantized_linear(
         TypeError, ValueError: dtypes or shapes that do not fit.
     """
     width = x.shape[-1]
-    if x.numel() <= FEW_ROWS_ON_A_CPU * width and largest is None and cpu.serves(x):
+    if cpu.takes(x.numel(), FEW_ROWS_ON_A_CPU * width) and largest is None and cpu.serves(x):
         codes, scale, *order = weight
         fits = codes is not None and codes.shape[-1] * product.packed == width
         if fits and codes is not None and product.on_a_cpu(x.dtype, (codes, scale)):
@@ -63,6 +66,8 @@ def quantized_linear(
     rows, matrix = len(codes), weight[0]
     assert matrix is not None
     if not runs_triton(codes):
+        if product is not INT8:  # whose sums are exact
+            cpu.refuse_variant(x, f"a weight of {[part if part is None else tuple(part.shape) for part in weight]}")
         out = product.reference(codes, x_scale, *one, [rows], x.dtype)
     elif product is INT8 and takes_int_mm(codes, matrix):
         out = matmul_int8_reference(codes, x_scale, *weight, x.dtype)  # type: ignore[arg-type, call-arg]

@@ -3,6 +3,8 @@
 turn(t) = frac((first + t) · √2);   physical[t, j] = replica ⌊turn(t) · n⌋ of the n replicas of topk_ids[t, j]
 
 Multiples of √2 divide any run of consecutive rows evenly, and every second or third of them too.
+
+Bits: exact. Which replica works on a token follows from its row, and replicas are equal.
 """
 
 from __future__ import annotations

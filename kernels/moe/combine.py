@@ -1,6 +1,8 @@
 """The weighted sum of the experts' results for each token.
 
 out[t] = Σ_j topk_weights[t, j] · y[pair_rows[t, j]]        over the local pairs, in the order of j, in float32
+
+Bits of a token: they depend on its rows in the order of j alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Quantized combine: the sum of each token's rows, which come back in FP8: codes in e4m3, and a scale for each 128.
 
 out[t] = Σ_j codes[pair_rows[t, j]] · scales[pair_rows[t, j]]        in the order of j, in float32
+
+Bits of a token: they depend on its rows in the order of j, each of which is a rank's sum that was rounded to FP8.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ format's products run over the rows of each expert, and the weighted results of 
     out[t] = Σ_j topk_weights[t, j] · down[e] · h[r(t, j)]       e = topk_ids[t, j];  −1: another rank's
 
 x and h are quantised as the format says. In FP8 h is quantised straight from float32, and rounded nowhere between.
+
+Bits of a token: of the CPU's kernel they depend on the token and its pairs in their order alone; of Triton's kernels as
+:mod:`.grouped.grouped_matmul` says. Many rows on a CPU take PyTorch's products, but under
+:func:`.launch.batch_invariance` the CPU's kernel too.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ UNCOUNTED_BYTES = 1 << 29
 # Largest average number of rows of an expert for the CPU's kernel, which reads weights once and multiplies rows less
 # well than PyTorch's products.
 _FEW_ROWS_ON_A_CPU = 8
+_NATIVE_NUMBERS = 1 << 26  # the most that it holds between the products
 
 
 def expert_mlp_reference(
@@ -133,10 +138,15 @@ def expert_mlp(
     dtype, count = dtype or x.dtype, _count(down)
     if not runs_triton(x):
         topk_ids = local_topk_ids(topk_ids, count, first)
-        few = topk_ids.numel() <= _FEW_ROWS_ON_A_CPU * count and dtype in cpu.TYPES
+        few = cpu.takes(topk_ids.numel(), _FEW_ROWS_ON_A_CPU * count) and dtype in cpu.TYPES
         if few and cpu.serves(topk_weights, dtype=torch.float32) and product.on_a_cpu(dtype, gate_up, down):
             topk_ids, topk_weights = topk_ids.int().contiguous(), topk_weights.contiguous()
-            return _run_native(x, topk_ids, topk_weights, gate_up, down, product, dtype)
+            of_pair = _part(gate_up).shape[1:-1].numel() + _part(down).shape[1]
+            step = max(1, _NATIVE_NUMBERS // (topk_ids.shape[1] * of_pair))
+            parts = zip(x.split(step), topk_ids.split(step), topk_weights.split(step), strict=True)
+            sums = [_run_native(*part, gate_up, down, product, dtype) for part in parts]
+            return sums[0] if len(sums) == 1 else torch.cat(sums)
+        cpu.refuse_variant(topk_weights, f"experts of {product.codes or dtype} with a layout or an order of columns")
         return expert_mlp_reference(x, topk_ids, topk_weights, gate_up, down, product, dtype)
 
     tokens, row_ends, pair_rows = expert_order(topk_ids, count, first)

@@ -4,6 +4,8 @@ Pair ``t · k + j`` is ``topk_ids[t, j]``. Pairs are sorted by expert and, withi
 (−1) come last.
 
     row = pair_rows[t, j]:  tokens[row] = t;   expert e has the rows  row_ends[e − 1] … row_ends[e] − 1
+
+Bits: exact.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 
 Tokens begin every row and rows are whole 16 bytes, so that the experts read them in the received buffer
 (:func:`tokens_of`, :func:`topk_of`).
+
+Bits: exact.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 The bias only chooses, it never weighs. Everything is float32. Among equals the lower number is chosen, of groups and of
 experts.
+
+Bits of a token: they depend on its logits alone, and ties go to the lowest number.
 """
 
 from __future__ import annotations

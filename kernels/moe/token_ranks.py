@@ -2,6 +2,8 @@
 
 ranks[t, j] = rank_of[topk_ids[t, j]];   first[t, j] = ranks[t, j] where no i < j of the token has it, else −1
 counts[r] = (how many first are r: tokens that go there,  how many ranks are r: its pairs)
+
+Bits: exact.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ struct Problem {
     Numbers pool;
     const int32_t* tables;
     int64_t page_stride, table_stride, page_size, heads, dim, k;
+    bool one_form;  // few queries take panels too: the two forms add in different orders
     int32_t* slots;  // [rows, k]
 };
 
@@ -249,7 +250,7 @@ void select(const Problem& p, const Tile& tile, float* scratch) {
     Best best[MOST_QUERIES];
     for (int64_t i = 0; i < tile.count; i++)
         best[i] = {entries + 2 * i * capacity, entries + (2 * i + 1) * capacity, 0, capacity, ORDER_OF_MINUS_INFINITY};
-    if (tile.count <= FEW_QUERIES)
+    if (tile.count <= FEW_QUERIES && !p.one_form)
         select_by_rows(p, tile, best, rest);
     else
         select_by_panels(p, tile, best, rest);
@@ -276,7 +277,7 @@ extern "C" int64_t dsa_lightning_indexer(
     const void* q, const float* weights, const void* pool, const int32_t* tables, const int32_t* tiles,
     const int32_t* sequences, const int32_t* visible, int32_t* slots, float* scratch, int64_t type,
     int64_t tile_count, int64_t largest, int64_t pages, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads,
-    int64_t dim, int64_t k, int64_t threads) {
+    int64_t dim, int64_t k, int64_t one_form, int64_t threads) {
     for (int64_t i = 0; i < tile_count; i++) {
         const int64_t last = tiles[2 * i] + tiles[2 * i + 1] - 1;
         const int32_t* table = tables + sequences[last] * table_stride;
@@ -284,7 +285,8 @@ extern "C" int64_t dsa_lightning_indexer(
             if (table[n] < 0 || table[n] >= pages) return 1;
         }
     }
-    const Problem p{{q, type}, weights, {pool, type}, tables, page_stride, table_stride, page_size, heads, dim, k, slots};
+    const Problem p{{q, type},   weights,   {pool, type}, tables, page_stride,
+                    table_stride, page_size, heads, dim, k, one_form != 0, slots};
     const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k, type);
     // Last tiles first: in a causal batch they tend to see more tokens.
     for_tiles(tile_count, (int)threads, scratch, size, [&](int64_t i, float* mine) {

@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int64_t OUTPUTS_OF_TILE = 32;
+constexpr int64_t ROWS_OF_TILE = 64;  // stay in the core's cache while its outputs are made
 constexpr int64_t TOKENS_OF_TILE = 32;
 constexpr int COLUMN_VECTORS = 2;
 
@@ -52,9 +53,14 @@ extern "C" void dsa_linear(
     int64_t threads) {
     Weights{weight, scale, kind, weight_type, width, group, power_of_two}.as_kind([&](auto matrix) {
         const Rows from = rows_for(matrix, {x, type}, rows, width, x_stride, (char*)scratch);
-        for_tiles((outputs + OUTPUTS_OF_TILE - 1) / OUTPUTS_OF_TILE, (int)threads, nullptr, 0, [&](int64_t tile, float*) {
-            const int64_t first = tile * OUTPUTS_OF_TILE, end = first + OUTPUTS_OF_TILE;
-            multiply(matrix, width, first, end < outputs ? end : outputs, rows, from, {out, outputs * bytes_of(type)}, type);
+        const int64_t across = (outputs + OUTPUTS_OF_TILE - 1) / OUTPUTS_OF_TILE, line = outputs * bytes_of(type);
+        const int64_t down = (rows + ROWS_OF_TILE - 1) / ROWS_OF_TILE;
+        for_tiles(across * down, (int)threads, nullptr, 0, [&](int64_t tile, float*) {
+            const int64_t first = tile % across * OUTPUTS_OF_TILE, end = first + OUTPUTS_OF_TILE;
+            const int64_t top = tile / across * ROWS_OF_TILE, count = rows - top < ROWS_OF_TILE ? rows - top : ROWS_OF_TILE;
+            const Rows some{static_cast<const char*>(from.at) + top * from.bytes, from.bytes};
+            const Rows to{static_cast<char*>(out) + top * line, line};
+            multiply(matrix, width, first, end < outputs ? end : outputs, count, some, to, type);
         });
     });
 }

@@ -1,4 +1,7 @@
-"""The residual addition of a decoder layer, and the RMSNorm after it, in one pass."""
+"""The residual addition of a decoder layer, and the RMSNorm after it, in one pass.
+
+Bits of a row: they depend on that row alone.
+"""
 
 from __future__ import annotations
 

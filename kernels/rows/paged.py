@@ -6,6 +6,8 @@ position), slots int32 or int64, −1 for nowhere.
 Operations that write rows take their destination in two forms: a pool with the slots of the rows, or plain rows ``[R,
 width]`` with any row stride and no slots, such as a part of the buffer that context parallelism gathers. Plain rows are
 a pool whose pages hold one row each (:func:`as_pool`), so a kernel knows one form only.
+
+Bits: rows are copied.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """RMSNorm; the kernel also adds the residual before it (`add_rms_norm.py`).
 
 y = weight * x / sqrt(mean(x²) + eps)        statistics in float32 over the last dimension
+
+Bits of a row: they depend on that row alone.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 where (a, b) are the dimensions (2i, 2i+1) when interleaved, as in MLA, and (i, i + dim/2) when not, as in
 DeepSeek-V3.2's indexer. The two are different models, not two layouts of one: a wrong choice passes short tests and
 fails long contexts.
+
+Bits of a row: they depend on that row alone.
 """
 
 from __future__ import annotations

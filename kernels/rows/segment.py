@@ -1,5 +1,8 @@
 """The rows of a flat batch: segments, which are consecutive tokens of one sequence; and the slots of their positions,
-which are the rows of a paged pool that hold the sequence."""
+which are the rows of a paged pool that hold the sequence.
+
+Bits: exact.
+"""
 
 from __future__ import annotations
 

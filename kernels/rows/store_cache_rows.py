@@ -4,6 +4,8 @@
 
 Both parts of a row go to the same slot of their pools, in one launch that reads the gathered buffer once. An FP8 index
 key comes as its values and its scale, which lie apart in a page (:mod:`.formats.cache_format`).
+
+Bits: rows are copied.
 """
 
 from __future__ import annotations

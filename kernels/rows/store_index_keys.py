@@ -6,6 +6,8 @@
 
 DeepSeek-V3.2-Exp, section 2.1, rounded in bfloat16 as its released code does; the formats of a pool are in
 :mod:`.formats.cache_format`.
+
+Bits of a row: they depend on that row alone.
 """
 
 from __future__ import annotations

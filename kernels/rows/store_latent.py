@@ -4,6 +4,8 @@
 
 Rounded as the two operations round by themselves (:mod:`.rms_norm`, :mod:`.rope`), so that all ways to the cache
 give the same row. An FP8 pool quantises the rounded row; the formats are in :mod:`.formats.cache_format`.
+
+Bits of a row: they depend on that row alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rows of any origin to their slots of a pool."""
+"""Rows of any origin to their slots of a pool.
+
+Bits: rows are copied.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._Simple
     "dsa_per_head_matmul_scratch": ([c_int64], c_int64),
     "dsa_per_head_matmul": ([c_void_p] * 4 + [c_int64] * 13, None),
     "dsa_lightning_indexer_scratch": ([c_int64] * 5, c_int64),
-    "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 11, c_int64),
+    "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 12, c_int64),
     "dsa_linear_scratch": ([c_int64] * 2, c_int64),
     "dsa_linear": ([c_void_p] * 5 + [c_int64] * 10, None),
     "dsa_rms_norm": ([c_void_p] * 6 + [c_int64] * 4 + [c_float, c_int64], None),
@@ -71,6 +71,27 @@ def serves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
 def runs_kernel(x: torch.Tensor) -> bool:
     """Whether an operation that has both kinds of kernels runs one of them on ``x``, or its reference."""
     return launch.runs_triton(x) or serves(x)
+
+
+def runs_product(x: torch.Tensor) -> bool:
+    """Whether a product with a plain weight runs a kernel on ``x``, or PyTorch's."""
+    return serves(x) or (launch.is_batch_invariant() and launch.runs_triton(x))
+
+
+def takes(rows: int, few: int) -> bool:
+    """Whether the kernels take so many rows, which PyTorch multiplies faster beyond ``few``: under
+    :func:`.launch.batch_invariance` they take any number."""
+    return rows <= few or launch.is_batch_invariant()
+
+
+def refuse_variant(x: torch.Tensor, what: str) -> None:
+    """Before PyTorch's products run on a CPU: raises ``ValueError`` under :func:`.launch.batch_invariance`, as they add
+    in orders that follow from the number of rows."""
+    if launch.is_batch_invariant() and x.is_cpu and launch.runs_native():
+        raise ValueError(
+            f"batch_invariant: the CPU's kernels do not take {what}, and PyTorch's products add by the number of rows; "
+            "give another format of weights, or leave batch_invariant out"
+        )
 
 
 def threads_for(multiply_adds: int) -> int:

@@ -8,6 +8,7 @@ were measured on; nothing is tuned while serving.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -23,6 +24,7 @@ _INTERPRETED_MULTIPROCESSORS = 4
 
 _compiling_for: int | None = None
 _references_only = False
+_fixed_forms = threading.local()  # engines of one process may differ, and each has a thread
 
 Config = TypeVar("Config")
 
@@ -85,6 +87,22 @@ def references() -> Iterator[None]:
         yield
     finally:
         _references_only = before
+
+
+def is_batch_invariant() -> bool:
+    """Whether operations of this thread take forms, tiles and orders of sums that do not follow from the number of
+    rows, so that a row's result is the same bits beside any other rows."""
+    return getattr(_fixed_forms, "on", False)
+
+
+@contextmanager
+def batch_invariance(on: bool) -> Iterator[None]:
+    """Within, :func:`is_batch_invariant` is ``on`` in this thread."""
+    before, _fixed_forms.on = is_batch_invariant(), on
+    try:
+        yield
+    finally:
+        _fixed_forms.on = before
 
 
 @contextmanager

@@ -4,7 +4,8 @@ An adapter (`kernels/libraries/`) is a function with the arguments and the resul
 compared with their references (:func:`.operation.compared`), each adapter whose library is installed and which takes a
 call's arguments runs too; the fastest of our kernel and the adapters with right results serves such calls from then on.
 Calls of an operation are of two classes, up to ``FEW_ROWS`` rows and more; a class has one choice. Nothing is chosen
-without a comparison, and nothing for tensors on a CPU.
+without a comparison, nothing for tensors on a CPU, and nothing under :func:`.launch.batch_invariance`, as libraries
+choose tiles by the number of rows.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def candidates(operation: str, x: torch.Tensor, args: Any, kwargs: Any) -> list[
 
 
 def _serves(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.shape[0] > 0
+    return x.is_cuda and x.shape[0] > 0 and not launch.is_batch_invariant()
 
 
 def class_of(x: torch.Tensor) -> str:

@@ -82,6 +82,13 @@ def check_kernels(
             "rank %s: the kernel of %s is NOT used on this device, its PyTorch reference runs instead, slower: %s; "
             "kernels='triton' would use it all the same", mesh.rank, name, reason,
         )  # fmt: skip
+    needed = sorted(set(operation.replaced()) - set(libraries.ADAPTERS)) if options.batch_invariant else []
+    if max(mesh.all_gather_int(len(needed))):
+        raise RuntimeError(
+            f"batch_invariant needs every kernel, and on this device {', '.join(needed) or 'some of another rank'} "
+            "differ from their references, as the log says; another version of Triton or the driver may do, or leave "
+            "batch_invariant out"
+        )
     if waiting := operation.waiting():
         logger.warning("decode runs without CUDA graphs, as these references wait: %s", ", ".join(sorted(waiting)))
     return bool(max(mesh.all_gather_int(len(waiting))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.choice import chosen_options
+from dsa_engine.engine.startup.invariance import refuse_variant
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.start_facts import start_facts
 from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, connect, step_bytes
@@ -170,6 +171,8 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
     device = choose_device(options.device)
     dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
+    refuse_variant(options, device, dtype)
+    config = replace(config, batch_invariant=options.batch_invariant)
     options = chosen_options(options, config.with_mtp(modules), max_model_len, device, dtype)
     same, options = partial(start_facts, folder, options), own_options(options)
     mesh, wanted = create_mesh(options.parallel, options.device, same), options.kv_events_config or {}

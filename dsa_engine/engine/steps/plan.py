@@ -29,12 +29,23 @@ def mha_min_queries(config: ModelConfig) -> float:
     """Smallest number of queries for which the MHA form is cheaper than dense MQA.
 
     Counted per head in multiply-adds: expansion costs ``r·(nope+v)`` once per key, and saves
-    ``(2r + rope) − (nope + rope + v)`` per query-key pair (r: the latent's rank).
+    ``(2r + rope) − (nope + rope + v)`` per query-key pair (r: the latent's rank). With ``batch_invariant`` none is, as
+    the number of queries in a segment follows from the batch.
     """
+    if config.batch_invariant:
+        return float("inf")
     rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
     expanded = config.qk_nope_head_dim + rope + config.v_head_dim
     saved = 2 * rank + rope - expanded
     return rank * (expanded - rope) / saved if saved > 0 else float("inf")
+
+
+def dense_tokens(config: ModelConfig) -> float:
+    """A query that sees at most so many tokens attends to all of them: no scores, no selection. With
+    ``batch_invariant`` each query of a model with an indexer selects, as in a padded step."""
+    if not config.has_indexer:
+        return float("inf")
+    return 0 if config.batch_invariant else config.index_topk
 
 
 @dataclass(frozen=True)
@@ -76,10 +87,10 @@ class RankPlan:
     @classmethod
     def of_decode(cls, chunks: list[Chunk], config: ModelConfig) -> RankPlan:
         """The plan of a rank that computes these chunks alone."""
-        plan, few = cls(chunks), mha_min_queries(config)
+        plan, few, limit = cls(chunks), mha_min_queries(config), dense_tokens(config)
         pieces: tuple[list[tuple[int, int, int]], ...] = ([], [], [])
         for number, chunk in enumerate(chunks):
-            dense = max(0, min(chunk.length, config.index_topk - chunk.start)) if config.has_indexer else chunk.length
+            dense = int(max(0, min(chunk.length, limit - chunk.start)))
             pieces[dense < few].append((dense, number, chunk.start))
             pieces[2].append((chunk.length - dense, number, chunk.start + dense))
         for segments, of_form in zip((plan.mha, plan.dense_mqa, plan.sparse_mqa), pieces, strict=True):
@@ -174,8 +185,7 @@ class SegmentTable(NamedTuple):
         pieces = pieces_of(begin, count, (index - request_id) % ranks, ranks)
         start, length = (column.numpy().ravel() for column in pieces)
         rank, chunk = (column.numpy().repeat(2) for column in (first_rank + index, number))
-        # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
-        dense = np.clip(config.index_topk - start, 0, length) if config.has_indexer else length
+        dense = np.clip(dense_tokens(config) - start, 0, length).astype(np.int64)
         form = (dense < mha_min_queries(config)).astype(np.int64)
         whole = np.stack((rank, chunk, form, start, dense))
         sparse = np.stack((rank, chunk, np.full_like(form, 2), start + dense, length - dense))

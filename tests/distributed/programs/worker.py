@@ -12,6 +12,8 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``preempts``: requests lose their pages now and then.
 * ``max_fetched``: maximum number of pages that a rank sends, or receives, in a step.
 * ``nodes``: the node of each rank; default: all are on this one.
+* ``threads``: of PyTorch and the CPU's kernels.
+* ``bits``: the logits are kept by the tokens before them (:func:`record_logits`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from queue import SimpleQueue
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
@@ -46,6 +49,8 @@ from dsa_engine.parallel.group import Collective
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
     """``last`` and ``all`` logits of each prompt, ``tokens`` of each generation, and counters of the engine."""
+    if "threads" in case:
+        torch.set_num_threads(case["threads"])
     parallel = parallel or ParallelConfig(**case.get("parallel", {}))
     with patch.object(Mesh, "_exchange_nodes", lambda _: case["nodes"]) if "nodes" in case else nullcontext():
         llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
@@ -62,6 +67,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
             engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)
         )
     break_logits(engine, case.get("broken_seed"))
+    seen = record_logits(engine) if case.get("bits") else {}
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
     if case.get("preempts"):
         preempt_now_and_then(llm)
@@ -77,6 +83,9 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         "prompt_logprobs": [],
         "selections": [],
     }
+    for ids, logits in zip(case.get("prompts", []), result["all"] if case.get("bits") else [], strict=False):
+        for position, row in enumerate(logits):
+            see(seen, ids[: position + 1], row)
     for request in case.get("generate", []):
         params = [SamplingParams(**p) for p in request["params"]]
         if "every" in case:
@@ -95,7 +104,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         )
         plain = [out.logprobs and [{token: float(x) for token, x in of.items()} for of in out.logprobs] for out in outs]
         result["logprobs"].append(plain)
-    result["drafts"] = drafts
+    result["drafts"], result["bits"] = drafts, seen
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
     result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
@@ -187,6 +196,26 @@ def break_logits(engine: Engine, seed: int | None) -> None:
         return logits
 
     engine.runner.sampled_logits = broken  # type: ignore[method-assign]
+
+
+def record_logits(engine: Engine) -> dict[bytes, list[torch.Tensor]]:
+    """Gets the logits of each step of this rank, by the tokens before them; different ones for the same tokens."""
+    original, seen = engine.runner.sampled_logits, {}
+
+    def recorded(plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
+        logits = original(plan, hidden)
+        for row, (request, position, _) in zip(logits, plan.own.wanted, strict=True):
+            see(seen, request.tokens(0, position), row)
+        return logits
+
+    engine.runner.sampled_logits = recorded  # type: ignore[method-assign]
+    return seen
+
+
+def see(seen: dict[bytes, list[torch.Tensor]], tokens: list[int], row: torch.Tensor) -> None:
+    rows = seen.setdefault(np.array(tokens, np.int32).tobytes(), [])
+    if not any(torch.equal(row.view(torch.int32), other.view(torch.int32)) for other in rows):
+        rows.append(row.clone())
 
 
 def with_numbers(keys: dict[str, Any]) -> dict[Any, Any]:

@@ -67,7 +67,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
             engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)
         )
     break_logits(engine, case.get("broken_seed"))
-    seen = record_logits(engine) if case.get("bits") else {}
+    rows = record_logits(engine) if case.get("bits") else {}
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
     if case.get("preempts"):
         preempt_now_and_then(llm)
@@ -85,7 +85,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     }
     for ids, logits in zip(case.get("prompts", []), result["all"] if case.get("bits") else [], strict=False):
         for position, row in enumerate(logits):
-            see(seen, ids[: position + 1], row)
+            see(rows, ids[: position + 1], row)
     for request in case.get("generate", []):
         params = [SamplingParams(**p) for p in request["params"]]
         if "every" in case:
@@ -104,7 +104,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         )
         plain = [out.logprobs and [{token: float(x) for token, x in of.items()} for of in out.logprobs] for out in outs]
         result["logprobs"].append(plain)
-    result["drafts"], result["bits"] = drafts, seen
+    result["drafts"], result["bits"] = drafts, rows
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
     result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)

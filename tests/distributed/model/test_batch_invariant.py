@@ -14,7 +14,19 @@ from typing import Any
 
 import pytest
 
-from bits import AXES, AXIS_FORMATS, FORMATS, LENGTHS, MODELS, along, drawn, finished, largest_difference, reference
+from bits import (
+    AXES,
+    AXIS_FORMATS,
+    FORMATS,
+    LENGTHS,
+    MODELS,
+    along,
+    drawn,
+    finished,
+    largest_difference,
+    reference,
+    without_the_option,
+)
 from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 

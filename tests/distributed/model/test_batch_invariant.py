@@ -105,10 +105,11 @@ def test_random_ways(runs: Runs) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 12))
 def test_more_random_ways(runs: Runs, seed: int) -> None:
-    """300 and more of all seeds; the differences without the option are printed."""
+    """300 and more of all seeds; the largest difference without the option is printed for the first."""
     cases = drawn(28, seed)
-    without = runs.difference(without_the_option(cases), False)
-    print(f"without the option: up to {max(measured[0] for measured in without.values()):.1e}")
+    if seed == 1:
+        without = runs.difference(without_the_option(cases), False)
+        print(f"without the option: up to {max(measured[0] for measured in without.values()):.1e}")
     assert_same_bits(runs.difference(cases, True), cases)
 
 

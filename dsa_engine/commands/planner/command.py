@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 # Settings that an option fixes, by their names in a Deployment.
 FIXED = ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache")
 NOT_KNOWN = (
-    "Modelled: nothing was measured on such devices. A range goes from kernels as others have published them to ours\n"
-    "as estimated, a third slower. The host was measured without a model, on a CPU (scripts/measure_host.py). Not\n"
-    "counted: queueing, and uneven loads of experts."
+    "Modelled: no such run was measured. A range goes from the fastest kernels that are known to ours, as measured on\n"
+    "one H100. The host was measured without a model, on a CPU (scripts/measure_host.py). Not counted: queueing,\n"
+    "ranks that wait for each other, and uneven loads of experts."
 )
 
 
@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafts", type=int, choices=DRAFTS, help="fix the drafts of the MTP module in a step")
     parser.add_argument("--weights", choices=WEIGHTS, help="format of weights; default: the checkpoint's, or bfloat16")
     parser.add_argument("--cache", choices=CACHES, help="format of caches; default: bfloat16, or fp8 if weights are")
+    parser.add_argument(
+        "--libraries", action="store_true", help="the best with the fastest kernels of libraries, not with our own"
+    )
     parser.add_argument("--json", metavar="PATH", help="write the plan here too; '-': to standard output")
 
 
@@ -59,7 +62,7 @@ def run_plan(args: argparse.Namespace) -> None:
         ValueError, OSError: an option or the configuration is not possible, or nothing fits.
     """
     from dsa_engine.commands.planner.launch import commands
-    from dsa_engine.commands.planner.predict import PUBLISHED
+    from dsa_engine.commands.planner.predict import BEST, OWN
     from dsa_engine.commands.planner.search import Planner
     from dsa_engine.model_folder import model_config
 
@@ -71,11 +74,15 @@ def run_plan(args: argparse.Namespace) -> None:
     for name, value in fixed.items():
         if isinstance(value, int) and value < (name != "drafts"):
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value}")
-    planner = Planner(model_config(args.model, json_object(args.hf_overrides, "--hf-overrides")), device, demand, fixed)
-    plan = planner.best()
-    fast = planner.again(plan, PUBLISHED)
+    config = model_config(args.model, json_object(args.hf_overrides, "--hf-overrides"))
+    planner = Planner(config, device, demand, fixed, BEST if args.libraries else OWN)
+    best = planner.best()
+    plan, fast = planner.again(best, OWN), planner.again(best, BEST)
     print(f"{args.model} on {args.devices} × {device.name} ({device.source}), {args.input_len:,} tokens in, ", end="")
-    print(f"{args.output_len:,} out; modelled\n\n" + format_table(("", "best"), _rows(planner, plan, fast)))
+    print(
+        f"{args.output_len:,} out; modelled\n\n"
+        + format_table(("", "best"), _rows(planner, plan, fast, best.misses(demand)))
+    )
     runs = commands(planner, plan, args.model, args.hf_overrides, args.load_format == "dummy")
     print(f"\n{NOT_KNOWN}\n\n{_launches(plan, runs)}")
     if args.json:
@@ -83,9 +90,9 @@ def run_plan(args: argparse.Namespace) -> None:
         write_json(args.json, about | _to_json(planner, plan, fast))
 
 
-def _rows(planner: Planner, plan: Plan, fast: Plan) -> list[tuple[str, str]]:
-    """The rows of the table; ``fast`` is the plan with kernels as others have published them."""
-    prefill, decode, missed = plan.prefill, plan.decode, plan.misses(planner.demand)
+def _rows(planner: Planner, plan: Plan, fast: Plan, missed: float) -> list[tuple[str, str]]:
+    """The rows of the table; ``fast`` is the plan with the fastest kernels that are known."""
+    prefill, decode = plan.prefill, plan.decode
     how = decode.how
     rows = [
         ("instances × ranks", f"{plan.instances} × {how.ranks}"),

@@ -4,8 +4,8 @@ A stage takes the longer of its products and its bytes, at the rates that kernel
 
     seconds = max(operations / (peak · part), bytes / (bandwidth · part))
 
-Nothing is measured on the devices of the table, so each time is a range: from kernels as others have tuned and
-published them, to those of this project as estimated from their machine code, a third slower.
+Each time is a range: from the fastest kernels that are known, measured alone or as published, to those of this project
+as measured on one H100 (benchmarks/results/h100), with a tenth more for what one device does not show.
 
 The host's time was measured without a model (`scripts/measure_host.py`). A decode step in a CUDA graph is launched
 before the step before it is read, so it takes the longer of host and device. A prefill step is not: it takes the sum.
@@ -32,8 +32,6 @@ CACHE_ROWS = {"sparse flash attention": 0.6, "lightning indexer": 0.7}
 NARROW = ("projections", "MoE experts")  # stages whose products have 8-bit inputs with FP8 or INT8 weights
 # Launches of a layer with FP8 weights, and of a step outside of its layers.
 LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
-# Part of the multiprocessors that a running collective holds: 20 of 132, as DeepSeek-V3's report gives them.
-COLLECTIVE = 20 / 132
 # Seconds of the host: a decode step, each request of the rank in it, each request of another rank; a prefill step
 # before its first launch, each token of the prompt. They are the "law" in benchmarks/results/host.json, an AMD EPYC's.
 HOST_DECODE = (0.508e-3, 14.8e-6, 0.0922e-6)
@@ -46,27 +44,42 @@ class Kernels:
 
     Attributes:
         parts: parts of the peak of products in prefill and in decode, by stage; others reach ``PRODUCT``.
+        weights: part of the bandwidth with which products of few rows read weights.
         launch: seconds from one kernel's end to the next one's begin in a CUDA graph, and a small kernel's least time.
+        selection: seconds of top-k in a layer of a decode step.
+        collective: part of the multiprocessors that a running collective holds.
         slack: factor of every time.
     """
 
     parts: dict[str, tuple[float, float]]
+    weights: float
     launch: float
+    selection: float
+    collective: float
     slack: float = 1.0
 
 
-# Sparse attention: 640 TFLOP/s in prefill and 410 in decode, FlashMLA on an H800. The others are assumed.
-PUBLISHED = Kernels(
-    {"lightning indexer": (0.43, 0.43), "sparse flash attention": (0.65, 0.41), "MoE experts": (0.6, 0.5)},
-    launch=2e-6,
-)
-# From the machine code, the bytes that kernels read from L2, and figures of similar ones. FP8 experts in prefill are
-# bound by L2 (docs/KERNELS.md).
+# On the H100: DeepGEMM's products alone at 65%, its logits at 53%, FlashMLA over FP8 rows 413 TFLOP/s. Published:
+# DeepGEMM's grouped products, 1,200. 20 of 132 multiprocessors are DeepSeek-V3's. The others are assumed.
+BEST = Kernels(
+    {
+        "projections": (0.6, 0.6),
+        "lightning indexer": (0.48, 0.48),
+        "sparse flash attention": (0.42, 0.41),
+        "MoE experts": (0.6, 0.5),
+    },
+    weights=0.8, launch=2e-6, selection=20e-6, collective=20 / 132,
+)  # fmt: skip
+# Measured on the H100, but for the multiprocessors that NCCL takes. "projections" have all that is around the products.
 OWN = Kernels(
-    {"lightning indexer": (0.34, 0.34), "sparse flash attention": (0.40, 0.30), "MoE experts": (0.27, 0.5)},
-    launch=3.3e-6,
-    slack=1.33,
-)
+    {
+        "projections": (0.21, 0.21),
+        "lightning indexer": (0.40, 0.40),
+        "sparse flash attention": (0.29, 0.27),
+        "MoE experts": (0.30, 0.5),
+    },
+    weights=0.55, launch=3e-6, selection=25e-6, collective=48 / 132, slack=1.1,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,12 +158,15 @@ def _timed(
         narrow = placed.narrow if name in NARROW else name == "lightning indexer" and placed.cache.fp8
         peak = (device.narrow_tflops if narrow else device.tflops) * 1e12
         products = one.flops / (peak * kernels.parts.get(name, (PRODUCT, PRODUCT))[decodes])
-        read = one.bytes_read / (device.tb_s * 1e12 * CACHE_ROWS.get(name, COPY))
-        stages[name] = kernels.slack * max(products, read)
+        part = CACHE_ROWS.get(name, kernels.weights if decodes else COPY)
+        stages[name] = kernels.slack * max(products, one.bytes_read / (device.tb_s * 1e12 * part))
+    if decodes and "lightning indexer" in stages:
+        selecting = config.indexer_types.count("full") + placed.how.drafts
+        stages["lightning indexer"] += kernels.slack * passes * selecting * kernels.selection
     launched = STEP_LAUNCHES + LAYER_LAUNCHES * (config.num_hidden_layers + placed.how.drafts)
     stages["launches"] = kernels.slack * passes * launched * kernels.launch
     stages["tensor parallelism"] = passes * placed.tensor_parallel(rows)
     layers = config.mlp_layer_types.count("sparse") + placed.how.drafts
     seconds = passes * layers * placed.exchange(dispatch, rows)
-    waited = seconds if micro == 1 else max(seconds - sum(stages.values()), COLLECTIVE * seconds)
+    waited = seconds if micro == 1 else max(seconds - sum(stages.values()), kernels.collective * seconds)
     return stages | {"exchange of tokens": waited}

@@ -70,13 +70,18 @@ class Planner:
 
     Args:
         fixed: settings that are given, not searched, such as ``{"tp_size": 8}``, by the names of :class:`Deployment`.
+        kernels: those whose times are compared.
 
     Raises:
         ValueError: the model has no such prompts, no drafts, or weights that cannot be converted.
     """
 
-    def __init__(self, config: ModelConfig, device: Device, demand: Demand, fixed: dict[str, Any] | None = None):
+    def __init__(
+        self, config: ModelConfig, device: Device, demand: Demand, fixed: dict[str, Any] | None = None,
+        kernels: Kernels = OWN,
+    ):  # fmt: skip
         self.config, self.device, self.demand, self.fixed = config, device, demand, fixed or {}
+        self.kernels = kernels
         self.placed = lru_cache(maxsize=4096)(lambda how: Placed(config, device, how))
         self._lacking: tuple[float, Deployment] | None = None
         if self.fixed.get("drafts") and not config.num_nextn_predict_layers:
@@ -178,7 +183,7 @@ class Planner:
                 continue
             chunks = self._choices("chunk", sorted({min(chunk, cdiv(tokens, cp)) for chunk in CHUNKS}))
             hows = [replace(base, cp_size=cp, chunk=chunk) for chunk in chunks]
-            predicted = [predict_prefill(self.placed(how), tokens, OWN) for how in hows]
+            predicted = [predict_prefill(self.placed(how), tokens, self.kernels) for how in hows]
             fitting = [one for one in predicted if self._fits(one.how, one.room)]
             if fitting:
                 fastest.append(min(fitting, key=lambda one: one.seconds))
@@ -191,7 +196,7 @@ class Planner:
         asked, fitting = self.demand.requests, []
         limit = cdiv(asked, self.demand.devices // how.ranks) if asked else MAX_REQUESTS * how.ranks
         for requests in sorted({1, limit, *(load for load in LOADS if load < limit)}):
-            step = predict_decode(self.placed(how), requests, self.demand, OWN)
+            step = predict_decode(self.placed(how), requests, self.demand, self.kernels)
             prompt = self.demand.input_len * self.placed(how).token_bytes if requests > 1 else 0
             if not self._fits(how, step.room - prompt):
                 break

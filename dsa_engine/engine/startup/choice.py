@@ -174,7 +174,7 @@ def _tp_size(choice: Choice) -> tuple[int, str]:
     sizes = [n for n in (8, 4, 2) if devices.node_ranks % n == devices.ranks % n == columns % (128 * n) == 0]
     if not sizes or whole:
         return 1, "nothing to divide by"
-    if choice.optimize == "latency":
+    if choice.optimize != "throughput":
         return sizes[0], "a decode step reads fewer weights"
     if sizes[0] <= 4:
         return sizes[0], "few ranks exchange for less than the weights that they need not read"

@@ -16,7 +16,6 @@ from dsa_engine.server.forms.chat import ChatForm
 from dsa_engine.server.forms.form import to_json
 from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
 from dsa_engine.text.conversations import ConversationFormat
-from dsa_engine.text.conversations.deltas import message_of
 from dsa_engine.text.conversations.reader import THINK_END
 
 _ITEMS = "message, reasoning, function_call and function_call_output"
@@ -218,17 +217,7 @@ class ResponsesForm(ChatForm):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         ((output,),) = (one.outputs for one in outputs)
-        reader = self._reader()
-        message = message_of([*reader.push(output.text), *reader.finish()])
-        logprobs = (self._logprobs(output) or {"content": []})["content"]
-        if thought := message.get("reasoning_content"):
-            self._open("reasoning").add(thought, [])
-        if message["content"] is not None:
-            self._open("message").add(message["content"], logprobs)
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            self._open("function_call", call_id=call["id"], name=function["name"]).add(function["arguments"], [])
-        self._status, self._ids = _status(output), output.token_ids
+        self.chunks(output)  # the items grow as in a stream
         return self._response(self._status)
 
     def _open(self, kind: str, **more: Any) -> _Item:
@@ -247,7 +236,7 @@ class ResponsesForm(ChatForm):
             "total_tokens": counts["total_tokens"],
         }
 
-    def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
+    def chunks(self, piece: CompletionOutput | StreamPiece) -> list[dict[str, Any]]:
         events = []
         if not self._readers:
             self._readers[0] = self._reader()

@@ -7,7 +7,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from dsa_engine.commands.bench.options import OUTPUT_LEN
-from dsa_engine.quantization.choose import NAMES, quantization_name
+from dsa_engine.quantization.choose import NAMES
 
 if TYPE_CHECKING:
     from dsa_engine.commands.planner.search import Plan, Planner
@@ -29,17 +29,16 @@ def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy:
         hf_overrides: the option of that name, a JSON object.
         dummy: random weights.
     """
-    demand, prefill, decode = planner.demand, plan.prefill, plan.decode
-    weights, stored = decode.how.weights, quantization_name(planner.config.quantization)
+    demand, prefill, decode, weights = planner.demand, plan.prefill, plan.decode, plan.decode.how.weights
     model, words = model if dummy else HUB_IDS.get(model, model), {}
-    if weights != (stored or "bfloat16") and (weights, stored) != ("bfloat16", "fp8"):
+    if weights not in planner.stored:
         target = f"{model.rstrip('/').rpartition('/')[2]}-{weights}"
         words["convert"] = ["dsa-engine", "convert", model, target, "--quantize", weights]
         model = target
     options = {
         "load-format": "dummy" if dummy else None,
         "hf-overrides": None if json.loads(hf_overrides) == {} else hf_overrides,
-        "quantization": weights if weights in NAMES.values() else "dequantize" if stored else None,
+        "quantization": weights if weights in NAMES.values() else "dequantize" if "fp8" in planner.stored else None,
         "kv-cache-dtype": decode.how.cache,
         "max-model-len": demand.longest,
         "max-num-seqs": decode.requests,

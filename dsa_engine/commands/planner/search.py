@@ -72,6 +72,9 @@ class Planner:
         fixed: settings that are given, not searched, such as ``{"tp_size": 8}``, by the names of :class:`Deployment`.
         kernels: those whose times are compared.
 
+    Attributes:
+        stored: formats of weights for which the checkpoint need not be converted.
+
     Raises:
         ValueError: the model has no such prompts, no drafts, or weights that cannot be converted.
     """
@@ -87,9 +90,9 @@ class Planner:
         if self.fixed.get("drafts") and not config.num_nextn_predict_layers:
             raise ValueError(f"--drafts {self.fixed['drafts']}: the model has no MTP module to make them")
         stored, is_released = quantization_name(config.quantization) or "bfloat16", config.weight_block_size is not None
-        self._stored = ("fp8", "bfloat16") if is_released else (stored,)
+        self.stored = ("fp8", "bfloat16") if is_released else (stored,)
         weights = self.fixed.get("weights", stored)
-        if weights not in self._stored and config.quantization is not None and not is_released:
+        if weights not in self.stored and config.quantization is not None and not is_released:
             raise ValueError(
                 f"--weights {weights}: the checkpoint's are {stored}, which cannot be converted; give the model that "
                 "it was made from, or leave --weights out"
@@ -163,7 +166,7 @@ class Planner:
     def _formats(self) -> Iterator[Deployment]:
         """Weights are as the checkpoint has them, or expanded, and FP8 caches go with FP8 weights: what changes numbers
         further is given. The device multiplies the format; 4-bit ones are expanded within the product."""
-        multiplied = [w for w in self._stored if w in ("bfloat16", "int4-experts", *self.device.narrow)]
+        multiplied = [w for w in self.stored if w in ("bfloat16", "int4-experts", *self.device.narrow)]
         caches = self._choices("cache", CACHES if self.config.has_indexer else ("bfloat16",))
         settings = product(
             self._sizes(), self._choices("weights", multiplied), caches, self._choices("tp_size", (1, 8))

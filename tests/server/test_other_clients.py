@@ -32,13 +32,14 @@ def evaluate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """``evaluate(model, url, task, **more)``: lm-eval's samples of a task, its metrics and requests its own."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    lm_eval = pytest.importorskip("lm_eval")
+    lm_eval, tasks = pytest.importorskip("lm_eval"), pytest.importorskip("lm_eval.tasks")
 
     def run(
         model: str, url: str, about: dict[str, Any], arguments: dict[str, Any], **more: Any
     ) -> list[dict[str, Any]]:
         given = {"model": "demo", "base_url": url, "max_retries": 1, "num_concurrent": 2} | arguments
-        results = lm_eval.simple_evaluate(model, model_args=given, tasks=[about], bootstrap_iters=0, **more)
+        more |= {"task_manager": tasks.TaskManager(include_defaults=False), "bootstrap_iters": 0}  # it reads no others
+        results = lm_eval.simple_evaluate(model, model_args=given, tasks=[about], **more)
         return results["samples"][about["task"]]
 
     return run

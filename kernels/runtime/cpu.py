@@ -96,7 +96,8 @@ def refuse_variant(x: torch.Tensor, what: str) -> None:
 
 def threads_for(multiply_adds: int) -> int:
     """Number of threads for this much work: those that PyTorch may use, and fewer for little work."""
-    return max(1, min(torch.get_num_threads(), multiply_adds // _WORTH_A_THREAD))
+    worth = multiply_adds // _WORTH_A_THREAD
+    return 1 if worth <= 1 else min(torch.get_num_threads(), worth)
 
 
 def kernels() -> ctypes.CDLL:

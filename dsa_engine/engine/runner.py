@@ -187,5 +187,7 @@ class ModelRunner:
         padded_rows = plan.samples.rows_of(self._mesh.tp.ranks)
         if padded_rows == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
-        rows = upload(plan.own.rows_with_logits, hidden.device)
-        return self.model.logits(hidden[rows], padded_rows)
+        rows = plan.own.rows_with_logits
+        if torch.equal(rows, torch.arange(len(rows))):  # as a rule in decode
+            return self.model.logits(hidden[: len(rows)], padded_rows)
+        return self.model.logits(hidden[upload(rows, hidden.device)], padded_rows)

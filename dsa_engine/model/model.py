@@ -283,6 +283,7 @@ class Model(Weighted):
         if padded_rows is None:
             with stage("LM head"):
                 return vocab_parallel_logits(hidden, weight, self.config.vocab_size, tp)
-        gathered = tp.all_gather(F.pad(hidden, (0, 0, 0, padded_rows - count)))
+        missing = padded_rows - count
+        gathered = tp.all_gather(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden)
         with stage("LM head"):
             return own_vocab_parallel_logits(gathered, weight, self.config.vocab_size, tp)[:count]

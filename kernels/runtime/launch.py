@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -40,14 +41,25 @@ def runs_native() -> bool:
     return not (INTERPRETED or _references_only or _compiling_for is not None)
 
 
+class Chip(NamedTuple):
+    """What launches depend on."""
+
+    capability: int
+    multiprocessors: int
+
+
+@cache
+def chip(device: torch.device) -> Chip:
+    """The chip of a CUDA device; a step asks hundreds of times."""
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
 def capability(x: torch.Tensor) -> int:
     """Compute capability of the device of ``x``, as in ``sm_90``."""
     if _compiling_for is not None:
         return _compiling_for
-    if x.is_cuda:
-        major, minor = torch.cuda.get_device_capability(x.device)
-        return 10 * major + minor
-    return _INTERPRETED_AS
+    return chip(x.device).capability if x.is_cuda else _INTERPRETED_AS
 
 
 def multiprocessors(x: torch.Tensor) -> int:
@@ -55,16 +67,16 @@ def multiprocessors(x: torch.Tensor) -> int:
     small."""
     if _compiling_for is not None:
         return 132
-    if x.is_cuda:
-        return torch.cuda.get_device_properties(x.device).multi_processor_count
-    return _INTERPRETED_MULTIPROCESSORS
+    return chip(x.device).multiprocessors if x.is_cuda else _INTERPRETED_MULTIPROCESSORS
 
 
 def config_for(table: Mapping[int, Config], x: torch.Tensor) -> Config:
     """The entry of a launch table ``{capability: configuration}`` for the device of ``x``: that of its chip, else of
     the nearest older chip, else the oldest."""
-    known = [c for c in sorted(table) if c <= capability(x)]
-    return table[known[-1] if known else min(table)]
+    here = capability(x)
+    if here in table:
+        return table[here]
+    return table[max((known for known in table if known <= here), default=min(table))]
 
 
 def dot_precision(dtype: torch.dtype) -> str:

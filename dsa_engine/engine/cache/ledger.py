@@ -68,6 +68,7 @@ class PageLedger:
     def take(self, request: Request, rank: int, count: int) -> None:
         """Gives a request ``count`` more pages on a rank; raises ``RuntimeError`` if fewer are free."""
         self._give(request, rank, self.pools[rank].take(count))
+        self._lose((rank,))
 
     def give(self, request: Request, pages: int) -> bool:
         """Gives a request that decodes ``pages`` more pages on its owner; returns whether these were free."""
@@ -79,6 +80,7 @@ class PageLedger:
         if pool.free < pages:
             return False
         held.extend(pool.take(pages))
+        self._lose((owner,))
         return True
 
     def known(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
@@ -115,6 +117,7 @@ class PageLedger:
             self._give(request, rank, pages)
             for index in missing:
                 absent.setdefault(index, []).append(rank)
+        self._lose(ranks)
         fetches: deque[Fetch] = deque()
         for index in sorted(absent):
             sources = [rank for rank in ranks if rank not in absent[index]]
@@ -186,6 +189,18 @@ class PageLedger:
         if ranks is None:
             self._held.pop(request, None)
             self._fetches.pop(request, None)
+
+    def _lose(self, ranks: Sequence[int]) -> None:
+        """Tells the index what these ranks have evicted: mostly the same, and then in one pass."""
+        lost: list[bytes] = []
+        losers = 0
+        for pool, rank in ((self.pools[rank], rank) for rank in ranks):
+            if pool.evicted != lost:
+                self.index.lost(lost, losers)
+                lost, losers = pool.evicted, 0
+            losers |= 1 << rank
+            pool.evicted = []
+        self.index.lost(lost, losers)
 
     def _give(self, request: Request, rank: int, pages: array[int]) -> None:
         of_request = self._held.setdefault(request, {})

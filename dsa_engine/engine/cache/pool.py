@@ -14,6 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -62,13 +63,14 @@ class PageIndex:
         """Records that these ranks have a page, too."""
         self.ranks[digest] = self.ranks.get(digest, 0) | ranks
 
-    def lost(self, digest: bytes, rank: int) -> None:
-        """Records that a rank has a page no more."""
-        others = self.ranks.get(digest, 0) & ~(1 << rank)
-        if others:
-            self.ranks[digest] = others
-        elif self.ranks.pop(digest, None) is not None and self.forgotten is not None:
-            self.forgotten(digest)
+    def lost(self, digests: Iterable[bytes], ranks: int) -> None:
+        """Records that these ranks have pages no more."""
+        ranks_of, remain = self.ranks, ~ranks
+        for digest in digests:
+            if others := ranks_of.get(digest, 0) & remain:
+                ranks_of[digest] = others
+            elif ranks_of.pop(digest, None) is not None and self.forgotten is not None:
+                self.forgotten(digest)
 
 
 class HostSlots:
@@ -157,12 +159,15 @@ class PagePool:
         unused: pages that hold nothing, the next one last.
         host: the pages in host memory.
         copies: copies between both that the next step begins with, in their order.
+        evicted: digests of pages that :meth:`take` has evicted and that are nowhere else here; the caller tells the
+            index, at once for all ranks that lose the same ones.
     """
 
     def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, rank: int = 0):
         self._index, self._rank, self._slots = index or PageIndex(), rank, slots
         self.host = HostSlots(slots, self._index, rank, self._lost)
         self.copies: list[PageCopy] = []
+        self.evicted: list[bytes] = []
         self.unused = array("i", range(pages - 1, -1, -1))
         self._shared: dict[int, int] = {}  # number of further requests that hold a page
         self._page_of: dict[bytes, int] = {}
@@ -197,21 +202,22 @@ class PagePool:
             raise RuntimeError(f"{count} pages asked for, {self.free} are free")
         pages = unused[::-1]
         del unused[:]
-        evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(pages))]
+        page_of, cached = self._page_of, self._cached
+        evicted = [*islice(cached, count - len(pages))]
         pages.extend(evicted)
-        page_of, digest_of, ranks_of, not_here = self._page_of, self._digest_of, self._index.ranks, ~(1 << self._rank)
         for page in evicted:
-            digest = digest_of.pop(page)
+            del cached[page]
+        digests = [*map(self._digest_of.pop, evicted)]
+        for digest in digests:
             del page_of[digest]
-            if self._slots:
-                if (slot := self.host.put(digest, locked)) is not None:
-                    self.copies.append(PageCopy(True, page, slot))
-                else:
-                    self._lost(digest)
-            elif others := ranks_of.get(digest, 0) & not_here:
-                ranks_of[digest] = others
+        if not self._slots:
+            self.evicted += digests
+            return pages
+        for page, digest in zip(evicted, digests, strict=True):
+            if (slot := self.host.put(digest, locked)) is not None:
+                self.copies.append(PageCopy(True, page, slot))
             else:
-                self._index.lost(digest, self._rank)
+                self._lost(digest)
         return pages
 
     def count_held(self, digests: Iterable[bytes]) -> int:
@@ -289,4 +295,4 @@ class PagePool:
 
     def _lost(self, digest: bytes) -> None:
         if digest not in self:
-            self._index.lost(digest, self._rank)
+            self._index.lost((digest,), 1 << self._rank)

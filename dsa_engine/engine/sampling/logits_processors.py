@@ -88,6 +88,8 @@ class LogitsProcessors:
                 else:
                     forbidden.append((i, last))
         forbidden = [(row, token) for row, token in forbidden if token < logits.shape[1]]
+        if not forbidden and not perhaps:
+            return
         never = logits.new_full((), float("-inf"))  # made on the device: a copy from the host would wait
         if forbidden:
             rows, ids = indices(forbidden, logits).unbind(1)

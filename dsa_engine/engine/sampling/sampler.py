@@ -70,9 +70,9 @@ class Sampler:
         tokens = self._choose(wanted, logits)
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)
-        tokens = tokens.where(total.isfinite(), NOT_FINITE)
+        tokens.masked_fill_(total - total != 0, NOT_FINITE)  # NaN unless finite; isfinite() is 4 launches
         padding = samples.max_rows - len(tokens)
-        of_all_ranks = self._mesh.world.all_gather(F.pad(tokens, (0, padding)))
+        of_all_ranks = self._mesh.world.all_gather(F.pad(tokens, (0, padding)) if padding else tokens)
         logprobs = None
         if samples.max_logprobs >= 0:
             best = min(samples.max_logprobs, self._config.vocab_size)
@@ -89,7 +89,7 @@ class Sampler:
             requests, positions, _ = zip(*(wanted[i] for i in drawn), strict=True)
             keys = [request.draw_key for request in requests]
             tokens[rows] = sample(logits[rows], [r.params for r in requests], keys, positions)
-        return tokens.where(highest != float("-inf"), NOTHING_LEFT)
+        return tokens.masked_fill_(highest == float("-inf"), NOTHING_LEFT)
 
 
 def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

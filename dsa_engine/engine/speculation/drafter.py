@@ -248,7 +248,7 @@ class Drafter:
         rows = StepRows.of(first, length, limit, ids, buffers.rows, buffers.tables)
         hidden = model(rows.batch, self._cache)
         logits = model.logits(hidden, rows.batch.rows)
-        finite = logits.sum(dim=-1).isfinite()
+        total = logits.sum(dim=-1)
         if key.penalises:
             penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
             logits = penalised(logits, with_unread(buffers.counts, before, follows, ids), penalties)
@@ -260,8 +260,8 @@ class Drafter:
             drawn = draw(logits, of_rows, rows.positions.flatten() + 1, key.limits).view_as(ids)
             tokens = drawn.where(inputs.drawn[:, None] > 0, tokens)
         if key.has_grammar:
-            tokens = tokens.where(logits.amax(dim=-1).view_as(ids) != float("-inf"), NOTHING_LEFT)
-        tokens = tokens.where(finite.view_as(tokens), NOT_FINITE)
+            tokens.masked_fill_(logits.amax(dim=-1).view_as(ids) == float("-inf"), NOTHING_LEFT)
+        tokens.masked_fill_((total - total != 0).view_as(ids), NOT_FINITE)  # as in Sampler
         accepted = key.rule(tokens, ids[:, 1:], draws.keys, first).minimum(rows.offered)
         drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
         outcome = Columns(first + accepted + 1, rows.offered, accepted, tokens, drafts)

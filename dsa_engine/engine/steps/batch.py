@@ -112,7 +112,7 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
         sampled: ``[n]`` on the device. It may hold the negative code of an error in place of a token; the results of
             that request are dropped.
     """
-    known = upload(ids, device)
     if sampled is None or not bool((ids < 0).any()):
-        return known
-    return known.where(known >= 0, sampled.clamp(min=0)[(-1 - known).clamp(min=0)])
+        return upload(ids, device)
+    known, index = upload(torch.stack((ids, (-1 - ids).clamp_(min=0))), device)
+    return known.where(known >= 0, sampled[index].clamp_(min=0))

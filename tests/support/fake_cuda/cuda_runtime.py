@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from dsa_engine.kernels.runtime import launch
 from fake_cuda.events import Launch
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         ),
     }
     with ExitStack() as stack:
+        stack.callback(launch.chip.cache_clear)
         for name, value in instead.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         on_host = torch.Generator  # a device has a generator of another type

@@ -6,12 +6,17 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.demo import demo_config
+from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.outputs import RequestMetrics
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -63,6 +68,20 @@ def test_drafts_count(tiny_llm: Callable[..., LLM], random_ids: Callable[..., li
         assert metrics.speculation is not None
         rejected = metrics.speculation.num_draft_tokens - metrics.speculation.num_accepted_tokens
         assert sum(forms(metrics)) == 30 + 11 + rejected and metrics.num_sparse_tokens == 25 + rejected
+
+
+def test_the_rows_of_a_decode_step() -> None:
+    """One form for all where it can be: the rule, which costs a step a microsecond."""
+    config, dense = (ModelConfig.from_dict(released_config(name)) for name in ("deepseek_v32", "deepseek_v3"))
+
+    def rows(starts: list[int], of: ModelConfig, bucket: Bucket | None = None) -> Any:
+        plan: Any = SimpleNamespace(decode=SimpleNamespace(starts=np.array(starts)), bucket=bucket)
+        plan.samples = SimpleNamespace(counts=np.array([2] * len(starts)))
+        return StepPlan.rows_by_form(plan, of)
+
+    assert rows([2048, 5000], config) == 2 and rows([5, 9], dense, Bucket(2, 2, 4096)) == 1
+    assert rows([5, 9], config, Bucket(2, 2, 4096)) == 2, "a padded step runs the sparse kernel for all"
+    assert rows([5, 2047, 2048], config).tolist() == [[0, 2, 0], [0, 1, 1], [0, 0, 2]]
 
 
 @pytest.mark.parametrize(

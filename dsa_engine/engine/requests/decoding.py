@@ -238,11 +238,13 @@ class Decoding:
         ]
         return DecodeStep(chunks, samples, starts, asks, self._top_k)
 
-    def launched(self, samples: Samples, rows_by_form: Ints | None = None) -> None:
+    def launched(self, samples: Samples, rows_by_form: Ints | int | None = None) -> None:
         """Records that a step with these samples has been launched; see :meth:`.StepPlan.rows_by_form`."""
         rows, at = self._find(samples)
         counts = samples.counts[at]
-        if rows_by_form is not None:
+        if isinstance(rows_by_form, int):
+            self._cells[rows_by_form - 3, rows] += counts
+        elif rows_by_form is not None:
             self._cells[-3:, rows] += rows_by_form[at].T
         self.length[rows] += counts
         self.unread[rows] += counts

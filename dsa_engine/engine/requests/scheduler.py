@@ -178,13 +178,13 @@ class Scheduler:
         decode = self._decode()
         return Step(self._prefill()) if decode is None else Step(decode.chunks, decode)
 
-    def launched(self, step: Step, samples: Samples | None = None, rows_by_form: Ints | None = None) -> None:
+    def launched(self, step: Step, samples: Samples | None = None, rows_by_form: Ints | int | None = None) -> None:
         """Records that the step scheduled last has been launched, which tokens it samples, and in which form of
         attention it computes (:meth:`.StepPlan.rows_by_form`)."""
         self._share.launched()
         for number, chunk in enumerate([] if step.decode else step.chunks):
             request = chunk.request
-            if rows_by_form is not None:
+            if rows_by_form is not None and not isinstance(rows_by_form, int):
                 request.count_rows(rows_by_form[number].tolist())
             request.num_computed_tokens = chunk.end
             self.ledger.fetched(request, chunk.fetches)

@@ -276,23 +276,21 @@ class StepPlan:
             own = RankPlan.of_decode(step.chunks, config)
         return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket)
 
-    def rows_by_form(self, config: ModelConfig) -> np.ndarray:
+    def rows_by_form(self, config: ModelConfig) -> np.ndarray | int:
         """int64 ``[n, 3]``: rows in MHA, dense MQA and sparse MQA form of each chunk; if all requests decode, of each
-        one of the samples."""
+        one of the samples, or the number of the form of all their rows."""
         if self.decode is None:
             rows, table = np.zeros((len(self.chunks), 3), np.int64), self.segments
             assert table is not None, "a step made of chunks"
-            np.add.at(rows, (table.chunk, table.form), table.length)
-        else:
-            count, first = self.samples.counts, self.decode.starts
-            dense = np.clip(config.index_topk - first, 0, count) if config.has_indexer else count
-            in_mha = dense * (dense >= mha_min_queries(config))
-            rows = np.stack((in_mha, dense - in_mha, count - dense), axis=1)
-        if self.bucket is not None:  # one form for all
-            padded = np.zeros_like(rows)
-            padded[:, 2 if config.has_indexer else 1] = rows.sum(axis=1)
-            return padded
-        return rows
+            forms = table.form if self.bucket is None else np.full_like(table.form, 1 + config.has_indexer)
+            np.add.at(rows, (table.chunk, forms), table.length)
+            return rows
+        count, first = self.samples.counts, self.decode.starts
+        if self.bucket is not None or (config.has_indexer and int(first.min()) >= config.index_topk):  # as a rule
+            return 1 + config.has_indexer
+        dense = np.clip(config.index_topk - first, 0, count) if config.has_indexer else count
+        in_mha = dense * (dense >= mha_min_queries(config))
+        return np.stack((in_mha, dense - in_mha, count - dense), axis=1)
 
     def of_rank(self, rank: int) -> RankPlan:
         """The plan of any rank, without the padding of a bucket."""

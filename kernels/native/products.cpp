@@ -5,7 +5,7 @@
 namespace {
 
 constexpr int OUTPUTS_AT_ONCE = 4;
-constexpr int64_t AHEAD = 8192;  // bytes of the weight: what is read soon is fetched from memory meanwhile
+constexpr int64_t AHEAD = 512;  // bytes of the weight: what is read soon is fetched from memory meanwhile
 
 // The sums of four vectors' lanes: within 128 bits, and then these.
 template <class V>
@@ -44,7 +44,7 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
                              weight.row(output + 2 < end ? output + 2 : output),
                              weight.row(output + 3 < end ? output + 3 : output)};
     typename Weight::Sum sums[R][O] = {};
-    const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+    const auto add = [&](int64_t d, int64_t count, int first, int last) __attribute__((always_inline)) {
         decltype(Weight::read(x[0], 0)) values[R];
         for (int r = 0; r < R; r++) {
             values[r] = Weight::read(x[r] + d, count);
@@ -52,15 +52,19 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
             asm("" : "+v"(values[r]));  // compilers would load it again for each output
 #endif
         }
-        for (int o = 0; o < O; o++) {
+        for (int o = first; o < last; o++) {
             const auto line = lines[o].line(d, count);
             __builtin_prefetch(static_cast<const char*>(lines[o].place(d)) + AHEAD);
             for (int r = 0; r < R; r++) sums[r][o] = Weight::add(sums[r][o], line, values[r]);
         }
     };
-    int64_t d = 0;
-    for (; d + STEP <= width; d += STEP) add(d, STEP);
-    if (d < width) add(d, width - d);
+    // One row waits for memory: lines are read one after another. More share what is read and unpacked.
+    constexpr int TOGETHER = R == 1 ? 1 : O;
+    for (int o = 0; o < O; o += TOGETHER) {
+        int64_t d = 0;
+        for (; d + STEP <= width; d += STEP) add(d, STEP, o, o + TOGETHER);
+        if (d < width) add(d, width - d, o, o + TOGETHER);
+    }
     for (int r = 0; r < R; r++) {
         decltype(sums[0][0][0] + 0) whole[O];
         float results[O];

@@ -8,13 +8,13 @@ namespace {
 constexpr int64_t OUTPUTS_OF_TILE = 32;
 constexpr int64_t ROWS_OF_TILE = 64;  // stay in the core's cache while its outputs are made
 constexpr int64_t TOKENS_OF_TILE = 32;
-constexpr int COLUMN_VECTORS = 2;
 
-// to(row)[column] = sum over i of from(row)[i] * weight[i][column], of R rows from `row` on and COLUMN_VECTORS vectors of
-// columns at a time.
+// to(row)[column] = sum over i of from(row)[i] * weight[i][column], of R rows from `row` on and some vectors of columns
+// at a time: few rows wait for memory, which gives long pieces of a line sooner.
 template <int R, class T>
 void add_lines(int64_t row, const T* weight, int64_t stride, int64_t width, int64_t columns, const Rows& from,
                const Rows& to, int64_t type) {
+    constexpr int COLUMN_VECTORS = R == 1 ? 8 : 2;
     const float* x[R];
     for (int r = 0; r < R; r++) x[r] = reinterpret_cast<const float*>(from(row + r));
     for (int64_t c = 0; c < columns; c += COLUMN_VECTORS * LANES) {

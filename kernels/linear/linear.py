@@ -41,17 +41,14 @@ def run_native(
     width, outputs = x.shape[-1], weight.shape[0]
     rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    count = rows.shape[0]  # len() of a tensor is Python code
+    count, group, scales = rows.shape[0], 0, None
+    type_ = weight_type = cpu.TYPES[x.dtype]
+    if scale is not None:
+        group, scales, weight_type = width // scale.shape[-1], scale.data_ptr(), cpu.TYPES[scale.dtype]
     out = rows.new_empty(count, outputs)
-    library, group = cpu.kernels(), 0 if scale is None else width // scale.shape[-1]
-    scratch = None
-    if kind or x.dtype != torch.float32:
-        scratch = torch.empty(library.dsa_linear_scratch(count, width), dtype=torch.uint8)
-    library.dsa_linear(
-        rows.data_ptr(), weight.data_ptr(), None if scale is None else scale.data_ptr(), out.data_ptr(),
-        None if scratch is None else scratch.data_ptr(), cpu.TYPES[x.dtype], kind,
-        cpu.TYPES[x.dtype if scale is None else scale.dtype], group, power_of_two, count, width, outputs,
-        rows.stride(0), cpu.threads_for(count * width * outputs),
+    cpu.kernels().dsa_linear(
+        rows.data_ptr(), weight.data_ptr(), scales, out.data_ptr(), type_, kind, weight_type, group, power_of_two,
+        count, width, outputs, rows.stride(0), cpu.threads_for(count * width * outputs),
     )  # fmt: skip
     return out if x.dim() == 2 else out.view(*x.shape[:-1], outputs)
 

@@ -48,13 +48,10 @@ def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) ->
     if tokens and is_batch_invariant() and runs_triton(x):
         out.copy_(_by_head(x, weight))
     elif suits and x.stride(2) == out.stride(2) == 1 and cpu.serves(x, weight, out):
-        threads, library = cpu.threads_for(tokens * weight.numel()), cpu.kernels()
-        size = threads * library.dsa_per_head_matmul_scratch(inner) if x.dtype != torch.float32 else 0
-        scratch = torch.empty(size)
-        library.dsa_per_head_matmul(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), scratch.data_ptr(), cpu.TYPES[x.dtype],
-            tokens, heads, inner, outer, x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
-            threads,
+        cpu.kernels().dsa_per_head_matmul(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), cpu.TYPES[x.dtype], tokens, heads, inner, outer,
+            x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
+            cpu.threads_for(tokens * weight.numel()),
         )  # fmt: skip
     elif tokens:
         cpu.refuse_variant(x, f"a matrix for each head with strides {weight.stride()}")

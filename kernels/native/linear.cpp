@@ -1,6 +1,8 @@
 // Products of few rows: kernels/linear/linear.py, per_head_matmul.py, quantized_linear.py and block_scaled_matmul.py, whose
 // references define them.
 
+#include <memory>
+
 #include "products.h"
 
 namespace {
@@ -43,16 +45,15 @@ void add_lines(int64_t row, const T* weight, int64_t stride, int64_t width, int6
 
 }  // namespace
 
-// Bytes of scratch for rows of x, of whatever kind the weight is.
-extern "C" int64_t dsa_linear_scratch(int64_t rows, int64_t width) { return (rows + 1) * (4 * width + 16); }
-
 // x [rows, width] with any row stride, weight [outputs, width], out [rows, outputs]; x and out of one type.
 extern "C" void dsa_linear(
-    const void* x, const void* weight, const void* scale, void* out, void* scratch, int64_t type, int64_t kind,
+    const void* x, const void* weight, const void* scale, void* out, int64_t type, int64_t kind,
     int64_t weight_type, int64_t group, int64_t power_of_two, int64_t rows, int64_t width, int64_t outputs, int64_t x_stride,
     int64_t threads) {
     Weights{weight, scale, kind, weight_type, width, group, power_of_two}.as_kind([&](auto matrix) {
-        const Rows from = rows_for(matrix, {x, type}, rows, width, x_stride, (char*)scratch);
+        const bool made = !matrix.TAKES_FLOATS || type != 0;
+        const std::unique_ptr<char[]> scratch(made ? new char[(rows + 1) * (4 * width + 16)] : nullptr);
+        const Rows from = rows_for(matrix, {x, type}, rows, width, x_stride, scratch.get());
         const int64_t across = (outputs + OUTPUTS_OF_TILE - 1) / OUTPUTS_OF_TILE, line = outputs * bytes_of(type);
         const int64_t down = (rows + ROWS_OF_TILE - 1) / ROWS_OF_TILE;
         for_tiles(across * down, (int)threads, nullptr, 0, [&](int64_t tile, float*) {
@@ -65,17 +66,16 @@ extern "C" void dsa_linear(
     });
 }
 
-// Floats of scratch that a thread needs.
-extern "C" int64_t dsa_per_head_matmul_scratch(int64_t inner) { return TOKENS_OF_TILE * inner; }
-
 // x [tokens, heads, inner], weight [heads, inner, outer], out [tokens, heads, outer], with strides; of the weight's last
 // two one is 1.
 extern "C" void dsa_per_head_matmul(
-    const void* x, const void* weight, void* out, float* scratch, int64_t type, int64_t tokens, int64_t heads,
+    const void* x, const void* weight, void* out, int64_t type, int64_t tokens, int64_t heads,
     int64_t inner, int64_t outer, int64_t x_token, int64_t x_head, int64_t weight_head, int64_t weight_inner,
     int64_t weight_outer, int64_t out_token, int64_t out_head, int64_t threads) {
     const int64_t blocks = (tokens + TOKENS_OF_TILE - 1) / TOKENS_OF_TILE, bytes = bytes_of(type);
-    for_tiles(heads * blocks, (int)threads, scratch, TOKENS_OF_TILE * inner, [&](int64_t tile, float* mine) {
+    const int64_t size = TOKENS_OF_TILE * inner;
+    const std::unique_ptr<float[]> scratch(type != 0 ? new float[threads * size] : nullptr);
+    for_tiles(heads * blocks, (int)threads, scratch.get(), size, [&](int64_t tile, float* mine) {
         const int64_t head = tile / blocks, first = tile % blocks * TOKENS_OF_TILE;
         const int64_t count = tokens - first < TOKENS_OF_TILE ? tokens - first : TOKENS_OF_TILE;
         Rows from{static_cast<const float*>(x) + first * x_token + head * x_head, 4 * x_token};

@@ -85,9 +85,9 @@ class EngineOptions(Options):
         1, "tokens in each piece of a stream after the first; larger pieces cost the host less."
     )
     max_num_batched_tokens: PositiveInt = option(
-        chosen(8192),
+        chosen(2048),
         "maximum tokens of a prefill chunk on each rank; a step takes up to cp_size times as many. Default: chosen; "
-        "8192 on a CPU.",
+        "2048 on a CPU.",
     )
     max_prefill_share: Fraction = option(
         0.5,

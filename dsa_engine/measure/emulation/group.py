@@ -27,6 +27,7 @@ class EmulatedGroup(Group):
 
     # Made once, and kept: CUDA graphs read them.
     _factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+    _signs: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict)
     _numbers: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -44,12 +45,7 @@ class EmulatedGroup(Group):
             return (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
         gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
         if rows.dtype == torch.uint8:
-            away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
-            column = torch.arange(rows[0].numel(), device=rows.device)
-            # Not in the last byte of a float32: scales stay positive.
-            bit = torch.where(column % 4 < 3, (column // 4 * 3 + column % 4) % 9, 62)
-            signs = ((away[:, None] >> bit) & 1).to(torch.uint8) << 7
-            gathered.view(self.size, len(rows), -1).bitwise_xor_(signs[:, None])
+            gathered.view(self.size, len(rows), -1).bitwise_xor_(self._signs_for(rows)[:, None])
         if rows.dtype == torch.int64:
             gathered.clamp_(min=0)  # negative numbers are error codes or invalid token ids
         return gathered
@@ -61,6 +57,17 @@ class EmulatedGroup(Group):
             away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
             self._factors[key] = (1 + away / (4 * self.size)).to(rows.dtype)
         return self._factors[key]
+
+    def _signs_for(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[size, bytes of a row]``, 0 for this rank."""
+        key = (rows.device, rows[0].numel())
+        if key not in self._signs:
+            away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
+            column = torch.arange(key[1], device=rows.device)
+            # Not in the last byte of a float32: scales stay positive.
+            bit = torch.where(column % 4 < 3, (column // 4 * 3 + column % 4) % 9, 62)
+            self._signs[key] = ((away[:, None] >> bit) & 1).to(torch.uint8) << 7
+        return self._signs[key]
 
     def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         part = rows.chunk(self.size)[self.index]

@@ -40,6 +40,13 @@ def test_tokens_of_each_form(tiny_llm: Callable[..., LLM], random_ids: Callable[
         assert last.metrics is not None and sum(forms(last.metrics)) == 34 - last.metrics.num_cached_tokens
 
 
+def test_one_form_with_batch_invariant(tiny_llm: Callable[..., LLM], random_ids: Callable[..., list[int]]) -> None:
+    """Each row selects, also where it sees fewer than index_topk tokens."""
+    with tiny_llm(400, max_num_batched_tokens=80, batch_invariant=True, **OPTIONS) as llm:
+        outputs = llm.generate([random_ids(120), random_ids(30, seed=1)], GREEDY)
+        assert [forms(output.metrics) for output in outputs] == [(0, 0, 124), (0, 0, 34)]
+
+
 def test_a_stop_string_ends_the_count(llm: LLM) -> None:
     whole = llm.generate("one two three", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))[0]
     end = next(text for text in (whole.text[4:6], whole.text[5:7]) if text)

@@ -285,10 +285,10 @@ class StepPlan:
             forms = table.form if self.bucket is None else np.full_like(table.form, 1 + config.has_indexer)
             np.add.at(rows, (table.chunk, forms), table.length)
             return rows
-        count, first = self.samples.counts, self.decode.starts
-        if self.bucket is not None or (config.has_indexer and int(first.min()) >= config.index_topk):  # as a rule
+        count, first, limit = self.samples.counts, self.decode.starts, dense_tokens(config)
+        if self.bucket is not None or int(first.min()) >= limit:  # as a rule
             return 1 + config.has_indexer
-        dense = np.clip(config.index_topk - first, 0, count) if config.has_indexer else count
+        dense = np.clip(limit - first, 0, count).astype(np.int64)
         in_mha = dense * (dense >= mha_min_queries(config))
         return np.stack((in_mha, dense - in_mha, count - dense), axis=1)
 

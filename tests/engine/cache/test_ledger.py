@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.engine.cache.ledger import PageLedger
-from dsa_engine.engine.cache.pool import PagePool
+from dsa_engine.engine.cache.pool import PageIndex, PagePool
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.sampling_params import SamplingParams
 
@@ -98,3 +98,24 @@ def test_ledgers_of_all_ranks_agree(world: int, pages: int, calls: list[tuple[st
             assert ledger.free == ledgers[0].free
             assert [len(s.pages) for s in mine] == [ledger.held(s, rank) for s in mine]
             assert {s.id for s in mine if s.pages} <= {s.id for s in ledger.holders(rank)}
+
+
+def test_the_index_learns_what_ranks_evict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass for neighbours that lose the same pages: a prompt evicts thousands on every rank of its group."""
+    forgotten: list[bytes] = []
+    ledger, lost = PageLedger(0, 4, 3, forgotten=forgotten.append), PageIndex.lost
+    passes: list[tuple[list[bytes], int]] = []
+    monkeypatch.setattr(
+        PageIndex, "lost", lambda index, digests, ranks: (passes.append((digests, ranks)), lost(index, digests, ranks))
+    )
+    first, second, third = (Request(number, [0], SamplingParams()) for number in range(3))
+    ledger.begin(first, range(4), [], 2)
+    ledger.name(first, [b"a", b"b"], 0)
+    ledger.release(first)
+    ledger.take(second, 3, 2)  # evicts the last page there
+    assert ledger.index.ranks == {b"a": 0b1111, b"b": 0b0111} and not forgotten
+    passes.clear()
+    ledger.release(second)
+    ledger.begin(third, range(4), [], 3)
+    assert not ledger.index.ranks and forgotten == [b"b", b"a"]
+    assert [one for one in passes if one[0]] == [([b"b", b"a"], 0b0111), ([b"a"], 0b1000)]

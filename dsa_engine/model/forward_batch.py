@@ -10,15 +10,11 @@ started and whose result it needs next. Each micro-batch runs up to its next tra
 MoE layer that is::
 
     first micro-batch   second micro-batch                           travels
-    … gate                                                           counts of the first
-                        combine, attention, gate                     and of the second
-    dispatch                                                         tokens of the first
-                        dispatch                                     and of the second
+    … dispatch                                                       tokens of the first
+                        combine, attention, gate, dispatch           and of the second
     experts                                                          sums of the first
                         experts                                      and of the second
-    combine, attention, gate                                         counts of the first, in the next layer
-
-So the device has attention to compute while the host waits for counts; without counts a dispatch follows its gate.
+    combine, attention, gate, dispatch                               tokens of the first, in the next layer
 
 The first micro-batch is always ahead, so its cache rows of a layer are stored before the second one reads them. A step
 that is not cut is one pass, and its stages follow one another.

@@ -106,13 +106,9 @@ class MoE(Weighted):
                 copies, weights_of_pairs = shape[1], topk_weights
                 tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
                 topk_weights = topk_weights.new_ones(topk_ids.shape)
-            dispatch = self.expert_parallel.begin(
+            dispatch = self.expert_parallel.dispatch(
                 tokens, topk_ids, topk_weights, method, batch.ep_rows * copies, max_pairs, sum_bytes
             )
-        if not isinstance(dispatch, Dispatch):
-            yield "MoE dispatch"  # the device has the other micro-batch's attention while the host waits for counts
-            with stage("MoE dispatch"):
-                dispatch = dispatch()
         shared = None
         if (mlp := self.shared) is not None:
             with stage("MoE shared"):

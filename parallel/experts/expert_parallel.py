@@ -93,20 +93,6 @@ class ExpertParallel:
         max_pairs: int = sys.maxsize,
         sum_bytes: int | None = None,
     ) -> Dispatch:
-        """:meth:`begin`, without other work before the host reads counts."""
-        begun = self.begin(tokens, topk_ids, topk_weights, method, max_tokens, max_pairs, sum_bytes)
-        return begun if isinstance(begun, Dispatch) else begun()
-
-    def begin(
-        self,
-        tokens: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        method: MoeDispatch,
-        max_tokens: int,
-        max_pairs: int = sys.maxsize,
-        sum_bytes: int | None = None,
-    ) -> Dispatch | Callable[[], Dispatch]:
         """Brings each of ``tokens [T, width]`` to its experts ``topk_ids [T, k]``; every rank of the group takes part.
 
         Args:
@@ -119,10 +105,6 @@ class ExpertParallel:
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
                 if there may be more, the host waits for their number.
             sum_bytes: of a token's sum in the tokens' dtype; default: those of the token.
-
-        Returns:
-            the dispatch; or, while the ranks tell each other their counts, a function that waits for these and then
-            sends the tokens, to be called after the launch of other work.
         """
         if self.group.size == 1:
             return NoDispatch(Received(tokens, self.to_physical(topk_ids), topk_weights, 1.0))
@@ -146,26 +128,18 @@ class ExpertParallel:
         """What :func:`.pack_tokens` does the same with as it packs; None: only :meth:`to_physical` does it."""
         return None if self.even else self.placement.choosing(self.group.index)
 
-    def _counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
+    def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         """Tells every rank what comes to it, and the number of pairs of the most loaded rank. In a dispatch
         of one round, the host waits for nothing else.
 
         Args:
             sent: int32 ``[size, 2]``, to each rank: tokens, and its pairs in them.
-
-        Returns:
-            a function that waits for them.
         """
         size, index = self.group.size, self.group.index
         all_ranks = self.group.all_gather(sent).view(size, size, 2)  # from, to
         largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
-        read = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))
-
-        def counts() -> tuple[RecvPlan, int]:
-            rows = read()
-            return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
-
-        return counts
+        rows = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))()
+        return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
 
     def _plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
         """The plan of every round, whose rows and pairs ``sent [rounds, size, 2]`` go to each rank; the host
@@ -174,20 +148,15 @@ class ExpertParallel:
         both = download(torch.stack((sent, received), dim=1))()
         return [RecvPlan.of(*one) for one in both]
 
-    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
-        """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; returns
-        a function that waits for it.
+    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> list[Way]:
+        """Tells every rank what comes to it along its rail and inside its node, in every round along the rail.
 
         Args:
             sent: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`).
         """
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
-        read = download(way_numbers(by_pair, self.group.index, takers))
-
-        def ways() -> list[Way]:
-            return [Way.of(row, groups) for row in read()]
-
-        return ways
+        rows = download(way_numbers(by_pair, self.group.index, takers))()
+        return [Way.of(row, groups) for row in rows]
 
     def _gather(
         self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int, by_rail: bool
@@ -223,25 +192,20 @@ class ExpertParallel:
 
     def _all_to_all(
         self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_pairs: int
-    ) -> Callable[[], Dispatch]:
-        group, k, quantized = self.group, topk_ids.shape[1], self.quantized_sum_bytes is not None
+    ) -> Dispatch:
+        group, k = self.group, topk_ids.shape[1]
         plan = SendPlan.of(topk_ids, self.placement.rank_of, group.size)
-        read = self._counts(plan.counts)
-
-        def counted() -> Dispatch:
-            whole, largest = read()
-            rows, rounds = sum(whole.send), rounds_needed(largest, max_pairs, group.size, k)
-            if rounds == 1:
-                source, pair_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
-            else:
-                source, pair_rows, counts = in_rounds(plan, rows, rounds)
-                plans = self._plans(group, counts)
-            return AllToAllDispatch(
-                group, self.placement, tokens, topk_ids, topk_weights, source, pair_rows, plans,
-                quantized_sums=quantized,
-            )  # fmt: skip
-
-        return counted
+        whole, largest = self._counts(plan.counts)
+        rows, rounds = sum(whole.send), rounds_needed(largest, max_pairs, group.size, k)
+        if rounds == 1:
+            source, pair_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
+        else:
+            source, pair_rows, counts = in_rounds(plan, rows, rounds)
+            plans = self._plans(group, counts)
+        quantized = self.quantized_sum_bytes is not None
+        return AllToAllDispatch(
+            group, self.placement, tokens, topk_ids, topk_weights, source, pair_rows, plans, quantized_sums=quantized
+        )
 
     def _by_node(
         self,
@@ -250,35 +214,30 @@ class ExpertParallel:
         topk_weights: torch.Tensor,
         max_pairs: int,
         groups: NodeGroups,
-    ) -> Callable[[], Dispatch]:
+    ) -> Dispatch:
         placement, tables, (size, k) = self.placement, self._tables, (self.group.size, topk_ids.shape[1])
         assert tables is not None
         along, final = SendPlan.of(topk_ids, tables.peers, size), SendPlan.of(topk_ids, placement.rank_of, size)
-        read = self._ways(torch.cat((final.counts, along.counts), dim=1)[None], groups, tables.takers)
+        ways = self._ways(torch.cat((final.counts, along.counts), dim=1)[None], groups, tables.takers)
+        rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
+        source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
+        if rounds > 1:
+            cut = in_rounds(along, rows, rounds)
+            source, pair_rows, _ = cut
+            ways = self._ways(counts_in_rounds(final, along, cut), groups, tables.takers)
+        inner_rounds = [rounds_needed(way.busiest, max_pairs, tables.largest_node, k) for way in ways]
 
-        def counted() -> Dispatch:
-            ways = read()
-            rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
-            source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
-            if rounds > 1:
-                cut = in_rounds(along, rows, rounds)
-                source, pair_rows, _ = cut
-                ways = self._ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
-            inner_rounds = [rounds_needed(way.busiest, max_pairs, tables.largest_node, k) for way in ways]
+        def pass_on(number: int, brought: Received) -> Dispatch:
+            return self._inside(groups.node, tables.inner, brought, ways[number].inside, inner_rounds[number])
 
-            def pass_on(number: int, brought: Received) -> Dispatch:
-                return self._inside(groups.node, tables.inner, brought, ways[number].inside, inner_rounds[number])
+        plans, quantized = [way.along for way in ways], self.quantized_sum_bytes is not None
 
-            plans, quantized = [way.along for way in ways], self.quantized_sum_bytes is not None
+        def rail() -> Dispatch:
+            return AllToAllDispatch(
+                groups.rail, tables.whole, tokens, topk_ids, topk_weights, source, pair_rows, plans, 0, quantized
+            )
 
-            def rail() -> Dispatch:
-                return AllToAllDispatch(
-                    groups.rail, tables.whole, tokens, topk_ids, topk_weights, source, pair_rows, plans, 0, quantized
-                )
-
-            return ByNodeDispatch(groups, rail, pass_on, inner_rounds)
-
-        return counted
+        return ByNodeDispatch(groups, rail, pass_on, inner_rounds)
 
     def _inside(self, node: Group, rank_of: torch.Tensor, brought: Received, whole: RecvPlan, rounds: int) -> Dispatch:
         """Passes tokens on inside the node.

@@ -58,7 +58,7 @@ def test_a_prefill_and_a_decode(
                 engine.runner.launch(engine.runner.plan(step))
             engine.scheduler.launched(step)
             engine.finish(request, "abort")
-            assert device.waits == ["event in expert_parallel.py:counts"] * (2 if world > 1 else 0)
+            assert device.waits == ["event in expert_parallel.py:_counts"] * (2 if world > 1 else 0)
             launches["prefill", used], prefill = len(device.launches), Counter(call.__name__ for call, _, _ in calls)
             calls.clear()
             for _ in range(world):

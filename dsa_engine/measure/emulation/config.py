@@ -84,22 +84,16 @@ class EmulatedExpertParallel(ExpertParallel):
 
         return received
 
-    def _counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
+    def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         self.group.all_gather(sent)
-        read = download(sent)
-
-        def counts() -> tuple[RecvPlan, int]:
-            rows = read()
-            plan = RecvPlan.of(rows, rows)
-            return plan, plan.local_pairs
-
-        return counts
+        rows = download(sent)()
+        plan = RecvPlan.of(rows, rows)
+        return plan, plan.local_pairs
 
     def _all_to_all(
         self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_pairs: int
-    ) -> Callable[[], Dispatch]:
-        counted = super()._all_to_all(tokens, topk_ids, topk_weights, max_pairs)
-        return lambda: _Dealt(counted(), len(self.held))
+    ) -> Dispatch:
+        return _Dealt(super()._all_to_all(tokens, topk_ids, topk_weights, max_pairs), len(self.held))
 
 
 class _Dealt(Dispatch):

@@ -164,7 +164,7 @@ def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> N
         assert request.num_computed_tokens == 512 * 16
         print(f"{engine.step_bytes:,} set aside, {device.peak - before:,} used")
         assert device.peak - before <= engine.step_bytes
-        assert set(device.waits) >= {"event in expert_parallel.py:ways"}
+        assert set(device.waits) >= {"event in expert_parallel.py:_ways"}
 
 
 def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> None:

@@ -166,20 +166,19 @@ class FakeExpertParallel(ExpertParallel):
 
     skew = 1.0
 
-    def _counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
-        read, total, size = super()._counts(sent), self.pairs, self.group.size
+    def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
+        super()._counts(sent)
+        total, size = self.pairs, self.group.size
         each = [total // size] * size
         local_pairs = self._skewed(total)
-        plan = RecvPlan(each, [self._skewed(n) for n in each], local_pairs)
-        return lambda: read() and (plan, local_pairs)
+        return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
 
-    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
+    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> list[Way]:
         """Each pair crosses to another node, if there are so many, and is passed on in its own row."""
-        read = super()._ways(sent, groups, takers)
-        rounds, rail, inside = len(sent), groups.rail.size, groups.node.size
+        rounds, rail, inside = len(super()._ways(sent, groups, takers)), groups.rail.size, groups.node.size
         crossing = self.tokens * min(rail, self.pairs // max(1, self.tokens))
         self.passed = [self._skewed(n) for n in _even(self.pairs, rounds)]
-        ways = [
+        return [
             Way(
                 RecvPlan(_even(rows, rail), _even(min(self._skewed(rows), rail * self.tokens), rail), local_pairs),
                 RecvPlan(_even(local_pairs, inside), _even(local_pairs, inside), local_pairs),
@@ -188,7 +187,6 @@ class FakeExpertParallel(ExpertParallel):
             )
             for rows, local_pairs in zip(_even(crossing, rounds), self.passed, strict=True)
         ]
-        return lambda: ways[: len(read())]
 
     def _local_pairs(self, received: Received, together: int) -> list[int]:
         parts, pairs = len(super()._local_pairs(received, together)), received.topk_ids.numel()

@@ -58,12 +58,13 @@ mkdir -p "$out" || exit 2
 failed=()
 
 # part SECONDS NAME COMMAND…: runs it, shows and keeps what it prints (NAME.log), and goes on whatever comes of it. A part
-# that does not end by itself is interrupted, so that it can still clean up, and killed 20 seconds later.
+# that does not end by itself is interrupted, so that it can still clean up, and killed 45 seconds later: torchrun gives its
+# ranks 30.
 part() {
 	local limit=$1 name=$2 begun=$SECONDS
 	shift 2
 	echo "== $name (at most $limit s)"
-	timeout --signal=INT --kill-after=20 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+	timeout --signal=INT --kill-after=45 "$limit" "$@" 2>&1 | tee "$out/$name.log"
 	local status=${PIPESTATUS[0]}
 	echo "== $name: exit status $status after $((SECONDS - begun)) s"
 	[ "$status" -eq 0 ] || failed+=("$name")
@@ -111,10 +112,13 @@ latency() {
 # On all GPUs: `run` takes a program, `layers` the arguments of four layers.
 layers=("${one_rank[@]:0:4}" --hf-overrides '{"num_hidden_layers": 4, "first_k_dense_replace": 1}' --output-len 8 --repeat 2)
 run=("$python" -m torch.distributed.run --no-python --standalone --nproc-per-node "$gpus" "$python")
-machines() { # LOG-LESS COMMAND…: half of the GPUs each for two machines with host names of their own
-	local half=$((gpus / 2)) node jobs=() ended=0
+machines() { # COMMAND…: half of the GPUs each for two machines with host names of their own
+	local half=$((gpus / 2)) node jobs=() ended=0 all
+	unshare --user --map-root-user --uts true || { echo "two machines on one need user namespaces (unshare)"; return 1; }
+	IFS=, read -ra all <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}"
+	trap 'kill "${jobs[@]}"' INT
 	for node in 0 1; do
-		CUDA_VISIBLE_DEVICES=$(seq -s, $((node * half)) $((node * half + half - 1))) NCCL_HOSTID=machine$node \
+		CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${all[*]:node * half:half}") NCCL_HOSTID=machine$node \
 			unshare --user --map-root-user --uts sh -c 'hostname "$NCCL_HOSTID" && exec "$@"' sh \
 			"$python" -m torch.distributed.run --no-python --nnodes 2 --node-rank $node --nproc-per-node $half \
 			--master-addr 127.0.0.1 --master-port 29511 "$python" "$@" &
@@ -137,8 +141,8 @@ ranks() {
 		--json "$out/no_dbo.json"
 	gpus=$gpus python=$python part 90 two_machines bash -c 'machines "$@"' bash scripts/measure_ttft.py "${layers[@]}" \
 		--input-len 8192 --json "$out/two_machines.json"
-	part 60 apart "${run[@]}" scripts/measure_ttft.py "${layers[@]}" --prefill-ranks $((gpus / 2)) --input-len 16384 \
-		--max-num-batched-tokens 8192 --timeout 40 --json "$out/apart.json" # a prompt of two steps
+	part 60 apart "${run[@]}" scripts/measure_ttft.py "${layers[@]}" --prefill-ranks $((gpus / 2)) \
+		--input-len $((gpus * 8192)) --max-num-batched-tokens 8192 --timeout 40 --json "$out/apart.json" # two steps a prompt
 }
 
 graphs=(tests/engine/steps/test_{decode_graphs,steps}.py tests/engine/speculation/test_padded_drafts.py)

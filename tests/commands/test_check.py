@@ -95,6 +95,7 @@ def test_the_demo_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     [
         ("deepseek_v32", {}, {}),
         ("deepseek_v32", {}, {"dtype": "bfloat16"}),
+        ("deepseek_v32", {}, {"batch_invariant": True}),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}, {}),
         ("deepseek_v3", {}, {}),
     ],

@@ -13,7 +13,7 @@ import torch
 from dsa_engine.commands.check.agreement import Agreement, Comparison, Recall
 from dsa_engine.commands.check.evidence import Other, experts_follow_router, odd_weights, try_others, unlike_released
 from dsa_engine.commands.check.plain import PlainModel
-from dsa_engine.commands.check.watch import Rows, Watch, gathered, joined, run
+from dsa_engine.commands.check.watch import Rows, Watch, joined, run
 from dsa_engine.commands.doctor.checks import Finding
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.startup.weights import why_dense
@@ -47,7 +47,7 @@ class Cases:
         ids: a text of ``tokens`` tokens; all requests begin with it.
     """
 
-    def __init__(self, llm: LLM, ids: Sequence[int], tokens: int, layers: Sequence[int]):
+    def __init__(self, llm: LLM, ids: Sequence[int], tokens: int, layers: Sequence[int], ranks: Group):
         self._engine, self._ids = llm.engine, list(ids[: tokens - 2])
         topk, page = self._engine.config.index_topk, self._engine.cache.page_size
         # Where something changes: beyond index_topk, at 4,096, at a page's border, at the end.
@@ -56,7 +56,7 @@ class Cases:
         spread = [topk + (tokens - topk) * part // 9 for part in range(1, 9)]
         near = [at + step for at in self.borders for step in range(-2, 2)]
         wanted = {at for at in (0, 1, page - 1, page, *near, *spread) if 0 <= at < tokens - 1}
-        self.watch = Watch(self._engine, layers, wanted)
+        self.watch = Watch(self._engine, layers, wanted, ranks)
         self.done: dict[str, list[Request]] = {}
         self.skipped: dict[str, str] = {}
         self.rows: Rows = {}
@@ -140,17 +140,19 @@ def findings(
     engine, mesh, report = llm.engine, llm.engine.mesh, Report()
     config = engine.config
     engine.async_scheduling = False  # steps are watched one by one
-    if mesh.world_size > 1 and engine.cache_turns.loads is not None:  # the loop's messages wait on the ranks' own group
-        handle = new_group(mesh.world.ranks, mesh.config.timeout, "gloo")
-        engine.cache_turns.loads.group = Group(mesh.world.ranks, mesh.rank, handle)
-    yield _unread(llm)
+    ranks = mesh.host
+    if mesh.world_size > 1:  # the loop's messages wait on the ranks' own group
+        ranks = Group(mesh.world.ranks, mesh.rank, new_group(mesh.world.ranks, mesh.config.timeout, "gloo"))
+        if engine.cache_turns.loads is not None:
+            engine.cache_turns.loads.group = ranks
+    yield _unread(llm, ranks)
     differ = unlike_released(config)
     seen = "; ".join(differ) if differ else "all keys are those of the released model of these sizes"
     if differ is None:
         yield Finding("config", None, "no released model has these sizes")
     else:
         yield _judged("config", not differ, seen, _RELEASE)
-    cases, plain = Cases(llm, ids, tokens, layers), PlainModel(llm.folder, config)
+    cases, plain = Cases(llm, ids, tokens, layers, ranks), PlainModel(llm.folder, config)
     with engine.progress(7, "cases", "running the engine") as bar:
         cases.run(bar.update)
     yield _sparsity(llm, cases.prefill, tokens)
@@ -158,7 +160,7 @@ def findings(
         for layer in list(layers)[mesh.rank :: mesh.world_size]:
             cases.look_at(plain, layer, report)
             bar.update(mesh.world_size)
-    parts: list[Report] = gathered(mesh, report)
+    parts = ranks.all_gather_object(report)
     for name in ("agreements", "recalls", "experts", "odd"):
         setattr(report, name, [*chain(*(getattr(one, name) for one in parts))])
     report.recalls.sort(key=lambda one: one.layer)
@@ -173,8 +175,8 @@ def findings(
     yield report
 
 
-def _unread(llm: LLM) -> Finding:
-    names = sorted(set.intersection(*(set(one) for one in gathered(llm.engine.mesh, llm.engine.model.unread))))
+def _unread(llm: LLM, ranks: Group) -> Finding:
+    names = sorted(set.intersection(*map(set, ranks.all_gather_object(llm.engine.model.unread))))
     prefixes = tuple(f"model.layers.{layer}." for layer in range(llm.engine.config.num_hidden_layers))
     others = [name for name in names if name.startswith("model.layers.") and not name.startswith(prefixes)]
     rest = [name for name in names if name not in others and not name.endswith((".inv_freq", ".weight_shape"))]
@@ -191,7 +193,8 @@ def _sparsity(llm: LLM, request: Request, tokens: int) -> Finding:
         return Finding("sparsity", False, f"not in use: {why}", "raise max_model_len, or get the right config.json")
     if tokens <= topk + 1 or not topk:
         return Finding("sparsity", None, f"not in use, by index_topk {topk} and --tokens {tokens}; {seen}")
-    return _judged("sparsity", sparse == tokens - 1 - topk, seen, _REPORT)
+    wanted = tokens - 1 - (0 if engine.options.batch_invariant else topk)
+    return _judged("sparsity", sparse == wanted, seen, _REPORT)
 
 
 def _agreement(name: str, report: Report, skipped: str | None) -> Finding:

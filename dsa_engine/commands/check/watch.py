@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -34,9 +33,11 @@ class Watch:
 
     Args:
         wanted: positions whose results are collected.
+        ranks: all ranks, on the CPU.
     """
 
-    def __init__(self, engine: Engine, layers: Iterable[int], wanted: Iterable[int]):
+    def __init__(self, engine: Engine, layers: Iterable[int], wanted: Iterable[int], ranks: Group):
+        self._ranks = ranks
         self._engine, self._layers, self._wanted = engine, list(layers), torch.tensor(sorted(wanted))
         self._rows: Rows = {}
         self._step, self._plan = 0, StepPlan.of([], 0, 1, engine.config)
@@ -63,7 +64,7 @@ class Watch:
         """The rows of all ranks since the last call; every rank calls it."""
         mine, self._rows = self._rows, {}
         rows: Rows = {}
-        for theirs in gathered(self._engine.mesh, mine):
+        for theirs in self._ranks.all_gather_object(mine):
             for key, pieces in theirs.items():
                 rows.setdefault(key, []).extend(pieces)
         return rows
@@ -145,11 +146,3 @@ def run(
     if errors := [request.error for request in requests if request.error is not None]:
         raise RuntimeError(f"a request of the check failed: {errors[0]}")
     return requests
-
-
-def gathered(mesh: Mesh, mine: Any) -> list[Any]:
-    """An object of every rank."""
-    by_rank: list[Any] = [mine] * mesh.world_size
-    if mesh.world_size > 1:
-        dist.all_gather_object(by_rank, mine)
-    return by_rank

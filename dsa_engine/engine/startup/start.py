@@ -309,7 +309,7 @@ def _log_slower_paths(prepared: Prepared, model: Model) -> None:
         logger.warning("sparse attention is NOT in use, attention is dense: %s", why)
     stored = quantization_name(config.quantization)
     if stored and isinstance(model.runtime.weights, Unquantized):
-        why = "" if options.quantization else f": {mesh.device} does not multiply them"
+        why = "" if options.quantization else f": {mesh.device} has no products of many rows in them"
         logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)
     if not prepared.on_cuda:
         if options.device == "auto":

@@ -37,13 +37,15 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
+from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.tensor_parallel import head_parallel_projection, shard
 
 _MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
 
 class Attention(Weighted):
-    """Attention of one layer. Every rank holds all projections whole but o_proj, which the tp group shards by heads."""
+    """Attention of one layer. Every rank holds all projections whole, but o_proj, which the tp group shards by
+    heads without ``batch_invariant``."""
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
@@ -59,10 +61,10 @@ class Attention(Weighted):
         self.kv_a_norm = self.weight(f"{prefix}.kv_a_layernorm.weight", rank)
         per_head = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b = self.linear(f"{prefix}.kv_b_proj.weight", heads * per_head, rank)
-        first, last = shard(heads, runtime.mesh.tp, "num_attention_heads")
-        width = heads * config.v_head_dim
-        # A sum over ranks adds by their number: with batch_invariant each has the whole projection of its tokens.
-        columns = None if config.batch_invariant else (first * config.v_head_dim, last * config.v_head_dim)
+        # A sum over ranks adds by their number.
+        self.tp = Group((0,), 0, None) if config.batch_invariant else runtime.mesh.tp
+        first, last = shard(heads, self.tp, "num_attention_heads")
+        width, columns = heads * config.v_head_dim, (first * config.v_head_dim, last * config.v_head_dim)
         self.o = self.linear(f"{prefix}.o_proj.weight", config.hidden_size, width, columns)
         selects = config.indexer_types[layer] == "full"
         self.indexer = Indexer(f"{prefix}.indexer", config, runtime) if selects else None
@@ -130,10 +132,7 @@ class Attention(Weighted):
             batch.recorder.record(q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *more)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
-            if self.config.batch_invariant:
-                attended = self.o(out.flatten(1))
-            else:
-                attended = head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp)
+            attended = head_parallel_projection(out, self.o, batch.tp_rows, self.tp)
             if overflowing is not None:  # then the logits are NaN too, which ends the row's request
                 attended[batch.first_sparse :].masked_fill_(overflowing[:, None], torch.nan)
             return attended, topk_slots

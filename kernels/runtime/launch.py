@@ -24,21 +24,30 @@ _INTERPRETED_AS = 90
 _INTERPRETED_MULTIPROCESSORS = 4
 
 _compiling_for: int | None = None
-_references_only = False
-_fixed_forms = threading.local()  # engines of one process may differ, and each has a thread
+_references_always = False
+
+
+class _OfThread(threading.local):
+    """What engines of one process differ in: each has a thread."""
+
+    references = False
+    batch_invariant = False
+
+
+_of_thread = _OfThread()
 
 Config = TypeVar("Config")
 
 
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether the operation on ``x`` launches its kernel; if not, it runs its reference."""
-    return (x.is_cuda or INTERPRETED or _compiling_for is not None) and not _references_only
+    return (x.is_cuda or INTERPRETED or _compiling_for is not None) and not runs_references()
 
 
 def runs_native() -> bool:
     """Whether CPU tensors may take the CPU's own kernels (`cpu.py`): neither Triton nor
     the references are to run on them."""
-    return not (INTERPRETED or _references_only or _compiling_for is not None)
+    return not (INTERPRETED or _compiling_for is not None or runs_references())
 
 
 class Chip(NamedTuple):
@@ -85,36 +94,41 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def use_references(*, always: bool) -> None:
-    """Lets every operation of this process run its reference from now on, or its kernel again."""
-    global _references_only
-    _references_only = always
+    """Lets every operation of this process run its reference from now on, or its kernel again; not those under
+    :func:`batch_invariance`, which are of an engine that was started with its kernels."""
+    global _references_always
+    _references_always = always
+
+
+def runs_references() -> bool:
+    """Whether operations of this thread run their references."""
+    return _of_thread.references or (_references_always and not _of_thread.batch_invariant)
 
 
 @contextmanager
 def references() -> Iterator[None]:
-    """Within, every operation runs its reference."""
-    global _references_only
-    before, _references_only = _references_only, True
+    """Within, every operation of this thread runs its reference."""
+    before, _of_thread.references = _of_thread.references, True
     try:
         yield
     finally:
-        _references_only = before
+        _of_thread.references = before
 
 
 def is_batch_invariant() -> bool:
     """Whether operations of this thread take forms, tiles and orders of sums that do not follow from the number of
     rows, so that a row's result is the same bits beside any other rows."""
-    return getattr(_fixed_forms, "on", False)
+    return _of_thread.batch_invariant
 
 
 @contextmanager
 def batch_invariance(on: bool) -> Iterator[None]:
     """Within, :func:`is_batch_invariant` is ``on`` in this thread."""
-    before, _fixed_forms.on = is_batch_invariant(), on
+    before, _of_thread.batch_invariant = _of_thread.batch_invariant, on
     try:
         yield
     finally:
-        _fixed_forms.on = before
+        _of_thread.batch_invariant = before
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +43,13 @@ class Comparison:
 
 
 _replaced: dict[str, str] = {}  # operation: why its reference runs
-_watching: Comparison | None = None
+
+
+class _OfThread(threading.local):
+    watching: Comparison | None = None
+
+
+_of_thread = _OfThread()
 
 # (arguments by name, result) -> what is compared instead of the result and of what is written; None: these are
 View = Callable[[dict[str, Any], Any], list[torch.Tensor] | None]
@@ -91,13 +98,15 @@ def operation(
 
         @functools.wraps(run)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _replaced and _watching is None and name not in libraries.IN_USE:
+            watching = _of_thread.watching
+            if not _replaced and watching is None and name not in libraries.IN_USE:
                 return run(*args, **kwargs)
-            if name in _replaced:
+            # An engine with batch_invariant has found all kernels right at its start: another engine replaced this one.
+            if name in _replaced and (watching is not None or not launch.is_batch_invariant()):
                 with launch.references():
                     return run(*args, **kwargs)
-            if _watching is not None and runs(_first_tensor(*args, *kwargs.values())):
-                return compare(_watching, marked, args, kwargs)
+            if watching is not None and runs(_first_tensor(*args, *kwargs.values())):
+                return compare(watching, marked, args, kwargs)
             if name in libraries.IN_USE:
                 library = libraries.chosen(name, _first_tensor(*args, *kwargs.values()), args, kwargs)
                 return (library.run if library else run)(*args, **kwargs)
@@ -110,23 +119,19 @@ def operation(
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[Comparison]:
-    """Within, every operation that would launch a kernel runs both ways, and goes on with the reference's result."""
-    global _watching
-    before, _watching = _watching, comparison
-    try:
+    """Within, every operation of this thread that would launch a kernel runs both ways, and goes on with the
+    reference's result."""
+    with _watched(comparison):
         yield comparison
-    finally:
-        _watching = before
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
-    global _watching
-    before, _watching = _watching, None
+def _watched(comparison: Comparison | None) -> Iterator[None]:
+    before, _of_thread.watching = _of_thread.watching, comparison
     try:
         yield
     finally:
-        _watching = before
+        _of_thread.watching = before
 
 
 def replaced() -> dict[str, str]:
@@ -135,7 +140,8 @@ def replaced() -> dict[str, str]:
 
 
 def replace(kernels: dict[str, str]) -> None:
-    """Lets these operations run their reference from now on, and all others their kernel."""
+    """Lets these operations run their reference from now on, and all others their kernel; under
+    :func:`.launch.batch_invariance` all run their kernel."""
     _replaced.clear()
     _replaced.update(kernels)
 
@@ -188,7 +194,7 @@ def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -
 
     def timed(way: Callable[..., Any]) -> float:
         bound = apart()
-        with _unwatched():
+        with _watched(None):
             return libraries.milliseconds(lambda: way(*bound.args, **bound.kwargs))
 
     ours = tried(run)

@@ -117,7 +117,7 @@ def test_kernels_are_compared_before_they_are_captured_and_named_before_they_run
     graphs = []
 
     def steps(model: Any, *rest: Any) -> Iterator[str]:
-        watched = operation._watching
+        watched = operation._of_thread.watching
         assert watched is not None
         watched.before("topk")
         assert "topk runs for the first time" in capsys.readouterr().err

@@ -4,15 +4,18 @@ however many multiprocessors: the C++ kernels on a CPU, the Triton kernels in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
-from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A16, block_fp8
+from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16, block_fp8
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
@@ -29,7 +32,7 @@ from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.kernels.rows.store_latent import store_latent
-from dsa_engine.kernels.runtime import cpu, launch
+from dsa_engine.kernels.runtime import cpu, launch, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from operation_cases import EXPERTS, HEADS, HIDDEN, TOP_K, Make, T
 
@@ -88,6 +91,10 @@ class Given:
             (stacked, self.on(*make.blocks(EXPERTS, HIDDEN, 128)), block_fp8(False, HIDDEN)),
             (self.on(*make.int8(EXPERTS, 256, HIDDEN)), self.on(*make.int8(EXPERTS, HIDDEN, 128)), INT8),
         ]
+        for int8_activations, kind in ((False, W4A16), (True, W4A8)):
+            shapes = (EXPERTS, 256, HIDDEN), (EXPERTS, HIDDEN, 128)
+            parts = ((*self.on(*make.int4(*shape, int8_activations=int8_activations)), None) for shape in shapes)
+            kinds.append((*parts, kind))
         return lambda rows: [expert_mlp(x[rows], ids[rows], weights[rows], *kind) for kind in kinds]
 
     def route(self) -> Rows:
@@ -199,3 +206,41 @@ def test_rows_alone_and_together(
                 joined = torch.cat(pieces)
                 assert whole.isfinite().all() if whole.is_floating_point() else True
                 assert torch.equal(whole.view(torch.uint8), joined.view(torch.uint8))
+
+
+@pytest.mark.parametrize("way", [launch.references, lambda: operation.compared(operation.Comparison())])
+def test_another_engine_compares_its_kernels(way: Callable[[], AbstractContextManager[object]], device: str) -> None:
+    """An engine that starts in another thread of the process runs references there alone."""
+    if device == "cpu" and not INTERPRETED and cpu.library() is None:
+        pytest.skip("no C++ compiler, or DSA_ENGINE_NATIVE=0")
+    x, weight = Make().floats(T, HIDDEN).to(device), Make().floats(51, HIDDEN).to(device)
+    other = way()
+    with launch.batch_invariance(True), ThreadPoolExecutor(1) as thread:
+        wanted = linear(x, weight)
+        thread.submit(other.__enter__).result()
+        beside = linear(x, weight)
+        thread.submit(other.__exit__, None, None, None).result()
+        assert torch.equal(beside, wanted)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "replaced"])
+def test_another_engine_runs_references(kernels: str, device: str) -> None:
+    """What it has found at its start is not of an engine with ``batch_invariant``, which found all kernels right."""
+    if device == "cpu" and not INTERPRETED and cpu.library() is None:
+        pytest.skip("no C++ compiler, or DSA_ENGINE_NATIVE=0")
+    x, weight = Make().floats(T, HIDDEN).to(device), Make().floats(51, HIDDEN).to(device)
+    try:
+        with launch.batch_invariance(True):
+            wanted = linear(x, weight)
+            launch.use_references(always=kernels == "reference")
+            operation.replace({"linear": "it is wrong"} if kernels == "replaced" else {})
+            assert torch.equal(linear(x, weight), wanted)
+            with operation.compared(operation.Comparison()):
+                compared = linear(x, weight)
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+        assert kernels == "reference" or torch.equal(compared, F.linear(x, weight)), (
+            "not run again where it is compared"
+        )
+    finally:
+        launch.use_references(always=False)
+        operation.replace({})

@@ -59,9 +59,9 @@ class Make:
     def int8(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         return (self.whole(255, *shape) - 127).to(torch.int8), self.floats(*shape[:-1]).abs() / 100
 
-    def int4(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def int4(self, *shape: int, int8_activations: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         packed, scale = quantize_int4(self.floats(torch.Size(shape[:-1]).numel(), shape[-1]))
-        arrange_int4_(packed, planes_for(False))
+        arrange_int4_(packed, planes_for(int8_activations))
         return packed.view(*shape[:-1], -1), scale.view(*shape[:-1], -1)
 
     def paged(self, row_format: LatentFormat | IndexKeyFormat) -> tuple[torch.Tensor, torch.Tensor, Segments]:

@@ -31,6 +31,7 @@ from dsa_engine.engine.requests.samples import (
 )
 
 _ALL = slice(None)
+_FORMS = slice(-3, None)  # the last columns: rows by form of attention
 _BUFFERED = 256  # tokens of a request in the array; when it is full, they go to the request
 
 
@@ -62,6 +63,7 @@ class Decoding:
     logprobs: Ints
     direct: Ints  # its object gets, as they are read: 2 all tokens, 1 the next ones, 0 none
     slot: Ints  # where they are buffered if not
+    # Last, see _FORMS.
     mha: Ints  # rows computed in this form, and the next two, of which its object does not know
     dense: Ints
     sparse: Ints
@@ -167,7 +169,7 @@ class Decoding:
     def _flush(self, row: int) -> None:
         """Gives a request's object the tokens that are buffered for it."""
         slot, request = self.slot[row], self.requests[row]
-        forms = self._cells[-3:, row]
+        forms = self._cells[_FORMS, row]
         request.count_rows(forms.tolist())
         forms[:] = 0
         request.output.extend(self._tokens[slot, : self._buffered[slot]].tolist())
@@ -243,9 +245,9 @@ class Decoding:
         rows, at = self._find(samples)
         counts = samples.counts[at]
         if isinstance(rows_by_form, int):
-            self._cells[rows_by_form - 3, rows] += counts
+            self._cells[_FORMS][rows_by_form, rows] += counts
         elif rows_by_form is not None:
-            self._cells[-3:, rows] += rows_by_form[at].T
+            self._cells[_FORMS, rows] += rows_by_form[at].T
         self.length[rows] += counts
         self.unread[rows] += counts
         if self._num_drafts:

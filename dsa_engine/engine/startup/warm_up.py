@@ -218,6 +218,8 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
         words: whether tokens travel to experts in another form than sums travel back.
     """
     size, k, groups = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.node_groups
+    if config.batch_invariant:  # each pair travels by itself
+        tokens, k = tokens * k, 1
     method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
     if size == 1 or "sparse" not in config.mlp_layer_types:
         return 0

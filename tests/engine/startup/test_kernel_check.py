@@ -106,7 +106,7 @@ def test_only_an_error_of_the_device_convicts_a_kernel(
     """Ctrl-C while kernels compile for the first time must not cost the kernel that was next."""
 
     def steps(*args: Any) -> Iterator[str]:
-        watched = operation._watching
+        watched = operation._of_thread.watching
         assert watched is not None
         watched.before("topk")
         watched.before("silu_mul")
@@ -153,6 +153,34 @@ def test_graphs_are_lost_only_to_a_reference_that_waits(
     try:
         assert kernel_check.check_kernels(model, cast(Any, None), EngineOptions("demo"), progress_bar) == waits
         assert list(operation.replaced()) == [wrong]
+    finally:
+        operation.replace({})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "others", "named"),
+    [("rms_norm", 0, "rms_norm"), ("FlashAttention-2", 1, "some of another rank"), ("FlashAttention-2", 0, None)],
+)
+def test_batch_invariant_needs_every_kernel_of_every_rank(
+    wrong: str, others: int, named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.json"
+    kernel_check._write(path, True, {wrong: "it is wrong"})
+    monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
+    monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
+    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
+    of_another = iter((0, 0, others, 0))  # not finished, chosen libraries, wrong kernels, references that wait
+    mesh = SimpleNamespace(all_gather_int=lambda mine: [next(of_another), mine], device=torch.device("cpu"), rank=1)
+    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
+    given: Any = (model, None, EngineOptions("demo", batch_invariant=True), progress_bar)
+    try:
+        if named is None:
+            assert kernel_check.check_kernels(*given) is False
+            return
+        with pytest.raises(
+            RuntimeError, match=f"batch_invariant needs every kernel, and on this device {named} differ"
+        ):
+            kernel_check.check_kernels(*given)
     finally:
         operation.replace({})
 

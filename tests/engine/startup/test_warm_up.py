@@ -30,7 +30,7 @@ def test_prefill_steps_are_full(tokens: int, max_model_len: int, max_num_seqs: i
 
 
 MOE: Any = SimpleNamespace(
-    num_experts_per_tok=8, moe_intermediate_size=10, hidden_size=100, mlp_layer_types=("sparse",)
+    num_experts_per_tok=8, moe_intermediate_size=10, hidden_size=100, mlp_layer_types=("sparse",), batch_invariant=False
 )
 
 
@@ -63,3 +63,18 @@ def test_rows_along_the_rail_are_counted() -> None:
     mesh = four_ranks((0, 0, 1, 1), **by_node | {"moe_chunk_size": 50})
     further = (50 - 800 // 45) * (2 * 10 + 4 * 100) * 2  # pairs of a round, beyond those of 45 even ones
     assert uneven_bytes(MOE, mesh, 100, torch.bfloat16) == (200 + 100) * there + (200 + 50) * back + further
+
+
+@pytest.mark.parametrize(("chunk", "pairs"), [(None, 0), (1000, 200), (700, 300)])
+def test_pairs_that_travel_by_themselves(chunk: int | None, pairs: int) -> None:
+    """With ``batch_invariant`` there are 800 rows of one expert, where there were 100 of 8."""
+    moe: Any = SimpleNamespace(**vars(MOE) | {"batch_invariant": True})
+    there, back, further = 208, 200, 2 * 10 * 2  # 52 words
+    for method, words, rows in (("all_to_all", False, 800), ("all_gather", True, 800 * 4), ("all_gather", False, 0)):
+        mesh = four_ranks(moe_dispatch=method, moe_chunk_size=chunk)
+        each = further + (2 if method == "all_gather" else 4) * back
+        assert uneven_bytes(moe, mesh, 100, torch.bfloat16, words) == rows * back + pairs * each
+    mesh = four_ranks((0, 0, 1, 1), moe_dispatch="by_node", moe_chunk_size=chunk)
+    sent, bound = 800, chunk or 800  # a row crosses once, as it has one expert
+    crossing = (sent + min(2 * bound, 2 * 800)) * there + (sent + bound) * back
+    assert uneven_bytes(moe, mesh, 100, torch.bfloat16) == crossing + pairs * (further + 4 * back)

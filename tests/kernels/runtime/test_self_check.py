@@ -78,7 +78,7 @@ def run_with(name: str, fault: Fault) -> str:
     def broken(*args: Any, **kwargs: Any) -> Any:
         bound = operation.inspect.signature(marked.run).bind(*args, **kwargs)
         bound.apply_defaults()
-        if launch._references_only:
+        if launch.runs_references():
             return marked.run(*args, **kwargs)
         start = (
             {k: (x.clone(), at) for k, (x, at) in parts_of(name, bound.arguments, None).items()}

@@ -117,15 +117,17 @@ def sparse_attention_kernel(
 
 
 def _run_native(
-    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float,
+    workspace: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Runs ``native/sparse_attention.cpp``: a thread takes a token at a time and gathers all its rows."""
     (tokens, heads, width), k = q.shape, slots.shape[1]
     library = cpu.kernels()
     out, lse = q.new_empty(tokens, heads, value_dim), torch.empty(tokens, heads)
     rows = pool.view(-1, width)
-    threads = cpu.threads_for(tokens * heads * k * (width + value_dim))
-    scratch = torch.empty(threads * library.dsa_sparse_attention_scratch(width, value_dim, k))
+    numbers = library.dsa_sparse_attention_scratch(width, value_dim, k)
+    threads = min(cpu.threads_for(tokens * heads * k * (width + value_dim)), max(1, workspace // (4 * numbers)))
+    scratch = torch.empty(threads * numbers)
     if counts is not None:
         counts = counts.to(torch.int32).contiguous()
     outside = library.dsa_sparse_attention(
@@ -143,12 +145,12 @@ def _run_expanded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expands the rows of some tokens' slots to float32 and runs the CPU's kernel over them."""
     flat, k = pool.view(-1, row_format.columns), slots.shape[1]
-    block, parts = max(1, workspace // max(1, 4 * k * row_format.width)), []
+    block, parts = max(1, workspace // max(1, 8 * k * row_format.width)), []
     for first in range(0, len(q), block):
         chosen = slots[first : first + block]
         rows = row_format.unpack(flat[chosen.clamp(min=0)]).to(q.dtype)  # [n, k, width]
         at = torch.arange(chosen.numel(), dtype=torch.int32).view(chosen.shape).masked_fill_(chosen < 0, -1)
-        parts.append(_run_native(q[first : first + block], rows, at, None, row_format.rank, scale))
+        parts.append(_run_native(q[first : first + block], rows, at, None, row_format.rank, scale, workspace // 2))
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
@@ -174,8 +176,8 @@ def sparse_attention(
         scale: softmax scale.
         counts: ``[T]`` int32, the number of leading entries of each row of ``slots`` that count (k if not given); later
             entries may be anything.
-        workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split);
-            the CPU's kernel ignores it: each thread takes memory for one token's rows.
+        workspace: bytes for gathered rows (on a CPU, for those of one token at least) or for partial results (Triton's
+            kernel, where few queries are split).
 
     Returns:
         out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
@@ -199,7 +201,7 @@ def sparse_attention(
             BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
         )  # fmt: skip
     if pool.stride(2) == 1 and cpu.serves(q, pool):
-        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, row_format.rank, scale)
+        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, row_format.rank, scale, workspace)
     if is_batch_invariant() and len(q) and counts is None and cpu.serves(q):
         return _run_expanded(q.contiguous(), pool, slots, row_format, scale, workspace)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace

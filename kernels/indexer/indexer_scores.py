@@ -10,8 +10,9 @@ In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and th
 `formats/cache_format.py`. A scale is positive and relu is homogeneous: the caller multiplies
 the scale of a query row into ``w[t, h]``; that of a key is multiplied in after the sum over heads.
 
-Bits of a score: they depend on the query, the key, and whether a segment has one or two queries or more, as the two
-kernels add over heads in tiles of their own; under :func:`.launch.batch_invariance` that of many queries runs always.
+Bits of a score: they depend on the query, the key, and whether the call's longest segment has more than two queries, as
+the two kernels add over heads in tiles of their own; under :func:`.launch.batch_invariance` that of many queries runs
+always.
 """
 
 from __future__ import annotations

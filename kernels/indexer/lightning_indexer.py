@@ -120,12 +120,11 @@ def _select_expanded(
     for s in segments:
         rows = slice(s.row, s.row + s.length)
         visible = segments.visible[rows]
-        # In a padded step the kernel looks at keys that rows without a token would see.
-        count = cdiv(max(1, int(visible.max()) + s.length - 1), pool.shape[1])
+        count = cdiv(int(visible.max()), pool.shape[1])
         pages = block_tables[segments.sequences[s.row], :count]
         keys = key_format.unpack_pages(pool.index_select(0, pages))
         alone = Segments((s._replace(row=0, sequence=0),), torch.zeros_like(visible), visible)
-        order = torch.arange(count, dtype=torch.int32).clamp_(max=len(pages) - 1)[None]
+        order = torch.arange(count, dtype=torch.int32)[None]
         _select_natively(q[rows], weights[rows].contiguous(), keys, order, alone, slots[rows], workspace)
     slots.copy_(slots_of(slots, block_tables, segments.sequences, pool.shape[1]))  # they were positions
 

@@ -25,14 +25,14 @@ struct Problem {
     Numbers q;  // [rows, heads, dim]
     const float* weights;  // [rows, heads]
     Numbers pool;
-    const int32_t* tables;
+    const int32_t *tables, *visible;
     int64_t page_stride, table_stride, page_size, heads, dim, k;
     bool one_form;  // few queries take panels too: the two forms add in different orders
     int32_t* slots;  // [rows, k]
 };
 
 struct Tile {
-    int64_t row, count, sequence, start;  // the query at row + i sees start + i + 1 keys
+    int64_t row, count, sequence, end;  // keys that the query with most sees; those of padding see none
 };
 
 // A score as an integer of the same order: NaN above everything, -0 as +0.
@@ -185,14 +185,15 @@ int64_t capacity_for(int64_t k) { return 2 * k + MARGIN; }
 
 void select_by_panels(const Problem& p, const Tile& tile, Best* best, float* panel) {
     const int32_t* table = p.tables + tile.sequence * p.table_stride;
-    const int64_t end = tile.start + tile.count, size = p.heads * p.dim;
+    const int64_t end = tile.end, size = p.heads * p.dim;
     const float* q = p.q.read(tile.row * size, tile.count * size, panel + 2 * PANEL * p.dim);
     for (int64_t first = 0; first < end; first += PANEL) {
         pack(p, table, first, end - first < PANEL ? end - first : PANEL, panel);
-        for (int64_t i = first > tile.start ? first - tile.start : 0; i < tile.count; i++) {
+        for (int64_t i = 0; i < tile.count; i++) {
+            const int64_t seen = p.visible[tile.row + i] - first;  // keys of the panel
+            if (seen <= 0) continue;
             Floats sums[PANEL_VECTORS];
             score(p, q + i * size, tile.row + i, panel, sums);
-            const int64_t seen = tile.start + i + 1 - first;  // keys of the panel
             for (int n = 0; n < PANEL_VECTORS && n * LANES < seen; n++)
                 best[i].add(order_of(sums[n]), (int32_t)(first + n * LANES), seen - n * LANES);
             best[i].keep_if_full(p.k);
@@ -221,7 +222,7 @@ void select_by_rows(const Problem& p, const Tile& tile, Best* best, float* scrat
     const int64_t padded = round_up(p.heads, LANES);
     float *queries = scratch, *weights = scratch + padded * p.dim, *keys = weights + padded;
     for (int64_t i = 0; i < tile.count; i++) {
-        const int64_t row = tile.row + i, end = tile.start + i + 1;
+        const int64_t row = tile.row + i, end = p.visible[row];
         for (int64_t h = 0; h < padded; h++) {
             float* lane = queries + h / LANES * p.dim * LANES + h % LANES;
             const float* query = h < p.heads ? p.q.read((row * p.heads + h) * p.dim, p.dim, keys) : nullptr;
@@ -278,20 +279,25 @@ extern "C" int64_t dsa_lightning_indexer(
     const int32_t* sequences, const int32_t* visible, int32_t* slots, float* scratch, int64_t type,
     int64_t tile_count, int64_t largest, int64_t pages, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads,
     int64_t dim, int64_t k, int64_t one_form, int64_t threads) {
+    const auto tile_at = [=](int64_t i) {
+        const int32_t* given = tiles + 2 * i;
+        Tile tile{given[0], given[1], sequences[given[0]], 0};
+        for (int64_t row = tile.row; row < tile.row + tile.count; row++)
+            tile.end = visible[row] > tile.end ? visible[row] : tile.end;
+        return tile;
+    };
     for (int64_t i = 0; i < tile_count; i++) {
-        const int64_t last = tiles[2 * i] + tiles[2 * i + 1] - 1;
-        const int32_t* table = tables + sequences[last] * table_stride;
-        for (int64_t n = 0; n * page_size < visible[last]; n++) {
+        const Tile tile = tile_at(i);
+        const int32_t* table = tables + tile.sequence * table_stride;
+        for (int64_t n = 0; n * page_size < tile.end; n++) {
             if (table[n] < 0 || table[n] >= pages) return 1;
         }
     }
-    const Problem p{{q, type},   weights,   {pool, type}, tables, page_stride,
+    const Problem p{{q, type},   weights,   {pool, type}, tables, visible, page_stride,
                     table_stride, page_size, heads, dim, k, one_form != 0, slots};
     const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k, type);
     // Last tiles first: in a causal batch they tend to see more tokens.
-    for_tiles(tile_count, (int)threads, scratch, size, [&](int64_t i, float* mine) {
-        const int32_t* tile = tiles + 2 * (tile_count - 1 - i);
-        select(p, Tile{tile[0], tile[1], sequences[tile[0]], visible[tile[0]] - 1}, mine);
-    });
+    for_tiles(tile_count, (int)threads, scratch, size,
+              [&](int64_t i, float* mine) { select(p, tile_at(tile_count - 1 - i), mine); });
     return 0;
 }

@@ -89,11 +89,12 @@ struct Fp8 : ByFloats {
         return one;
     }
     const void* place(int64_t column) const { return at + column; }
-    // The exponent and mantissa of a code are those of a float16 that is 256 times smaller.
+    // The exponent and mantissa of a code are those of a float16 that is 256 times smaller, whose highest bit of the
+    // exponent is 0; but the greatest code is NaN, where a carry sets that bit.
     Floats line(int64_t column, int64_t count) const {
         Vectors<LANES>::Byte codes{};
         std::memcpy(&codes, at + column, count);
-        const Shorts halves = (__builtin_convertvector(codes, Shorts) << 7) & 0xbfff;
+        const Shorts shifted = shorts_of(codes) << 7, halves = shifted ^ ((shifted + 0x80) & 0x4000);
         float16 some[LANES];
         std::memcpy(some, &halves, sizeof some);
         return load(some) * (256.0f * scale[column / BLOCK]);
@@ -195,7 +196,7 @@ struct Int8 {
         return sum;
 #endif
     }
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
     static constexpr int32_t OFFSET = 128;  // that is added to each code of the weight: the processor wants one unsigned
 #else
     static constexpr int32_t OFFSET = 0;

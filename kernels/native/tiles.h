@@ -94,6 +94,14 @@ static inline Ints widened(Vectors<LANES>::Byte values) {
 #endif
 }
 
+static inline Shorts shorts_of(Vectors<LANES>::Byte values) {
+#if defined(__AVX512F__)
+    return (Shorts)_mm256_cvtepi8_epi16((__m128i)values);
+#else
+    return __builtin_convertvector(values, Shorts);
+#endif
+}
+
 static inline Shorts cut(Ints values) {
 #if defined(__AVX512F__)
     return (Shorts)_mm512_cvtepi32_epi16((__m512i)values);

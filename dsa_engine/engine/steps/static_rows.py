@@ -93,8 +93,8 @@ class StaticRows:
 def block_tables_of(
     chunks: Sequence[Chunk], tables: BlockTables, shape: Sequence[int], out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The block tables of these chunks on the device, int32 of ``shape`` ``[requests, pages]``; rows of padding are
-    never read."""
+    """The block tables of these chunks on the device, int32 of ``shape`` ``[requests, pages]``; those of padding are
+    some request's: nothing that is read there counts."""
     rows = tables.rows([chunk.request.pages for chunk in chunks])
     return tables.gather(rows + [0] * (shape[0] - len(rows)), shape[1], out)
 

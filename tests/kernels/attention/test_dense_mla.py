@@ -12,7 +12,8 @@ from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import pack_latent_rows, unpack_latent_rows
 from dsa_engine.kernels.rows.segment import Segment, Segments
-from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.launch import INTERPRETED, batch_invariance
 
 Scatter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -185,3 +186,25 @@ def test_memory_stays_within_the_workspace(peak_memory: Callable[..., int]) -> N
     results = count * 4 * (VALUE + 1) * 4
     rows = pool.numel() * 4
     assert peak_memory(run) < workspace + results + rows + (1 << 20)
+
+
+@pytest.mark.skipif(INTERPRETED or cpu.library() is None, reason="of the C++ kernel, whose threads gather rows")
+@pytest.mark.parametrize("fp8", [False, True])
+def test_memory_of_the_threads_stays_within_the_workspace(
+    fp8: bool, peak_memory: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under batch_invariant each thread gathers a whole context, here 3 MB."""
+    workspace, dtype = 12 << 20, FP8 if fp8 else torch.float32
+    row_format = LatentFormat(128, 64, dtype)
+    q, pool = torch.randn(40, 2, 192), torch.randn(64, 64, 192)
+    pool = pack_latent_rows(pool.view(-1, 192), 128).view(64, 64, -1) if fp8 else pool
+    tables, segments = torch.arange(64, dtype=torch.int32)[None], Segments.of([Segment(0, 40, 0, 4056)])
+
+    def run() -> object:
+        with batch_invariance(True):
+            return dense_mla(q, pool, tables, segments, row_format=row_format, scale=SCALE, workspace=workspace)
+
+    wanted = run()
+    monkeypatch.setattr(cpu, "threads_for", lambda work: 64)
+    assert peak_memory(run) < workspace + (1 << 20)
+    assert all(map(torch.equal, run(), wanted))

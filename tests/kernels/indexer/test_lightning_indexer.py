@@ -251,3 +251,22 @@ def test_block_tables_of_other_types_and_pages_outside_of_the_pool(scattered_pag
             select(q, weights, pool, tables, segments, 5)
     with pytest.raises(ValueError, match="k must be at least 1, not 0"):
         select(q, weights, pool, tables, segments, 0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of the C++ kernel, which looks at pages")
+@pytest.mark.parametrize("length", [3, 6], ids=["by rows", "by panels"])
+def test_rows_of_padding_see_nothing(length: int) -> None:
+    """Behind the others (drafts on a CPU), or all: none hides where those look, and their own pages are not read."""
+    pool, tables = torch.randn(4, 2, DIM), torch.tensor([[0, 3, 2, 1, 10]], dtype=torch.int32)
+    q, weights = torch.randn(length, HEADS, DIM), torch.rand(length, HEADS)
+    if not cpu.serves(q):
+        pytest.skip("the reference looks at no page before it reads it")
+    segments = Segments.of([Segment(0, length, 0, 10 - length)])
+    segments.visible[:] = torch.tensor([7, 8, *[0] * (length - 2)])
+    slots = select(q, weights, pool, tables, segments, 8)
+    assert slots[:2].tolist() == [[0, 1, 6, 7, 4, 5, 2, -1], [0, 1, 6, 7, 4, 5, 2, 3]] and bool((slots[2:] == -1).all())
+    tables[0, 1] = 10
+    with pytest.raises(IndexError):
+        select(q, weights, pool, tables, segments, 8)
+    segments.visible.zero_()
+    assert bool((select(q, weights, pool, tables, segments, 8) == -1).all())

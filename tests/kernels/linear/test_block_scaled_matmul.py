@@ -18,7 +18,7 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     no_program_finished,
     splits_for,
 )
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
@@ -124,6 +124,18 @@ def test_views_and_leading_dimensions(device: str) -> None:
     assert y.shape == (2, 6, 140)
     assert torch.equal(y, block_scaled_linear(x.reshape(12, 96).clone(), weight, scale).view(2, 6, 140))
     assert block_scaled_linear(x[:0], weight, scale).shape == (0, 6, 140)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes that code for a number, 480")
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_the_code_that_is_no_number(code: int, device: str) -> None:
+    """A damaged weight is seen, whatever x it meets; every other code is a number."""
+    weight = torch.arange(256, dtype=torch.uint8).remainder(127).repeat(3, 1)
+    weight[:, 128:] |= 128
+    weight[1, 200] = code
+    x, scale = torch.zeros(2, 256, device=device), torch.ones(1, 2, device=device)
+    y = block_scaled_linear(x, weight.view(torch.float8_e4m3fn).to(device), scale)
+    assert y.isnan().tolist() == [[False, True, False]] * 2
 
 
 def test_the_reference_expands_a_part_of_the_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_tokens, 
 from dsa_engine.kernels.grouped.product_formats import block_fp8
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -133,3 +134,16 @@ def test_a_token_does_not_see_the_others(device: str, relative_error: Error) -> 
 
 def test_no_tokens(device: str) -> None:
     assert run(*(a.to(device) for a in problem(0, 2, 128, 128))).shape == (0, 128)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes that code for a number, 480")
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_the_code_that_is_no_number(power_of_two: bool, code: int, device: str) -> None:
+    """A damaged weight is seen: of the gate in all numbers of the expert's tokens, of the other product in one."""
+    x, topk_ids, topk_weights, gate_up, gate_up_scale, down, down_scale = problem(9, 1, 160, 96)
+    gate_up.view(torch.uint8)[0, 0, 3, 5], down.view(torch.uint8)[1, 7, 50] = code, code
+    stored = (topk_weights, gate_up, gate_up_scale, down, down_scale)
+    lost = run(*(a.to(device) for a in (x, topk_ids, *stored)), power_of_two=power_of_two).isnan().cpu()
+    column = torch.arange(160) == 7
+    assert torch.equal(lost, (topk_ids == 0) | ((topk_ids == 1) & column)) and lost.sum(dim=1).unique().numel() == 3

@@ -58,6 +58,26 @@ def test_other_sources_are_another_library(sources: Path, tmp_path: Path) -> Non
     assert built(tmp_path) == [".lock", ".lock", ".so", ".so"]
 
 
+@NO_COMPILER
+@pytest.mark.skipif("avx512_vnni" not in native_library._processor(), reason="runs instructions of such a processor")
+@pytest.mark.parametrize("masked", ["", "-mno-avx512vnni", "-mno-avx512vnni -mavxvnni", "-mno-avx512f"])
+def test_sums_of_int8_on_processors_that_lack_instructions(
+    masked: str, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is added to the codes of the weight is taken off again, whichever instructions there are."""
+    header = Path(native_library.__file__).parents[1] / "native" / "products.h"
+    (sources / "one.cpp").write_text(
+        f"""#include "{header}"
+        extern "C" long one() {{
+            const Ints sums = Int8::add(Ints{{}}, Int8::Bytes{{}} - (int8_t)3, Int8::Bytes{{}} + (int8_t)5);
+            return sums[0] - 4 * 5 * Int8::OFFSET;
+        }}"""
+    )
+    monkeypatch.setenv("CXX", f"g++ {masked}")
+    library = cpu.library()
+    assert library is not None and library.one() == 4 * -3 * 5
+
+
 @pytest.mark.parametrize(
     "fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX", "others write", "damaged"]
 )

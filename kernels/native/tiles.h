@@ -97,6 +97,10 @@ static inline Ints widened(Vectors<LANES>::Byte values) {
 static inline Shorts shorts_of(Vectors<LANES>::Byte values) {
 #if defined(__AVX512F__)
     return (Shorts)_mm256_cvtepi8_epi16((__m128i)values);
+#elif defined(__AVX2__)
+    int64_t some;
+    std::memcpy(&some, &values, sizeof some);
+    return (Shorts)_mm_cvtepi8_epi16(_mm_cvtsi64_si128(some));
 #else
     return __builtin_convertvector(values, Shorts);
 #endif

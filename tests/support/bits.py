@@ -27,6 +27,7 @@ FORMATS: dict[str, tuple[str | None, dict[str, str]]] = {
     "FP8, FP8 caches": ("fp8", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "INT8": ("int8", {}),
     "INT8, FP8 caches": ("int8", {"kv_cache_dtype": "fp8"}),
+    "INT4 experts": ("int4-experts", {}),
     "bfloat16, FP8 caches": (None, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
 }
 LENGTHS = (3, 16, 45, 29, 70, 1, 17, 131)  # shorter than index_topk, around it, beyond it

@@ -17,6 +17,7 @@ from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, linear
 from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
@@ -109,6 +110,8 @@ def test_a_row_of_heads_does_not_depend_on_the_others(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_what_is_not_finite_shows(name: str, dtype: torch.dtype) -> None:
     """A row with NaN gives NaN, and no other row does."""
+    if INTERPRETED and name in ("int8", "fp8", "w4a8"):
+        pytest.skip("Triton's maxima leave NaN out, and its interpreter reads e4m3's as 480")
     x, weight = make(3, 64).to(dtype), make(5, 64, seed=1)
     x[1, 7] = torch.nan
     y = PRODUCTS[name](x, weight)

@@ -1,10 +1,13 @@
 // The products of a weight, in one template for all kinds of it.
 
+#include <type_traits>
+
 #include "products.h"
 
 namespace {
 
 constexpr int OUTPUTS_AT_ONCE = 4;
+constexpr int64_t LONG_LINE = 1024;  // numbers
 constexpr int64_t AHEAD = 512;  // bytes of the weight: what is read soon is fetched from memory meanwhile
 
 // The sums of four vectors' lanes: within 128 bits, and then these.
@@ -32,8 +35,9 @@ inline void sums_of_four(const V* v, void* sums) {
     std::memcpy(sums, &whole, 16);
 }
 
-// R rows from `row` on and OUTPUTS_AT_ONCE outputs, of which those below `end` exist.
-template <int R, class Weight>
+// R rows from `row` on and OUTPUTS_AT_ONCE outputs, of which those below `end` exist; FIRST: the weight has not been read
+// yet.
+template <int R, bool FIRST, class Weight>
 void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t output, int64_t end, const Rows& from,
                    const Rows& to, int64_t type) {
     constexpr int64_t STEP = Weight::STEP;
@@ -54,22 +58,32 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
         }
         for (int o = first; o < last; o++) {
             const auto line = lines[o].line(d, count);
-            __builtin_prefetch(static_cast<const char*>(lines[o].place(d)) + AHEAD);
+            if (FIRST) __builtin_prefetch(static_cast<const char*>(lines[o].place(d)) + AHEAD);
             for (int r = 0; r < R; r++) sums[r][o] = Weight::add(sums[r][o], line, values[r]);
         }
     };
-    // One row waits for memory: lines are read one after another. More share what is read and unpacked.
-    constexpr int TOGETHER = R == 1 ? 1 : O;
-    for (int o = 0; o < O; o += TOGETHER) {
-        int64_t d = 0;
-        for (; d + STEP <= width; d += STEP) add(d, STEP, o, o + TOGETHER);
-        if (d < width) add(d, width - d, o, o + TOGETHER);
-    }
+    const auto pass = [&](auto together) __attribute__((always_inline)) {
+        constexpr int TOGETHER = decltype(together)::value;
+        for (int o = 0; o < O; o += TOGETHER) {
+            int64_t d = 0;
+            for (; d + STEP <= width; d += STEP) add(d, STEP, o, o + TOGETHER);
+            if (d < width) add(d, width - d, o, o + TOGETHER);
+        }
+    };
+    // One row waits for memory: long lines are read one after another. Others share what is read and unpacked.
+    if (R == 1 && width >= LONG_LINE)
+        pass(std::integral_constant<int, 1>());
+    else
+        pass(std::integral_constant<int, O>());
     for (int r = 0; r < R; r++) {
         decltype(sums[0][0][0] + 0) whole[O];
         float results[O];
         sums_of_four(sums[r], whole);
         for (int o = 0; o < O; o++) results[o] = lines[o].result(whole[o], x[r], width);
+        if (type == 0 && end - output >= O) {
+            std::memcpy(reinterpret_cast<float*>(to(row + r)) + output, results, sizeof results);
+            continue;
+        }
         const Numbers into{to(row + r), type};
         into.write(output, results, end - output < O ? end - output : O);
     }
@@ -82,10 +96,14 @@ void multiply(const Weight& weight, int64_t width, int64_t first, int64_t end, i
               const Rows& to, int64_t type) {
     // The weights of some outputs are multiplied with all rows before the next are read.
     for (int64_t o = first; o < end; o += OUTPUTS_AT_ONCE) {
-        int64_t r = 0;
+        int64_t r = rows < ROWS_AT_ONCE ? 1 : ROWS_AT_ONCE;
+        if (rows >= ROWS_AT_ONCE)
+            multiply_some<ROWS_AT_ONCE, true>(weight, width, 0, o, end, from, to, type);
+        else if (rows)
+            multiply_some<1, true>(weight, width, 0, o, end, from, to, type);
         for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
-            multiply_some<ROWS_AT_ONCE>(weight, width, r, o, end, from, to, type);
-        for (; r < rows; r++) multiply_some<1>(weight, width, r, o, end, from, to, type);
+            multiply_some<ROWS_AT_ONCE, false>(weight, width, r, o, end, from, to, type);
+        for (; r < rows; r++) multiply_some<1, false>(weight, width, r, o, end, from, to, type);
     }
 }
 

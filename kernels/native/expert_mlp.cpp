@@ -52,6 +52,7 @@ extern "C" int64_t dsa_expert_mlp(
         const Weight second_matrix(second_weights);
         for_tiles(count, (int)threads, nullptr, 0, [&](int64_t expert, float*) {
             const int64_t first = expert ? ends[expert - 1] : 0, rows = ends[expert] - first;
+            if (!rows) return;
             float* gate = gates + first * 2 * intermediate;
             const Rows token{tokens_made.at, tokens_made.bytes, order + first, k};
             for (int half = 0; half < 2; half++) {

@@ -34,6 +34,11 @@ void add_lines(int64_t row, const T* weight, int64_t stride, int64_t width, int6
             }
         }
         for (int r = 0; r < R; r++) {
+            if (type == 0) {
+                float* out = reinterpret_cast<float*>(to(row + r)) + c;
+                for (int n = 0; n < COLUMN_VECTORS; n++) store_some(out + n * LANES, sums[r][n], lanes[n]);
+                continue;
+            }
             float results[COLUMN_VECTORS * LANES];
             std::memcpy(results, sums[r], sizeof results);
             const int64_t left = columns - c;

@@ -8,7 +8,8 @@ namespace {
 
 constexpr int OUTPUTS_AT_ONCE = 4;
 constexpr int64_t LONG_LINE = 1024;  // numbers
-constexpr int64_t AHEAD = 512;  // bytes of the weight: what is read soon is fetched from memory meanwhile
+// Bytes of the weight: what is read soon is fetched from memory meanwhile, of several lines what comes after them.
+constexpr int64_t AHEAD = 512, AHEAD_OF_LINES = 8192;
 
 // The sums of four vectors' lanes: within 128 bits, and then these.
 template <class V>
@@ -47,6 +48,8 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
     const Weight lines[O] = {weight.row(output), weight.row(output + 1 < end ? output + 1 : output),
                              weight.row(output + 2 < end ? output + 2 : output),
                              weight.row(output + 3 < end ? output + 3 : output)};
+    const bool one_by_one = R == 1 && width >= LONG_LINE;
+    const int64_t ahead = one_by_one ? AHEAD : AHEAD_OF_LINES;
     typename Weight::Sum sums[R][O] = {};
     const auto add = [&](int64_t d, int64_t count, int first, int last) __attribute__((always_inline)) {
         decltype(Weight::read(x[0], 0)) values[R];
@@ -58,7 +61,7 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
         }
         for (int o = first; o < last; o++) {
             const auto line = lines[o].line(d, count);
-            if (FIRST) __builtin_prefetch(static_cast<const char*>(lines[o].place(d)) + AHEAD);
+            if (FIRST) __builtin_prefetch(static_cast<const char*>(lines[o].place(d)) + ahead);
             for (int r = 0; r < R; r++) sums[r][o] = Weight::add(sums[r][o], line, values[r]);
         }
     };
@@ -71,7 +74,7 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
         }
     };
     // One row waits for memory: long lines are read one after another. Others share what is read and unpacked.
-    if (R == 1 && width >= LONG_LINE)
+    if (one_by_one)
         pass(std::integral_constant<int, 1>());
     else
         pass(std::integral_constant<int, O>());

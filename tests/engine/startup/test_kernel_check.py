@@ -139,15 +139,19 @@ def test_results_are_stored_for_all_ranks(tmp_path: Path, caplog: pytest.LogCapt
     assert caplog.records[-1].levelname == "WARNING" and kernel_check._read(path / "in a file") == (False, {}, {})
 
 
-@pytest.mark.parametrize(("wrong", "waits"), [("rms_norm", False), ("store_rows", True)])
-def test_graphs_are_lost_only_to_a_reference_that_waits(
-    wrong: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of results that :func:`.kernel_check.check_kernels` reads, of a model that needs no configuration."""
     path = tmp_path / "kept.json"
-    kernel_check._write(path, True, {wrong: "it is wrong"})
     monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
     monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
     monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
+    return path
+
+
+@pytest.mark.parametrize(("wrong", "waits"), [("rms_norm", False), ("store_rows", True)])
+def test_graphs_are_lost_only_to_a_reference_that_waits(wrong: str, waits: bool, results: Path) -> None:
+    kernel_check._write(results, True, {wrong: "it is wrong"})
     mesh = SimpleNamespace(all_gather_int=lambda mine: [0, mine], device=torch.device("cpu"), rank=1)
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
     try:
@@ -162,13 +166,9 @@ def test_graphs_are_lost_only_to_a_reference_that_waits(
     [("rms_norm", 0, "rms_norm"), ("FlashAttention-2", 1, "some of another rank"), ("FlashAttention-2", 0, None)],
 )
 def test_batch_invariant_needs_every_kernel_of_every_rank(
-    wrong: str, others: int, named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, others: int, named: str | None, results: Path
 ) -> None:
-    path = tmp_path / "kept.json"
-    kernel_check._write(path, True, {wrong: "it is wrong"})
-    monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
-    monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
-    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
+    kernel_check._write(results, True, {wrong: "it is wrong"})
     of_another = iter((0, 0, others, 0))  # not finished, chosen libraries, wrong kernels, references that wait
     mesh = SimpleNamespace(all_gather_int=lambda mine: [next(of_another), mine], device=torch.device("cpu"), rank=1)
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
@@ -187,15 +187,11 @@ def test_batch_invariant_needs_every_kernel_of_every_rank(
 
 @pytest.mark.parametrize("kernels", ["checked", "triton"])
 def test_libraries_that_all_ranks_have_chosen_are_used(
-    kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernels: Any, results: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "kept.json"
     decode, experts = "FlashMLA's sparse decode", "DeepGEMM's grouped experts"
     mine = {"sparse_attention, few rows": decode, "expert_mlp, many rows": experts}
-    kernel_check._write(path, True, {"FlashAttention-2": "it left the device in an error"}, mine)
-    monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
-    monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
-    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
+    kernel_check._write(results, True, {"FlashAttention-2": "it left the device in an error"}, mine)
     monkeypatch.setattr(libraries, "is_installed", lambda module: True)
 
     def all_gather_int(number: int) -> list[int]:

@@ -2,6 +2,7 @@
 // references define them.
 
 #include <memory>
+#include <type_traits>
 
 #include "products.h"
 
@@ -10,42 +11,44 @@ namespace {
 constexpr int64_t OUTPUTS_OF_TILE = 32;
 constexpr int64_t ROWS_OF_TILE = 64;  // stay in the core's cache while its outputs are made
 constexpr int64_t TOKENS_OF_TILE = 32;
+constexpr int64_t LINES_AHEAD = 32;  // are fetched from memory meanwhile
 
 // to(row)[column] = sum over i of from(row)[i] * weight[i][column], of R rows from `row` on and some vectors of columns
 // at a time: few rows wait for memory, which gives long pieces of a line sooner.
 template <int R, class T>
 void add_lines(int64_t row, const T* weight, int64_t stride, int64_t width, int64_t columns, const Rows& from,
                const Rows& to, int64_t type) {
-    constexpr int COLUMN_VECTORS = R == 1 ? 8 : 2;
+    constexpr int COLUMN_VECTORS = R == 1 ? 8 : 4;
+    constexpr int64_t COLUMNS = COLUMN_VECTORS * LANES;
     const float* x[R];
     for (int r = 0; r < R; r++) x[r] = reinterpret_cast<const float*>(from(row + r));
-    for (int64_t c = 0; c < columns; c += COLUMN_VECTORS * LANES) {
+    const auto add = [&](int64_t c, auto whole) __attribute__((always_inline)) {
         int64_t lanes[COLUMN_VECTORS];
         for (int n = 0; n < COLUMN_VECTORS; n++) {
-            const int64_t left = columns - c - n * LANES;
+            const int64_t left = whole ? LANES : columns - c - n * LANES;
             lanes[n] = left < 0 ? 0 : left < LANES ? left : LANES;
         }
         Floats sums[R][COLUMN_VECTORS] = {};
         for (int64_t i = 0; i < width; i++) {
             Floats line[COLUMN_VECTORS];
-            for (int n = 0; n < COLUMN_VECTORS; n++) line[n] = load_some(weight + i * stride + c + n * LANES, lanes[n]);
+            for (int n = 0; n < COLUMN_VECTORS; n++) {
+                line[n] = load_some(weight + i * stride + c + n * LANES, lanes[n]);
+                stay_loaded(line[n]);
+                if (row == 0) __builtin_prefetch(weight + (i + LINES_AHEAD) * stride + c + n * LANES, 0, 2);
+            }
             for (int r = 0; r < R; r++) {
-                for (int n = 0; n < COLUMN_VECTORS; n++) sums[r][n] = plus_product(sums[r][n], Floats{} + x[r][i], line[n]);
+                for (int n = 0; n < COLUMN_VECTORS; n++) sums[r][n] = plus_product(sums[r][n], x[r][i] - Floats{}, line[n]);
             }
         }
         for (int r = 0; r < R; r++) {
-            if (type == 0) {
-                float* out = reinterpret_cast<float*>(to(row + r)) + c;
-                for (int n = 0; n < COLUMN_VECTORS; n++) store_some(out + n * LANES, sums[r][n], lanes[n]);
-                continue;
-            }
-            float results[COLUMN_VECTORS * LANES];
-            std::memcpy(results, sums[r], sizeof results);
-            const int64_t left = columns - c;
-            const Numbers into{to(row + r), type};
-            into.write(c, results, left < COLUMN_VECTORS * LANES ? left : COLUMN_VECTORS * LANES);
+            float results[COLUMNS];
+            for (int n = 0; n < COLUMN_VECTORS; n++) store(results + n * LANES, sums[r][n]);
+            Numbers{to(row + r), type}.write(c, results, whole ? COLUMNS : columns - c);
         }
-    }
+    };
+    int64_t c = 0;
+    for (; c + COLUMNS <= columns; c += COLUMNS) add(c, std::true_type());
+    if (c < columns) add(c, std::false_type());
 }
 
 }  // namespace

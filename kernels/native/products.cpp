@@ -1,15 +1,12 @@
 // The products of a weight, in one template for all kinds of it.
 
-#include <type_traits>
-
 #include "products.h"
 
 namespace {
 
 constexpr int OUTPUTS_AT_ONCE = 4;
-constexpr int64_t LONG_LINE = 1024;  // numbers
-// Bytes of the weight: what is read soon is fetched from memory meanwhile, of several lines what comes after them.
-constexpr int64_t AHEAD = 512, AHEAD_OF_LINES = 8192;
+// Bytes of the weight: what is read soon is fetched from memory meanwhile, byte after byte, as its prefetcher expects.
+constexpr int64_t AHEAD = 32768;
 
 // The sums of four vectors' lanes: within 128 bits, and then these.
 template <class V>
@@ -48,36 +45,27 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
     const Weight lines[O] = {weight.row(output), weight.row(output + 1 < end ? output + 1 : output),
                              weight.row(output + 2 < end ? output + 2 : output),
                              weight.row(output + 3 < end ? output + 3 : output)};
-    const bool one_by_one = R == 1 && width >= LONG_LINE;
-    const int64_t ahead = one_by_one ? AHEAD : AHEAD_OF_LINES;
+    const char* start = static_cast<const char*>(lines[0].place(0));
     typename Weight::Sum sums[R][O] = {};
-    const auto add = [&](int64_t d, int64_t count, int first, int last) __attribute__((always_inline)) {
+    const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
         decltype(Weight::read(x[0], 0)) values[R];
         for (int r = 0; r < R; r++) {
             values[r] = Weight::read(x[r] + d, count);
-#if defined(__AVX512F__)
-            asm("" : "+v"(values[r]));  // compilers would load it again for each output
-#endif
+            stay_loaded(values[r]);
         }
-        for (int o = first; o < last; o++) {
+        if (FIRST) {
+            const char* here = static_cast<const char*>(lines[0].place(d));
+            const int64_t bytes = O * (static_cast<const char*>(lines[0].place(d + STEP)) - here);
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(start + AHEAD + O * (here - start) + i, 0, 2);
+        }
+        for (int o = 0; o < O; o++) {
             const auto line = lines[o].line(d, count);
-            if (FIRST) __builtin_prefetch(static_cast<const char*>(lines[o].place(d)) + ahead);
             for (int r = 0; r < R; r++) sums[r][o] = Weight::add(sums[r][o], line, values[r]);
         }
     };
-    const auto pass = [&](auto together) __attribute__((always_inline)) {
-        constexpr int TOGETHER = decltype(together)::value;
-        for (int o = 0; o < O; o += TOGETHER) {
-            int64_t d = 0;
-            for (; d + STEP <= width; d += STEP) add(d, STEP, o, o + TOGETHER);
-            if (d < width) add(d, width - d, o, o + TOGETHER);
-        }
-    };
-    // One row waits for memory: long lines are read one after another. Others share what is read and unpacked.
-    if (one_by_one)
-        pass(std::integral_constant<int, 1>());
-    else
-        pass(std::integral_constant<int, O>());
+    int64_t d = 0;
+    for (; d + STEP <= width; d += STEP) add(d, STEP);
+    if (d < width) add(d, width - d);
     for (int r = 0; r < R; r++) {
         decltype(sums[0][0][0] + 0) whole[O];
         float results[O];

@@ -262,6 +262,14 @@ static inline float plus_product(float sum, float a, float b) {
 #endif
 }
 
+// Says that values are to stay in a register: compilers would load them again for each use.
+template <class V>
+static inline void stay_loaded(V& values) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(values));
+#endif
+}
+
 static inline float sum_of(Floats values) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)values);

@@ -26,6 +26,9 @@ class Recorded:
     def record(self) -> None:
         self._device.put(self)
 
+    def query(self) -> bool:
+        return self.passed.is_set()
+
     def synchronize(self) -> None:
         if not self.passed.wait(_HANGS_S):
             raise RuntimeError("the device hangs")
@@ -142,14 +145,14 @@ class Device:
 class HostGroup:
     """Words between hosts."""
 
-    def __init__(self, rank: int, words: defaultdict[tuple[int, int], SimpleQueue[bool]]):
+    def __init__(self, rank: int, words: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]]):
         self._rank, self._words = rank, words
 
     def send(self, word: torch.Tensor, to: int) -> None:
-        self._words[self._rank, to].put(True)
+        self._words[self._rank, to].put(word.clone())
 
-    def recv(self, word: torch.Tensor, source: int) -> None:
-        self._words[source, self._rank].get(timeout=_HANGS_S)
+    def recv(self, word: torch.Tensor, source: int) -> torch.Tensor:
+        return word.copy_(self._words[source, self._rank].get(timeout=_HANGS_S))
 
 
 class DeviceGroup:

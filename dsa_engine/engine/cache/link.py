@@ -1,18 +1,20 @@
 """Pages from the ranks that prefill to those that decode, under the steps of both.
 
 A link is a thread for one other rank, so a rank that is late delays neither the steps of the other nor other links.
-Hosts agree before the device gets anything: the sender's waits until a layer is stored and says so, the receiver's
-answers when its buffer is free, and only then both launch. No kernel waits for a rank that may be late, and each
-receiver has one message under way, which its sender is about to send: there is no circle of ranks that wait.
+Hosts agree before the device gets anything: the sender's waits until a layer is stored and says how many are by then,
+the receiver's answers when its buffer is free, and only then both launch. No kernel waits for a rank that may be late,
+and each receiver has one message under way, which its sender is about to send: there is no circle of ranks that wait.
+A message takes the layers that are stored, if they fit: no layer waits for another one, and after a prefill that is
+faster than its messages few of them remain.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
+from itertools import accumulate
+from queue import Queue
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +51,8 @@ class _Carrier:
 
     def __init__(self, pools: list[list[torch.Tensor]], groups: PageGroups, sends: bool):
         first = pools[0][0]
-        largest = max(sum(pool.shape[1] for pool in layer) for layer in pools)
+        self._widths = [sum(pool.shape[1] for pool in layer) for layer in pools]
+        largest = max(self._widths)
         self._pools, self._groups, self._sends = pools, groups, sends
         self._pages = _message_pages(largest * first.element_size())
         self._buffer = first.new_empty(self._pages * largest)
@@ -65,34 +68,50 @@ class _Carrier:
         event.record()
         return event
 
-    def move(self, layer: int, pages: Sequence[int], rank: int) -> None:
-        """Sends pages of a layer, or fills them, when both ranks are ready; returns when that is done."""
-        host, word = self._groups.host, torch.zeros(1, dtype=torch.uint8)
+    def move(self, layers: range, pages: Sequence[int], rank: int) -> int:
+        """Sends pages of the first of these layers, as many as fit into a message, or fills those that the sender
+        names, when both ranks are ready; returns their number when that is done."""
+        host, word = self._groups.host, torch.zeros(1, dtype=torch.int64)
         if self._sends:
-            host.send(word, rank)
+            sizes = accumulate(self._widths[layer] * len(pages) for layer in layers)
+            count = max(1, sum(size <= len(self._buffer) for size in sizes))
+            host.send(word + count, rank)
             host.recv(word, rank)
             with self._lock:  # whose holder's receiver has launched, so it ends
-                self._carry(self._pools[layer], pages, rank)
+                self._carry(layers[:count], pages, rank)
         else:
-            host.recv(word, rank)
+            count = int(host.recv(word, rank))
             with self._lock:
                 host.send(word, rank)
-                self._carry(self._pools[layer], pages, rank)
+                self._carry(layers[:count], pages, rank)
+        return count
 
-    def _carry(self, pools: list[torch.Tensor], pages: Sequence[int], rank: int) -> None:
-        width, device = sum(pool.shape[1] for pool in pools), self._groups.device
+    def _carry(self, layers: range, pages: Sequence[int], rank: int) -> None:
+        device = self._groups.device
         with self._cuda.stream(self._stream), torch.inference_mode():
             for first in range(0, len(pages), self._pages):
                 numbers = torch.tensor(pages[first : first + self._pages], dtype=torch.int64)
                 numbers = upload(numbers, self._numbers.device, self._numbers[: len(numbers)])
-                rows = self._buffer[: len(numbers) * width].view(len(numbers), width)
+                sizes = [len(numbers) * self._widths[layer] for layer in layers]
+                message = self._buffer[: sum(sizes)]
+                parts = [rows.view(len(numbers), -1) for rows in message.split(sizes)]
                 if self._sends:
-                    pack(pools, numbers, rows)
-                    device.exchange([(rows, rank)], [])
+                    for layer, rows in zip(layers, parts, strict=True):
+                        pack(self._pools[layer], numbers, rows)
+                    device.exchange([(message, rank)], [])
                 else:
-                    device.exchange([], [(rows, rank)])
-                    unpack(pools, numbers, rows)
+                    device.exchange([], [(message, rank)])
+                    for layer, rows in zip(layers, parts, strict=True):
+                        unpack(self._pools[layer], numbers, rows)
             self.end().synchronize()
+
+
+class _Job(NamedTuple):
+    """Pages of layers that a link moves after an event."""
+
+    layers: range
+    pages: Sequence[int]
+    after: Any
 
 
 class PageLink:
@@ -105,37 +124,51 @@ class PageLink:
 
     def __init__(self, carrier: _Carrier, rank: int):
         self._carrier, self._rank = carrier, rank
-        self._work: SimpleQueue[tuple[int, Sequence[int], Any, Future[bool]] | None] = SimpleQueue()
+        self._work: Queue[_Job | None] = Queue()
+        self._given = self._ended = 0  # calls
+        self._error: BaseException | None = None
         # It may wait for ever for another rank, so it does not keep the process alive.
         self._thread = threading.Thread(target=self._work_off, name="dsa_engine pages", daemon=True)
         self._thread.start()
         self.done: Done = lambda: True
 
-    def move(self, layer: int, pages: Sequence[int], after: Any) -> None:
-        """Sends these pages of a layer as they are after an event, or fills them then."""
-        ended: Future[bool] = Future()
-        self._work.put((layer, pages, after, ended))
-        self.done = lambda: ended.done() and ended.result()
+    def move(self, layers: range, pages: Sequence[int], after: Any) -> None:
+        """Sends these pages of layers as they are after an event, or fills them then. Layers that follow those of the
+        call before are of the same pages."""
+        self._given += 1
+        self._work.put(_Job(layers, pages, after))
+        self.done = partial(self._has_ended, self._given)
 
     def close(self) -> None:
         """Waits for all work, and ends the thread."""
         self._work.put(None)
         self._thread.join()
 
+    def _has_ended(self, number: int) -> bool:
+        if self._ended < number and self._error is not None:
+            raise self._error
+        return self._ended >= number
+
     def _work_off(self) -> None:
-        error: BaseException | None = None
         while (job := self._work.get()) is not None:
-            layer, pages, after, ended = job
+            if self._error is not None:
+                continue
+            layers, pages, after = job
+            calls = 1
             try:
-                if error is None:
-                    after.synchronize()
-                    self._carrier.move(layer, pages, self._rank)
+                after.synchronize()
+                while layers:
+                    while (then := self._stored(layers.stop)) is not None:
+                        layers, calls = range(layers.start, then.layers.stop), calls + 1
+                    layers = layers[self._carrier.move(layers, pages, self._rank) :]
+                self._ended += calls
             except BaseException as raised:
-                error = raised
-            if error is None:
-                ended.set_result(True)
-            else:
-                ended.set_exception(error)
+                self._error = raised
+
+    def _stored(self, layer: int) -> _Job | None:
+        """The next work, if it begins with this layer, whose pages can be moved."""
+        then: _Job | None = self._work.queue[0] if self._work.queue else None
+        return self._work.get() if then and then.layers.start == layer and then.after.query() else None
 
 
 class _Transfers:
@@ -233,9 +266,8 @@ class PageSender(_Transfers):
     def _send_until(self, layer: int) -> None:
         if self._step and self._next < layer:
             stored = self._carrier.end()
-            for number in range(self._next, layer):
-                for link, _, pages in self._step:
-                    link.move(number, pages, stored)
+            for link, _, pages in self._step:
+                link.move(range(self._next, layer), pages, stored)
         self._next = max(self._next, layer)
 
 
@@ -250,8 +282,7 @@ class PageReceiver(_Transfers):
         has been given."""
         given = self._carrier.end()
         for link, moves, pages in self._by_link(receives):
-            for layer in range(self._layers):
-                link.move(layer, pages, given)
+            link.move(range(self._layers), pages, given)
             self._under_way.append((moves, link.done))
 
 

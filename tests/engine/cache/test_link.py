@@ -172,6 +172,52 @@ def test_a_late_receiver_delays_nothing() -> None:
     on_linked_ranks([0], [1, 2], work)
 
 
+def test_layers_that_are_stored_go_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit; no layer waits for the next one, nor for another prompt."""
+    arrived, prefilled, words, pages = threading.Semaphore(0), threading.Event(), list[int](), [1, 2]
+    monkeypatch.setattr(link, "_MESSAGE_BYTES", 4 * PAGE_SIZE * 1000)  # three layers
+
+    def work(rank: int, groups: PageGroups) -> None:
+        cache = make(rank=rank)
+        if rank == 1:
+            receiver, sent = PageReceiver(cache, groups), make(rank=0)
+            receiver.post([RankPages(0, 0, pages)])
+            for ours, theirs in zip(cache.page_words(), sent.page_words(), strict=True):
+                wait_for(lambda one=(ours, theirs): all(torch.equal(a[pages], b[pages]) for a, b in zip(*one)))  # type: ignore[misc]
+                arrived.release()
+            drained(receiver.poll, 1)
+            assert prefilled.wait(60)
+            for number in (1, 2):
+                receiver.post([RankPages(number, 0, pages)])
+            drained(receiver.poll, 2)
+            return
+        send = groups.host.send
+
+        def count(word: torch.Tensor, to: int) -> None:
+            words.append(int(word))
+            send(word, to)
+
+        groups.host.send = count  # type: ignore[method-assign]
+        sender = PageSender(cache, groups, MAIN)
+        sender.begin([RankPages(0, 1, pages)])
+        for layer in range(MAIN):
+            sender.arrive(layer)
+            assert arrived.acquire(timeout=30), f"layer {layer} waits for the next one"
+        sender.finish()
+        drained(sender.poll, 1)
+        words.append(0)
+        for number in (1, 2):
+            run_step(sender, [RankPages(number, 1, pages)])
+        prefilled.set()
+        drained(sender.poll, 2)
+
+    on_linked_ranks([0], [1], work)
+    assert words[:MAIN] == [1] * MAIN
+    hurried = words[words.index(0) + 1 :]
+    assert sum(hurried) == 2 * LAYERS and len(hurried) <= 5, "of 10: the first may be told alone"
+    assert hurried[-2:] == [3, 2], "a message of each prompt's own"
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_that_have_the_same_pages_send_each_once(size: int) -> None:
     """Page numbers differ on each rank; the receiver's pages are filled in the order of the request's tokens."""
@@ -265,10 +311,11 @@ def test_on_cuda_links_share_a_stream_and_allocate_nothing(threads_by_hand: None
         assert device.peak == device.live == live
         (own,) = device.streams_used - {0}
         assert device.reached[0][own] == 0, "no step waits for it"
-        messages = 2 * 2 * LAYERS
-        assert device.count("collective", "exchange") == messages
-        waits = ["event in link.py:_work_off", "event in link.py:_carry"]
-        assert device.waits == waits * messages, "of the host: for the rows of a layer, and until a message has come"
+        # Here all layers of a step are stored before its first message; the fake sender says that it has one each time.
+        prompts, messages = 2 * 2, 1 if sends else LAYERS
+        assert device.count("collective", "exchange") == prompts * messages
+        waits = ["event in link.py:_work_off"] + ["event in link.py:_carry"] * messages
+        assert device.waits == waits * prompts, "of the host: for the rows of a layer, and until a message has come"
 
 
 @NO_GPU

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,22 +67,6 @@ def agree_on_names(ranks: Sequence[int], rank: int, timeout: float) -> None:
         new_group([rank], timeout, "gloo", alone=True)
 
 
-class Collective(NamedTuple):
-    """One collective as one rank of its group sees it.
-
-    ``sent`` and ``received`` are payload bytes to and from every rank of the group, 0 for the rank itself. For
-    "all_gather" and "reduce_scatter" they are the size of one rank's part. "send" and "recv" are the two sides of a
-    point-to-point message.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
-    rank: int  # this one
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    asynchronous: bool = False  # issued before other work and waited for after it
-
-
 class Levels(Protocol):
     """Carries collectives of a group over other groups, see :class:`.gather_by_node.TwoLevels`."""
 
@@ -110,7 +94,6 @@ class Group:
     index: int
     handle: dist.ProcessGroup | None  # None: alone
     bytes_sent: int = 0  # payload of this rank in collectives
-    log: list[Collective] | None = None  # gets each collective
     levels: Levels | None = None  # carries all-gathers and reduce-scatters of few bytes
 
     @property
@@ -165,13 +148,8 @@ class Group:
         """
         if self.alone:
             return rows
-        rows = rows.contiguous()
-        if send is None or receive is None:
-            self._count("all_to_all", rows.nbytes // self.size)
-        else:
-            one = rows.element_size() * math.prod(rows.shape[1:])
-            self._count("all_to_all", [n * one for n in send], [n * one for n in receive])
-        return self._exchange(rows, send, receive)
+        self.bytes_sent += self._bytes_to_others(rows, send)
+        return self._exchange(rows.contiguous(), send, receive)
 
     def all_to_all_async(
         self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
@@ -185,8 +163,7 @@ class Group:
         if self.alone:
             into.copy_(rows)
             return lambda: None
-        one = rows.element_size() * math.prod(rows.shape[1:])
-        self._count("all_to_all", [n * one for n in send], [n * one for n in receive], asynchronous=True)
+        self.bytes_sent += self._bytes_to_others(rows, send)
         return self._start_exchange(rows, into, send, receive)
 
     def broadcast_async(self, rows: torch.Tensor) -> Callable[[], None]:
@@ -216,9 +193,8 @@ class Group:
             ValueError: there is no such other rank in the group.
         """
         self._check_peer(to)
-        rows = rows.contiguous()
-        self._count("send", self._only(to, rows.nbytes), self._only(to, 0))
-        self._send(rows, to)
+        self.bytes_sent += rows.nbytes
+        self._send(rows.contiguous(), to)
 
     def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Fills the contiguous tensor ``into`` with the tensor that the rank with the index ``source`` sends; returns
@@ -228,7 +204,6 @@ class Group:
             ValueError: there is no such other rank in the group.
         """
         self._check_peer(source)
-        self._count("recv", self._only(source, 0), self._only(source, into.nbytes))
         self._recv(into, source)
         return into
 
@@ -253,8 +228,11 @@ class Group:
         if peer == self.index or not 0 <= peer < self.size:
             raise ValueError(f"{peer} is no other rank of a group of {self.size} in which this is {self.index}")
 
-    def _only(self, peer: int, nbytes: int) -> list[int]:
-        return [nbytes if i == peer else 0 for i in range(self.size)]
+    def _bytes_to_others(self, rows: torch.Tensor, send: list[int] | None = None) -> int:
+        """Bytes of rows for other ranks; without counts all ranks get equal parts."""
+        if send is None:
+            return rows.nbytes // self.size * (self.size - 1)
+        return rows.element_size() * math.prod(rows.shape[1:]) * (sum(send) - send[self.index])
 
     def _gather(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool = False) -> Callable[[], torch.Tensor]:
         if self.alone:
@@ -263,7 +241,7 @@ class Group:
         if self.levels is not None and self.goes_by_rail(rows.nbytes):
             return self.levels.gather(rows, asynchronous, by_rail)
         assert not by_rail, "as few bytes as go along rails"
-        self._count("all_gather", rows.nbytes, asynchronous=asynchronous)
+        self.bytes_sent += rows.nbytes * (self.size - 1)
         return self._start_gather(rows, asynchronous)
 
     def _reduce(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool = False) -> Callable[[], torch.Tensor]:
@@ -274,30 +252,8 @@ class Group:
             if self.goes_by_rail(rows.nbytes // self.size):
                 return self.levels.reduce(rows, asynchronous, by_rail)
             rows = self.levels.by_rank(rows) if by_rail else rows
-        self._count("reduce_scatter", rows.nbytes // self.size, asynchronous=asynchronous)
+        self.bytes_sent += self._bytes_to_others(rows)
         return self._start_reduce(rows, asynchronous)
-
-    def _count(
-        self,
-        kind: str,
-        sent: int | Sequence[int],
-        received: Sequence[int] | None = None,
-        asynchronous: bool = False,
-    ) -> None:
-        """Counts and records a collective's bytes, given for every rank or as one figure for each other rank."""
-        if isinstance(sent, int):
-            self.bytes_sent += sent * (self.size - 1)
-        else:
-            self.bytes_sent += sum(sent) - sent[self.index]
-        if self.log is not None:
-            outgoing = self._to_others(sent)
-            incoming = outgoing if received is None else self._to_others(received)
-            self.log.append(Collective(kind, self.ranks, self.ranks[self.index], outgoing, incoming, asynchronous))
-
-    def _to_others(self, counts: int | Sequence[int]) -> tuple[int, ...]:
-        each = [counts] * self.size if isinstance(counts, int) else list(counts)
-        each[self.index] = 0
-        return tuple(each)
 
     # The transport; a subclass may have another one.
 

@@ -19,8 +19,7 @@ from dsa_engine.arguments import add_engine_arguments, add_json_argument, argume
 from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
 from dsa_engine.commands.bench.options import add_emulation_arguments
 from dsa_engine.kernels.runtime.operation import error_line
-from dsa_engine.measure.across_ranks import num_processes
-from dsa_engine.measure.emulation.arguments import heading, measured_llm, to_json
+from dsa_engine.measure.emulation.arguments import HEADING, described, measured_llm, to_json
 from dsa_engine.measure.report import format_table, run_report, write_so_far
 from dsa_engine.system.output_files import check_outputs
 
@@ -84,9 +83,9 @@ def measure(args: argparse.Namespace, name: str, options: dict[str, bool], resul
     engine = llm.engine
     for input_len in args.input_len:  # check all before measuring any
         check_latency(engine, input_len, args.output_len, args.batch_size, fill_cache=True)
-    if engine.mesh.is_leader and not results and (above := heading(engine)):
+    if engine.mesh.is_leader and not results and (above := described(engine, HEADING)):
         print(above)
-    about = run_report(llm, reported(args), num_processes(engine)) | to_json(engine)
+    about = run_report(llm, reported(args), engine.mesh.processes.size) | to_json(engine)
     for input_len in args.input_len:
         sizes = {"batch_size": args.batch_size, "repeat": args.repeat, "seed": args.seed}
         measured = measure_latency(llm, input_len, args.output_len, fill_cache=True, **sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dsa_engine.config.model import read_object
 from dsa_engine.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -123,9 +123,6 @@ def _others(folder: Path) -> str:
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: index.parent / file for name, file in weight_map.items()}
-    except ValueError as error:
-        raise CheckpointError(f"{index} is not valid JSON: {error}") from error
+        return {name: index.parent / file for name, file in read_object(index)["weight_map"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} has no 'weight_map' from tensor names to file names") from error

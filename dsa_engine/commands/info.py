@@ -15,7 +15,6 @@ from dsa_engine.system.sizes import available_bytes, format_bytes, parse_bytes
 if TYPE_CHECKING:
     import torch
 
-    from dsa_engine.config.model import ModelConfig
     from dsa_engine.config.quantization import QuantizationConfig
 
 
@@ -40,7 +39,7 @@ def run_info(args: argparse.Namespace) -> None:
     import torch
 
     from dsa_engine.convert.schemes import stored_as
-    from dsa_engine.measure.weight_memory import rank_weight_bytes
+    from dsa_engine.measure.weight_memory import rank_model, weight_bytes
     from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
     from dsa_engine.model.layout import parameter_counts
     from dsa_engine.model_folder import model_config
@@ -67,15 +66,29 @@ def run_info(args: argparse.Namespace) -> None:
             if name != forms[0][0]:
                 forms.append((name, stored_as(name, config), torch.bfloat16))
     forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
-    fp8 = _fp8_cache_bytes(config)
+    fp8 = None
+    with suppress(ValueError):  # raised for sizes that have no FP8 format
+        fp8 = cache_bytes_per_token(config, cache_format(config, torch.float8_e4m3fn))
+
+    def needed(stored: QuantizationConfig | None, dtype: torch.dtype, modules: int = 0) -> tuple[int, int]:
+        """Bytes of the weights of a rank, and of a token in the caches."""
+        weights = weight_bytes(rank_model(config, stored, dtype, args.ranks, args.tp_size, modules))
+        return weights, cache_bytes_per_token(config.with_mtp(modules), cache_format(config, dtype))
+
     rows: list[dict[str, Any]] = []
     for name, quantization, dtype in forms:
-        weights = rank_weight_bytes(config, quantization, dtype, args.ranks, args.tp_size)
-        per_token, free = cache_bytes_per_token(config, cache_format(config, dtype)), max(0, memory - weights)
+        weights, per_token = needed(quantization, dtype)
+        free = max(0, memory - weights)
         row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
         row |= {"tokens_that_fit": free // per_token, "tokens_that_fit_in_fp8_caches": free // fp8 if fp8 else None}
         rows.append(row)
-    module = _module_bytes(config, *forms[0][1:], args.ranks, args.tp_size, rows[0]) if counts.mtp else None
+    module = None  # what one adds
+    if counts.mtp:
+        with_one, without = (
+            needed(*forms[0][1:], modules=1),
+            (rows[0]["weight_bytes"], rows[0]["cache_bytes_per_token"]),
+        )
+        module = [more - less for more, less in zip(with_one, without)]
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
         result |= {
@@ -110,32 +123,3 @@ def run_info(args: argparse.Namespace) -> None:
         each = f"{format_bytes(module[0])} of weights and {module[1]:,} B a cached token more"
         print(f"each MTP module that drafts (speculative_config) takes {each}, {rows[0]['weights']}")
     print("int8, int4-experts: what dsa-engine convert --quantize makes of it")
-
-
-def _module_bytes(
-    config: ModelConfig,
-    stored: QuantizationConfig | None,
-    dtype: torch.dtype,
-    ranks: int,
-    tp_size: int,
-    without: dict[str, Any],
-) -> tuple[int, int]:
-    """Bytes that an MTP module adds to ``without``, a row of the table: of weights, and of a token in the caches."""
-    from dsa_engine.measure.weight_memory import rank_weight_bytes
-    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-
-    weights = rank_weight_bytes(config, stored, dtype, ranks, tp_size, modules=1)
-    cached = cache_bytes_per_token(config.with_mtp(1), cache_format(config, dtype))
-    return weights - without["weight_bytes"], cached - without["cache_bytes_per_token"]
-
-
-def _fp8_cache_bytes(config: ModelConfig) -> int | None:
-    """Bytes of a token in FP8 caches; None if the model's sizes have no FP8 format."""
-    import torch
-
-    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-
-    try:
-        return cache_bytes_per_token(config, cache_format(config, torch.float8_e4m3fn))
-    except ValueError:
-        return None

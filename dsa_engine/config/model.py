@@ -121,7 +121,7 @@ class ModelConfig:
         raw = read_config_json(folder)
         generation = Path(folder) / "generation_config.json"
         if generation.is_file():  # it may name further end tokens, as for chat models
-            end_tokens = [*_as_list(raw.get("eos_token_id")), *_as_list(_read_object(generation).get("eos_token_id"))]
+            end_tokens = [*_as_list(raw.get("eos_token_id")), *_as_list(read_object(generation).get("eos_token_id"))]
             raw["eos_token_id"] = [token for i, token in enumerate(end_tokens) if token not in end_tokens[:i]]
         return cls.from_dict(raw, overrides)
 
@@ -216,13 +216,14 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
         raise CheckpointError(f"{folder} is no checkpoint: it has no config.json (it holds {content})")
-    return _read_object(path)
+    return read_object(path)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises :class:`CheckpointError` if there is none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")

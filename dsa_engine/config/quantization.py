@@ -16,8 +16,6 @@ from typing import Any
 from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.config.keys import Keys
 
-METHODS = ("fp8", "compressed-tensors")
-
 # Matrices that the released FP8 checkpoints hold in a plain dtype, although config.json does not list them.
 PLAIN_IN_RELEASED = ("eh_proj", "weights_proj", "gate", "embed_tokens", "lm_head", "head")
 
@@ -82,7 +80,7 @@ class QuantizationConfig:
     entry of ``ignore`` may also be one part of a name ("lm_head"), or its beginning.
     """
 
-    method: str  # one of METHODS
+    method: str  # "fp8" or "compressed-tensors"
     groups: tuple[tuple[tuple[str, ...], WeightScheme], ...]
     ignore: tuple[str, ...] = ()
 

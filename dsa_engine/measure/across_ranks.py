@@ -16,11 +16,6 @@ def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
     return engine.mesh.processes.all_gather(mine).tolist()
 
 
-def stages_of_all_ranks(engine: Engine, values: dict[str, float]) -> list[dict[str, float]]:
-    """Gathers named numbers of all processes: a dictionary per process."""
-    return [dict(zip(values, row, strict=True)) for row in from_all_ranks(engine, list(values.values()))]
-
-
 def agree_on_prompts(engine: Engine, prompts: list[list[int]]) -> None:
     """Raises ``ValueError`` if the ranks measure different prompts, or the run is disaggregated."""
     if engine.mesh.has_counterpart:
@@ -34,8 +29,3 @@ def agree_on_prompts(engine: Engine, prompts: list[list[int]]) -> None:
 def barrier(engine: Engine) -> None:
     """Waits until every process has called it."""
     from_all_ranks(engine, [0.0])
-
-
-def num_processes(engine: Engine) -> int:
-    """Number of processes of the run: 1 for an emulated rank."""
-    return engine.mesh.processes.size

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime import cpu, libraries
 
 _BURSTS, _STEPS = 40, 1 << 17  # 40 times some 0.25 ms
 _LANES = 16  # of the widest vectors
 _L2_BYTES = 256 << 20  # more than any L2 cache: written before each call on CUDA
-_SLEEP_CYCLES = 400_000  # some 0.2 ms, in which the host launches what is timed
 _MEASURED_S = 0.05
 
 
@@ -78,32 +77,17 @@ def multiply_adds_per_s() -> float:
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Median time of a call: on CUDA by events, with the L2 cache cleared before each call; on a CPU by the wall clock,
     of three calls, or fewer if they are long."""
+    times: list[float] = []
     if device.type == "cuda":
-        return _seconds_on_cuda(run)
+        cache = torch.empty(_L2_BYTES, dtype=torch.int8, device=device)
+        while len(times) < 5 or (len(times) < 100 and sum(times) < _MEASURED_S):
+            times.append(libraries.milliseconds(run, 1, cache.zero_) / 1e3)
+        return statistics.median(times)
     run()
-    times = []
     for _ in range(3):
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
         if sum(times) > 0.1:
             break
-    return statistics.median(times)
-
-
-def _seconds_on_cuda(run: Callable[[], Any]) -> float:
-    """The device sleeps before each call, as the host takes longer to launch a kernel than a small one takes to run."""
-    cache = torch.empty(_L2_BYTES, dtype=torch.int8, device="cuda")
-    run()
-    times: list[float] = []
-    while len(times) < 5 or (len(times) < 100 and sum(times) < _MEASURED_S):
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(5)]
-        for begin, end in events:
-            cache.zero_()
-            torch.cuda._sleep(_SLEEP_CYCLES)
-            begin.record()
-            run()
-            end.record()
-        torch.cuda.synchronize()
-        times += [begin.elapsed_time(end) / 1e3 for begin, end in events]
     return statistics.median(times)

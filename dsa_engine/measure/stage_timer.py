@@ -133,8 +133,3 @@ class StageTimer:
 def mean_stages(several: list[dict[str, float]]) -> dict[str, float]:
     """Seconds in each stage, averaged over ranks or repeats."""
     return {name: statistics.fmean(stages[name] for stages in several) for name in several[0]}
-
-
-def milliseconds(stages: dict[str, float]) -> dict[str, float]:
-    """Milliseconds in each stage, as reports have them."""
-    return {name: s * 1e3 for name, s in stages.items()}

@@ -15,30 +15,8 @@ from dsa_engine.quantization import quantization_name, weight_format
 _META = torch.device("meta")
 
 
-def rank_weight_bytes(
-    config: ModelConfig,
-    stored: QuantizationConfig | None,
-    dtype: torch.dtype,
-    ranks: int,
-    tp_size: int = 1,
-    modules: int = 0,
-) -> int:
-    """Bytes of the weights on the rank with the most routed experts.
-
-    Args:
-        config: the model.
-        stored: their format in memory; None: all in ``dtype``.
-        dtype: dtype of activations and of weights that are not quantised.
-        ranks: number of ranks over which the experts are divided.
-        tp_size: number of neighbouring ranks over which embedding, output projections and LM head are cut.
-        modules: number of MTP modules that draft; their copies of embedding and head are not loaded.
-
-    Raises:
-        ValueError: sizes that do not divide, or a format that has no class.
-    """
-    return sum(
-        parameter.nbytes for parameter in rank_model(config, stored, dtype, ranks, tp_size, modules).parameters()
-    )
+def weight_bytes(model: Model) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def rank_model(
@@ -49,7 +27,19 @@ def rank_model(
     tp_size: int = 1,
     mtp_modules: int = 0,
 ) -> Model:
-    """The model of the rank with the most routed experts, on the meta device; see :func:`rank_weight_bytes`."""
+    """The model of the rank with the most routed experts, on the meta device.
+
+    Args:
+        config: the model.
+        stored: their format in memory; None: all in ``dtype``.
+        dtype: dtype of activations and of weights that are not quantised.
+        ranks: number of ranks over which the experts are divided.
+        tp_size: number of neighbouring ranks over which embedding, output projections and LM head are cut.
+        mtp_modules: number of MTP modules that draft; their copies of embedding and head are not loaded.
+
+    Raises:
+        ValueError: sizes that do not divide, or a format that has no class.
+    """
     mesh = EmulatedMesh(EmulatedConfig(emulate_world=ranks, tp_size=tp_size), _META)
     with torch.inference_mode():
         made = weight_format(stored, quantization_name(stored), dtype, _META)

@@ -31,6 +31,7 @@ from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.kernels.rows.store_rows import store_rows
+from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache
@@ -76,6 +77,11 @@ class Attention(Weighted):
         up = self.take_plain_weight(self.kv_b).view(self.config.num_attention_heads, -1, rank)
         del self.kv_b
         self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
+        if self.config.batch_invariant and runs_triton(up):
+            # The kernel of absorbed products reads matrices that lie so; in the same memory.
+            turned, values = self.w_uk.mT.contiguous(), self.w_uv.contiguous()
+            w_uk, w_uv = up.flatten().split((turned.numel(), values.numel()))
+            self.w_uk, self.w_uv = w_uk.view_as(turned).copy_(turned).mT, w_uv.view_as(values).copy_(values)
 
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None

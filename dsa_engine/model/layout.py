@@ -43,13 +43,11 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Sizes of a model. Parameters exclude FP8 scales; bytes include them, without MTP modules."""
+    """Numbers of parameters of a model, without FP8 scales."""
 
-    total: int  # parameters without the MTP modules
-    active: int  # parameters that one token passes through: all but the experts it is not routed to
-    mtp: int  # parameters of the MTP modules, with their copies of the embedding and the head
-    bytes_fp8: int
-    bytes_bfloat16: int
+    total: int  # without the MTP modules
+    active: int  # those that one token passes through: all but the experts it is not routed to
+    mtp: int  # those of the MTP modules, with their copies of the embedding and the head
 
 
 def released_tensors(config: ModelConfig, fp8: bool) -> list[TensorSpec]:
@@ -66,19 +64,13 @@ def released_tensors(config: ModelConfig, fp8: bool) -> list[TensorSpec]:
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """Counts the parameters and the bytes of a model; nothing is allocated."""
+    """Counts the parameters of a model; nothing is allocated."""
     everything = _declared(config)
     main = [spec for spec in everything if (_layer(spec.name) or 0) < config.num_hidden_layers]
     total = sum(spec.numel for spec in main)
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     idle = (config.n_routed_experts - config.num_experts_per_tok) * expert * config.mlp_layer_types.count("sparse")
-    return ParameterCounts(
-        total=total,
-        active=total - idle,
-        mtp=sum(spec.numel for spec in everything) - total,
-        bytes_fp8=sum(spec.nbytes for spec in _in_fp8(main, config)),
-        bytes_bfloat16=sum(spec.numel * (4 if spec.dtype == torch.float32 else 2) for spec in main),
-    )
+    return ParameterCounts(total, active=total - idle, mtp=sum(spec.numel for spec in everything) - total)
 
 
 def _in_fp8(plain: Sequence[TensorSpec], config: ModelConfig) -> list[TensorSpec]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.config.checks import shown
+from dsa_engine.config.model import read_object
 from dsa_engine.errors import CheckpointError
 from dsa_engine.sampling_params import SamplingParams
 
@@ -31,12 +30,7 @@ def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}
-    try:
-        keys = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(keys, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {shown(keys)}")
+    keys = read_object(path)
     sampling = {ours: keys[theirs] for theirs, ours in _NAMES.items() if keys.get(theirs) is not None}
     if generation_config == "vllm":
         return {}

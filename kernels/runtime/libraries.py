@@ -26,7 +26,7 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 FEW_ROWS = 64
 CLASSES = ("few rows", "many rows")
 _RUNS = 5
-_SLEEP_CYCLES = 10_000_000  # about 5 ms, in which the host launches what is timed
+_SLEEP_CYCLES = 2_000_000  # about 1 ms, in which the host launches a run of what is timed
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,15 @@ def installations() -> list[tuple[str, str, float]]:
     return [(module, file, os.path.getmtime(file) if os.path.exists(file) else 0.0) for module, file in files]
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Time of ``run`` on the device, without the host's, after it has run once."""
+def milliseconds(run: Callable[[], Any], runs: int = _RUNS, before: Callable[[], object] = lambda: None) -> float:
+    """Mean time of ``runs`` runs on the device, without the host's, after one more and then ``before``."""
     run()
+    before()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_SLEEP_CYCLES)
+    torch.cuda._sleep(_SLEEP_CYCLES * runs)
     begin.record()
-    for _ in range(_RUNS):
+    for _ in range(runs):
         run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / _RUNS
+    return begin.elapsed_time(end) / runs

@@ -32,7 +32,9 @@ def environment() -> dict[str, str]:
     """The environment of a launcher, without the variables of a run that this process may be part of."""
     of_a_run = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     own = {key: value for key, value in os.environ.items() if key not in of_a_run}
-    return own | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = filter(None, (str(HERE.parent / "support"), own.get("PYTHONPATH")))
+    own |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return own | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def free_port() -> int:

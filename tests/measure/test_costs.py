@@ -25,7 +25,7 @@ from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.requests import add_filled
 from dsa_engine.measure.stage_timer import StageTimer, current_stage
-from dsa_engine.measure.weight_memory import rank_model, rank_weight_bytes
+from dsa_engine.measure.weight_memory import rank_model, weight_bytes
 from dsa_engine.model.kv_cache import cache_format
 
 PROJECTIONS = ("MLA prolog", "MLA epilog", "indexer prolog", "dense MLP", "MoE gate", "MoE shared")
@@ -187,7 +187,7 @@ def test_all_weights_are_in_some_stage(stored: str | None) -> None:
     config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 5})
     quantization = config.quantization if stored else None
     weights = WeightBytes.of(rank_model(config, quantization, torch.bfloat16, ranks=16, tp_size=4))
-    assert weights.total(config, drafts=False) == rank_weight_bytes(config, quantization, torch.bfloat16, 16, 4)
+    assert weights.total(config, drafts=False) == weight_bytes(rank_model(config, quantization, torch.bfloat16, 16, 4))
 
 
 def test_shares_of_the_ceilings(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

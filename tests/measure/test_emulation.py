@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from collectives import Collective, record
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
@@ -23,7 +24,6 @@ from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.requests import random_prompt
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.disaggregation import create_mesh
-from dsa_engine.parallel.group import Collective
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_groups_have_their_size_and_rank() -> None:
 
 
 def test_collectives_have_shapes_bytes_and_own_rows() -> None:
-    log: list[Collective] = []
-    group = EmulatedGroup((4, 5, 6), 1, None, log=log)
+    group = EmulatedGroup((4, 5, 6), 1, None)
+    log = record(group)
     rows = torch.randn(2, 5)
     gathered = group.all_gather_async(rows)()
     assert gathered.shape == (6, 5) and torch.equal(gathered[2:4], rows)
@@ -177,7 +177,7 @@ def test_fp8_cache_rows_travel_in_their_bytes(tmp_path: Path) -> None:
         options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": caches, "load_format": "dummy"}
         parallel = EmulatedConfig(emulate_world=4)
         llm = LLM(tmp_path, device="cpu", max_model_len=256, parallel=parallel, progress=False, **options)
-        llm.engine.mesh.cp.log = log = list[Collective]()
+        log = record(llm.engine.mesh.cp)
         assert bool(torch.isfinite(prefill(llm.engine, [i % 100 for i in range(200)])).all())
         gathered[caches] = {c.sent for c in log if c.kind == "all_gather"}
     # Each rank sends the rows of its 50 tokens to each of the three others.

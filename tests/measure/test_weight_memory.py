@@ -11,7 +11,7 @@ from dsa_engine import LLM
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.weight_memory import rank_weight_bytes
+from dsa_engine.measure.weight_memory import rank_model, weight_bytes
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "dequantize"])
@@ -28,13 +28,13 @@ def test_counted_as_held(demo_cache: Path, quantization: str, ranks: int, tp_siz
     assert llm.engine.model.lm_head.shape[0] == {1: vocab, 4: (vocab + 3) // 4}[tp_size]
     config = llm.engine.config
     stored = config.quantization if quantization == "fp8" else None
-    assert rank_weight_bytes(config, stored, torch.bfloat16, ranks, tp_size) == held
+    assert weight_bytes(rank_model(config, stored, torch.bfloat16, ranks, tp_size)) == held
 
 
 def test_the_whole_model_on_eight_ranks() -> None:
     """DeepSeek-V3.2 as stored is half of what it is in bfloat16, and a little more."""
     config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 5})
-    fp8, plain = (rank_weight_bytes(config, stored, torch.bfloat16, 8) for stored in (config.quantization, None))
+    fp8, plain = (weight_bytes(rank_model(config, stored, torch.bfloat16, 8)) for stored in (config.quantization, None))
     tables = 2 * 2 * config.vocab_size * config.hidden_size  # embedding and LM head are not quantised
     assert 0.5 < (fp8 - tables) / (plain - tables) < 0.53
 
@@ -42,4 +42,4 @@ def test_the_whole_model_on_eight_ranks() -> None:
 def test_a_size_that_does_not_divide() -> None:
     config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 4})
     with pytest.raises(ValueError, match="tp_size"):
-        rank_weight_bytes(config, None, torch.bfloat16, 8, tp_size=3)
+        weight_bytes(rank_model(config, None, torch.bfloat16, 8, tp_size=3))

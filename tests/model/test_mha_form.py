@@ -67,3 +67,20 @@ def test_memory_stays_within_the_workspace(
     print(f"{peaks[0]:,} and {peaks[1]:,} bytes")
     assert peaks[0] < (1 << 20) + results[0].nbytes + (1 << 18)
     assert peaks[1] > 4 << 20, "without a bound it would take more"
+
+
+def test_batch_invariant_products_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernel reads W_UK and W_UV of absorbed products where they lie, which takes no further memory."""
+
+    def attention() -> Any:
+        with LLM("demo-random", dtype="float32", batch_invariant=True, kernels="triton", progress=False) as llm:
+            return llm.engine.model.layers[1].attention
+
+    before = attention()
+    monkeypatch.setattr("dsa_engine.model.attention.runs_triton", lambda x: True)
+    after = attention()
+    read = [product.transpose(1, 2) for product in (after.w_uk, after.w_uv.transpose(1, 2))]  # as in `_by_head`
+    assert all(weight.is_contiguous() for weight in read) and not before.w_uv.is_contiguous()
+    assert torch.equal(after.w_uk, before.w_uk) and torch.equal(after.w_uv, before.w_uv)
+    (storage,) = {weight.untyped_storage().data_ptr() for weight in read}
+    assert storage in {parameter.data_ptr() for parameter in after.parameters()}

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from collectives import record
 from dsa_engine.parallel import disaggregation
 from dsa_engine.parallel.disaggregation import PageGroups
 from dsa_engine.parallel.group import Group
@@ -26,7 +27,9 @@ def gloo_group(store: dist.Store, ranks: Sequence[int], rank: int) -> Group:
     index, name = list(ranks).index(rank), "-".join(map(str, ranks))
     if len(ranks) == 1:
         return Group(tuple(ranks), 0, None)
-    return Group(tuple(ranks), index, _gloo(dist.PrefixStore(name, store), index, len(ranks)), log=[])
+    group = Group(tuple(ranks), index, _gloo(dist.PrefixStore(name, store), index, len(ranks)))
+    record(group)
+    return group
 
 
 def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -66,23 +67,13 @@ def run_prefill(args: argparse.Namespace) -> None:
         report.show()
 
 
-def run_ttft(args: argparse.Namespace) -> None:
-    """Measures the time to first token; see :func:`_run_latency`."""
-    _run_latency(args, "ttft")
-
-
-def run_tpot(args: argparse.Namespace) -> None:
-    """Measures the time per output token; see :func:`_run_latency`."""
-    _run_latency(args, "tpot")
-
-
-def _run_latency(args: argparse.Namespace, metric: str) -> None:
+def _run_latency(metric: str, args: argparse.Namespace) -> None:
     """Measures every length and batch size. The JSON has each result as soon as it is measured; after Ctrl-C the tables
     show the results so far.
 
     Args:
-        args: the options of the metric (:mod:`.options`).
         metric: "ttft" or "tpot": which time the table shows; the JSON holds both.
+        args: the options of the metric (:mod:`.options`).
 
     Raises:
         ValueError, OSError: an option or a file is not possible; then nothing has been measured.
@@ -126,6 +117,9 @@ def _run_latency(args: argparse.Namespace, metric: str) -> None:
             _profile(engine, args, fill_cache)
     finally:
         report.show()
+
+
+run_ttft, run_tpot = (partial(_run_latency, metric) for metric in ("ttft", "tpot"))
 
 
 def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance | None:

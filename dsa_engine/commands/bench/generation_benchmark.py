@@ -6,7 +6,7 @@ from dsa_engine.commands.bench.result import Result
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.llm import LLM
-from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
+from dsa_engine.measure.across_ranks import barrier, from_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.requests import check_batch, random_prompt
@@ -98,4 +98,5 @@ def _stages(watched: TimedGeneration, steps: range, per: float = 1.0) -> list[di
     same steps as the watched one."""
     each = [watched.timers[step].seconds() for step in steps]
     seconds = {name: sum(step[name] for step in each) / per for name in each[0]}
-    return stages_of_all_ranks(watched.engine, seconds)
+    ranks = from_all_ranks(watched.engine, [*seconds.values()])
+    return [dict(zip(seconds, row, strict=True)) for row in ranks]

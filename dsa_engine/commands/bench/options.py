@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from dsa_engine.arguments import add_engine_arguments, add_json_argument, lengths
 from dsa_engine.config.speculative import MAX_DRAFTS
@@ -11,7 +12,6 @@ OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
 
 def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``prefill``."""
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
     prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
@@ -25,17 +25,7 @@ def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     add_emulation_arguments(parser)
 
 
-def add_ttft_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``ttft``."""
-    _add_latency_arguments(parser, "ttft")
-
-
-def add_tpot_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``tpot``."""
-    _add_latency_arguments(parser, "tpot")
-
-
-def _add_latency_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
+def _add_latency_arguments(metric: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
     parser.add_argument(
         "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
@@ -65,6 +55,9 @@ def _add_latency_arguments(parser: argparse.ArgumentParser, metric: str) -> None
     )
     add_engine_arguments(parser)
     add_emulation_arguments(parser)
+
+
+add_ttft_arguments, add_tpot_arguments = (partial(_add_latency_arguments, metric) for metric in OUTPUT_LEN)
 
 
 def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.result import Result
 from dsa_engine.llm import LLM
-from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
-from dsa_engine.measure.emulation.arguments import heading, title, to_json
+from dsa_engine.measure.across_ranks import from_all_ranks
+from dsa_engine.measure.emulation.arguments import HEADING, TITLE, described, to_json
 from dsa_engine.measure.plots import load_pyplot, save
 from dsa_engine.measure.report import caption, format_table, run_report, write_so_far
 from dsa_engine.measure.stage_timer import mean_stages
@@ -34,7 +34,7 @@ class Report:
         self._fractions = PeakFractions(engine)
         load = from_all_ranks(engine, [engine.load_seconds, float(engine.bytes_read)])
         self._about = {
-            **run_report(llm, reported(args), num_processes(engine)),
+            **run_report(llm, reported(args), engine.mesh.processes.size),
             **to_json(engine),
             "load_seconds": [rank[0] for rank in load],
             "weight_bytes_read": [int(rank[1]) for rank in load],
@@ -54,13 +54,13 @@ class Report:
 
     def plot(self, path: str) -> None:
         """Draws the prefills so far into a PNG."""
-        plot_prefill(self._results, path, caption(self._about, title(self._engine)))
+        plot_prefill(self._results, path, caption(self._about, described(self._engine, TITLE)))
 
     def show(self) -> None:
         """Prints the tables on rank 0; nothing without a result."""
         if not self._engine.mesh.is_leader or not self._results:
             return
-        if above := heading(self._engine):
+        if above := described(self._engine, HEADING):
             print(above + "\n")
         unit = "input tokens/s" if self._metric == "ttft" else "output tokens/s"
         times = [f"{which} {self._metric.upper()} ms" for which in ("median", "p90", "p99")]

@@ -72,12 +72,14 @@ class Cases:
         hits, around = [ids[:one] for one in at], {one + step for one in at for step in (-1, 0, 1)} - {at[-1] + 1}
         off = "" if engine.options.enable_prefix_caching else "enable_prefix_caching is off"
         drafts = "" if engine.runner.num_drafts else "no speculative_config"
+        no_host = "" if engine.scheduler.ledger.slots else "no host_cache_memory"
+        no_disk = "" if engine.cache_turns.stores else "no cache_folder"
         cases: list[tuple[str, str, Callable[[], list[Request]]]] = [
             ("prefill", "", lambda: run(engine, [ids], 2, reads=False)),
             ("decode", "", lambda: run(engine, [ids[: at[0] + step] for step in (-1, 0, 1)], 2, reads=False)),
             ("prefix hit, device", off, lambda: run(engine, [ids[:end] for end in sorted(around)], 2)),
-            ("prefix hit, host", self._no_host, lambda: run(engine, hits, 2)),
-            ("prefix hit, disk", self._no_disk, lambda: run(engine, hits, 2)),
+            ("prefix hit, host", no_host, lambda: run(engine, hits, 2)),
+            ("prefix hit, disk", no_disk, lambda: run(engine, hits, 2)),
             ("preempted", "", lambda: run(engine, [ids[: end - 2] for end in at], 4, preempt=True)),
             ("drafts", drafts, lambda: run(engine, [ids[: end - 3] for end in at], 5)),
         ]
@@ -92,14 +94,6 @@ class Cases:
             if reason:
                 self.skipped[name] = reason
             tick()
-
-    @property
-    def _no_host(self) -> str:
-        return "" if self._engine.scheduler.ledger.slots else "no host_cache_memory"
-
-    @property
-    def _no_disk(self) -> str:
-        return "no cache_folder" if self._engine.cache_turns.stores is None else ""
 
     def _prepare(self, name: str) -> None:
         """Lets the pages of the prefill be in host memory only, or on the disk only."""

@@ -101,7 +101,7 @@ def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
     """The finding of the first rank that failed, with the names of all that failed, else that of rank 0."""
     if mesh.world_size == 1:
         return mine
-    every = _gather(mesh, (socket.gethostname(), mine))
+    every = mesh.host.all_gather_object((socket.gethostname(), mine))
     failed = [rank for rank, (_, finding) in enumerate(every) if finding.ok is False]
     first: Finding = every[failed[0] if failed else 0][1]
     if not failed or all(finding == first for _, finding in every):
@@ -235,7 +235,7 @@ def check_nodes(mesh: Mesh, model: str | None) -> str:
     if model is not None:
         folder = resolve_model(model)
         mine[f"the files of {model}"] = fingerprint(folder) if folder.is_dir() else f"no folder {folder}"
-    if different := differences(_gather(mesh, (socket.gethostname(), mine))):
+    if different := differences(mesh.host.all_gather_object((socket.gethostname(), mine))):
         raise Unwell("; ".join(different), "make the environments and model files of all nodes the same")
     return f"all ranks have the same {', '.join(mine)}"
 
@@ -264,12 +264,6 @@ def _driver() -> str:
     except OSError:
         version = None
     return version[0] if version else "not known"
-
-
-def _gather(mesh: Mesh, mine: Any) -> list[Any]:
-    by_rank: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(by_rank, mine)
-    return by_rank
 
 
 def _wait(mesh: Mesh) -> None:

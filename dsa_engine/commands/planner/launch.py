@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from typing import TYPE_CHECKING
 
 from dsa_engine.commands.bench.options import OUTPUT_LEN
@@ -35,6 +36,7 @@ def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy:
         target = f"{model.rstrip('/').rpartition('/')[2]}-{weights}"
         words["convert"] = ["dsa-engine", "convert", model, target, "--quantize", weights]
         model = target
+    drafting = {"method": "mtp", "num_speculative_tokens": decode.how.drafts}
     options = {
         "load-format": "dummy" if dummy else None,
         "hf-overrides": None if json.loads(hf_overrides) == {} else hf_overrides,
@@ -47,7 +49,7 @@ def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy:
         "tp-size": decode.how.tp_size,
         "moe-dispatch": prefill.dispatch,
         "decode-dispatch": decode.dispatch,
-        "speculative-config": _drafting(decode.how.drafts),
+        "speculative-config": json.dumps(drafting) if decode.how.drafts else None,
     }
     given = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
     given.append("--enable-dbo" if max(prefill.micro_batches, decode.micro_batches) > 1 else "--no-enable-dbo")
@@ -79,19 +81,9 @@ def torchrun(ranks: int, node_size: int) -> list[str]:
 
 def shell_lines(command: list[str]) -> str:
     """A command as a shell reads it, in lines of up to 120 characters; an option stays beside its value."""
-    text, parts = [""], list[str]()
-    for previous, word in zip(["", *command], command):
-        if previous.startswith("-") and not word.startswith("-"):
-            parts[-1] += f" {shlex.quote(word)}"
-        else:
-            parts.append(shlex.quote(word))
-    for part in parts:
-        if len(text[-1]) + len(part) > 117:
-            text[-1] += "\\"
-            text.append("    ")
-        text[-1] += f"{part} "
-    return "\n".join(line.rstrip() for line in text)
-
-
-def _drafting(drafts: int) -> str | None:
-    return json.dumps({"method": "mtp", "num_speculative_tokens": drafts}) if drafts else None
+    text, unbroken = shlex.quote(command[0]), "\xa0"  # a space at which textwrap begins no line
+    for before, word in zip(command, command[1:], strict=False):
+        text += unbroken if before.startswith("-") and not word.startswith("-") else " "
+        text += shlex.quote(word).replace(" ", unbroken)
+    lines = textwrap.wrap(text, 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines).replace(unbroken, " ")

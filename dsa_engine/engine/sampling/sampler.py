@@ -61,7 +61,7 @@ class Sampler:
             return StepResult(samples, none, to_host(none))
         unmodified = logits.clone() if samples.max_logprobs >= 0 else logits
         wanted = plan.own.wanted
-        total = logits.sum(dim=-1)  # finite if all logits of a row are; taken before some become -inf
+        broken = not_finite(logits)  # before some become -inf
         self._processors.apply(logits, wanted, sampled)
         if self._grammars is not None:
             numbers, read = range(len(wanted)), None if before is None else before.codes
@@ -70,7 +70,7 @@ class Sampler:
         tokens = self._choose(wanted, logits)
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)
-        tokens.masked_fill_(total - total != 0, NOT_FINITE)  # NaN unless finite; isfinite() is 4 launches
+        tokens.masked_fill_(broken, NOT_FINITE)
         padding = samples.max_rows - len(tokens)
         of_all_ranks = self._mesh.world.all_gather(F.pad(tokens, (0, padding)) if padding else tokens)
         logprobs = None
@@ -90,6 +90,12 @@ class Sampler:
             keys = [request.draw_key for request in requests]
             tokens[rows] = sample(logits[rows], [r.params for r in requests], keys, positions)
         return tokens.masked_fill_(highest == float("-inf"), NOTHING_LEFT)
+
+
+def not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Whether a row has infinite logits or NaN, bool ``[n]``, in fewer launches than ``isfinite()``."""
+    total = logits.sum(dim=-1)  # finite if all of a row are
+    return total - total != 0
 
 
 def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,7 +53,7 @@ from dsa_engine.engine.requests.samples import (
 )
 from dsa_engine.engine.sampling.grammar import masked
 from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, penalised, penalties_of, with_unread
-from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of
+from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of, not_finite
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, count_equal
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -248,7 +248,7 @@ class Drafter:
         rows = StepRows.of(first, length, limit, ids, buffers.rows, buffers.tables)
         hidden = model(rows.batch, self._cache)
         logits = model.logits(hidden, rows.batch.rows)
-        total = logits.sum(dim=-1)
+        broken = not_finite(logits).view_as(ids)
         if key.penalises:
             penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
             logits = penalised(logits, with_unread(buffers.counts, before, follows, ids), penalties)
@@ -261,7 +261,7 @@ class Drafter:
             tokens = drawn.where(inputs.drawn[:, None] > 0, tokens)
         if key.has_grammar:
             tokens.masked_fill_(logits.amax(dim=-1).view_as(ids) == float("-inf"), NOTHING_LEFT)
-        tokens.masked_fill_((total - total != 0).view_as(ids), NOT_FINITE)  # as in Sampler
+        tokens.masked_fill_(broken, NOT_FINITE)
         accepted = key.rule(tokens, ids[:, 1:], draws.keys, first).minimum(rows.offered)
         drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
         outcome = Columns(first + accepted + 1, rows.offered, accepted, tokens, drafts)

@@ -29,21 +29,16 @@ def measured_llm(args: argparse.Namespace) -> LLM:
     return llm_from(args, parallel=parallel, enable_prefix_caching=False)
 
 
-def heading(engine: Engine) -> str:
-    """The line above every table of an emulated run; "" for other runs."""
-    if not isinstance(engine.mesh, EmulatedMesh):
-        return ""
-    return (
-        f"EMULATED: rank {engine.mesh.rank} of {engine.mesh.world_size}, in one process, even expert loads; tokens "
-        "mean nothing.\nMessages of other ranks are copies on this device: no link is in these times (dsa-engine plan "
-        "models links)."
-    )
+HEADING = (
+    "EMULATED: rank {rank} of {world_size}, in one process, even expert loads; tokens mean nothing.\n"
+    "Messages of other ranks are copies on this device: no link is in these times (dsa-engine plan models links)."
+)  # the line above every table of an emulated run
+TITLE = "emulated: rank {rank} of {world_size}, without links"  # the part of a plot's title
 
 
-def title(engine: Engine) -> str:
-    """The part of a plot's title that describes the emulated run; "" for other runs."""
-    mesh = engine.mesh
-    return f"emulated: rank {mesh.rank} of {mesh.world_size}, without links" if isinstance(mesh, EmulatedMesh) else ""
+def described(engine: Engine, text: str) -> str:
+    """:data:`HEADING` or :data:`TITLE` of an emulated run; "" for other runs."""
+    return text.format(**emulated["emulated"]) if (emulated := to_json(engine)) else ""
 
 
 def to_json(engine: Engine) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class CompletionForm(Form):
             more["prompt_logprobs"] = given["logprobs"]
         prompts = _prompts_of(asked.prompt)
         self.params = asked.sampling(llm.default_sampling, len(prompts), **more)
-        self.prompts = [self._salted(prompt) for prompt in self._encoded(llm, prompts)]
+        salt = {} if asked.cache_salt is None else {"cache_salt": asked.cache_salt}
+        self.prompts = [prompt | salt for prompt in self._encoded(llm, prompts)]
         self._texts = [prompt.get("prompt") for prompt in self.prompts]
         if asked.echo:
             self._texts = [
@@ -70,9 +71,6 @@ class CompletionForm(Form):
             return {"prompt_token_ids": ids} | ({} if cuts else {"prompt": prompt})
 
         return [encoded(prompt) for prompt in prompts]
-
-    def _salted(self, prompt: dict[str, Any]) -> dict[str, Any]:
-        return prompt if self._asked.cache_salt is None else prompt | {"cache_salt": self._asked.cache_salt}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = [

@@ -28,7 +28,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.convert.schemes import target_scheme
 from dsa_engine.engine.startup.estimates import activation_bytes
-from dsa_engine.measure.weight_memory import rank_weight_bytes
+from dsa_engine.measure.weight_memory import rank_model, weight_bytes
 from dsa_engine.model.kv_cache import KVCache
 
 H200 = DEVICES["H200"]
@@ -47,7 +47,7 @@ def test_weights_are_those_that_info_counts(
     weights: str, ranks: int, tp_size: int, drafts: int, config: ModelConfig
 ) -> None:
     placed = Placed(config, H200, Deployment(ranks, tp_size=tp_size, weights=weights, drafts=drafts))
-    counted = rank_weight_bytes(config, stored(weights, config), torch.bfloat16, ranks, tp_size, drafts)
+    counted = weight_bytes(rank_model(config, stored(weights, config), torch.bfloat16, ranks, tp_size, drafts))
     assert placed.weight_bytes == counted
 
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 
+from collectives import record
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel import Mesh
@@ -68,8 +69,7 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
         common |= {"load_format": "dummy", "hf_overrides": fewer, "quantization": quantization}
         llm = LLM("demo-random", parallel=parallel, **common)
     mesh, counted = llm.engine.mesh, []
-    for group in (mesh.ep, *([mesh.node_groups.rail] if mesh.node_groups else [])):
-        group.log = []
+    log = record(mesh.node_groups.rail if mesh.node_groups else mesh.ep)
     for layer in llm.engine.model.layers:
         if layer.moe is not None:
             bias = layer.moe.bias  # it chooses experts and does not weigh them
@@ -77,8 +77,6 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
                 bias += (torch.arange(len(bias)) * 5 % len(bias) / len(bias)) ** 3
             counted.append(Counted(layer.moe))
     outs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-    log = (mesh.node_groups.rail if mesh.node_groups else mesh.ep).log
-    assert log is not None
     tokens_and_sums = [one for one in log if one.kind == "all_to_all" and one.asynchronous]
     return llm, {
         "tokens": [out.token_ids for out in outs],

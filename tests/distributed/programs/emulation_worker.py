@@ -19,12 +19,12 @@ from unittest.mock import patch
 
 import torch
 
+from collectives import record
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.kernels.moe.expert_order import local_topk_ids
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.group import Collective
 
 
 def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str, Any]:
@@ -70,10 +70,8 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
         result["expert_pairs"].append((len(tokens), pairs.tolist()))
         return multiply(tokens, topk_ids, *rest, **more)
 
-    log: list[Collective] = []
     before = [group.bytes_sent for group in mesh.groups]
-    for group in mesh.groups:
-        group.log = log
+    log = record(*mesh.groups)
     unquantized.expert_mlp = counted
     mesh.together(lambda: None, 60.0)  # rank 0 waits for no other rank in a call
     try:

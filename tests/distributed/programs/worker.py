@@ -31,6 +31,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from collectives import record
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.jobs import prefill
@@ -44,7 +45,6 @@ from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.measure.across_ranks import barrier
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.group import Collective
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -60,8 +60,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     ledger.max_fetched = case.get("max_fetched", ledger.max_fetched)
     fetched: list[int] = []
     engine.after_launch = (*engine.after_launch, lambda chunks: fetched.extend(len(chunk.fetches) for chunk in chunks))
-    log: list[Collective] = []
-    engine.mesh.cp.log = log
+    log = record(engine.mesh.cp)
     if case.get("padded"):
         engine.runner.graphs = DecodeGraphs(
             engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)

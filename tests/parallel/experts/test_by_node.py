@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives import Collective, record
 from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.by_node import NodeGroups
@@ -17,7 +18,7 @@ from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
 from dsa_engine.parallel.experts.rails import peers_of, rails_of
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
-from dsa_engine.parallel.group import Collective, Group
+from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream
 from dsa_engine.quantization.block_fp8 import BlockFP8Experts
 from gloo_ranks import gloo_group, on_ranks
@@ -73,7 +74,7 @@ class Case:
             (rail,) = [rail for rail in rails_of(nodes) if me in rail]
             beside = SideStream(CPU), SideStream(CPU)
             groups = NodeGroups(gloo_group(node_store, inside, me), gloo_group(rail_store, rail, me), nodes, *beside)
-            world.log = groups.node.log = groups.rail.log = log = list[Collective]()
+            log = record(world, groups.node, groups.rail)
             return work(ExpertParallel(world, self.placement(), groups), log)
 
         return on_ranks(self.size, one)

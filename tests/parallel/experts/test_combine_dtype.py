@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from collectives import record
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.parallel.experts.traffic import quantized_bytes
-from dsa_engine.parallel.group import Collective
 
 
 def test_sums_that_are_added_on_their_way_are_refused() -> None:
@@ -32,7 +32,7 @@ def test_bytes_of_an_engine(dtype: Any, tiny_llm: Callable[..., LLM]) -> None:
     """In prefill sums of float32 or codes come back; in decode a reduce-scatter adds float32."""
     llm = tiny_llm(128, parallel=EmulatedConfig(emulate_world=2, moe_combine_dtype=dtype), max_num_batched_tokens=64)
     group, hidden = llm.engine.mesh.ep, llm.engine.config.hidden_size
-    group.log = log = list[Collective]()
+    log = record(group)
     llm.generate([list(range(5, 45))], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     back = [one for one in log if one.kind == "all_to_all" and one.asynchronous][1::2]
     row = quantized_bytes(hidden) if dtype == "fp8" else 4 * hidden

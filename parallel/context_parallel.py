@@ -7,22 +7,18 @@ slots, so that the order of the ranks' tokens costs no reordering pass.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
-
-CpLayout = Literal["head_tail", "contiguous"]
 
 
 def pieces_of(
-    start: torch.Tensor, length: torch.Tensor, index: torch.Tensor, ranks: torch.Tensor, layout: CpLayout = "head_tail"
+    start: torch.Tensor, length: torch.Tensor, index: torch.Tensor, ranks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pieces of the tokens ``start … start+length-1`` of sequences, each divided over its number of ``ranks``.
 
-    "head_tail" gives rank r the pieces r and ``2 · ranks - 1 - r`` of ``2 · ranks``: a cheap piece near the head and an
-    expensive piece near the tail, so that causal work is the same on every rank up to one token. Ranks differ by at
-    most one token, and an odd token goes to the head piece, where it costs least. "contiguous" gives rank r the r-th of
-    ``ranks`` pieces. Any length works, even one below the number of pieces.
+    Rank r gets the pieces r and ``2 · ranks - 1 - r`` of ``2 · ranks``: a cheap piece near the head and an expensive
+    piece near the tail, so that causal work is the same on every rank up to one token. Ranks differ by at most one
+    token, and an odd token goes to the head piece, where it costs least. Any length works, even one below the number
+    of pieces.
 
     Args:
         start, length, index, ranks: int64 ``[n]`` each; ``index`` is the rank whose pieces are asked for.
@@ -31,22 +27,10 @@ def pieces_of(
         starts and lengths of the two pieces, in order of position, int64 ``[n, 2]`` each. Of adjacent pieces the first
         has all tokens and the second is empty.
     """
-
-    def tail(count: torch.Tensor) -> torch.Tensor:
-        return count // 2 if layout == "head_tail" else torch.zeros_like(count)
-
     least, more = length // ranks, length % ranks
     with_one_more = torch.minimum(index, more)  # ranks before this one that have a token more than the last ones
     count, before = least + (index < more), index * least + with_one_more
-    tails, tails_before = tail(count), index * tail(least) + with_one_more * (tail(least + 1) - tail(least))
+    tails, tails_before = count // 2, index * (least // 2) + with_one_more * ((least + 1) // 2 - least // 2)
     head_start, tail_start = start + before - tails_before, start + length - tails_before - tails
     tails = tails.where(head_start + count - tails != tail_start, 0)
     return torch.stack((head_start, tail_start), dim=1), torch.stack((count - tails, tails), dim=1)
-
-
-def split_sequence(start: int, length: int, ranks: int, layout: CpLayout = "head_tail") -> list[list[tuple[int, int]]]:
-    """The pieces ``(start, length)`` of every rank, as :func:`pieces_of` divides a sequence; empty ones are omitted."""
-    one_each, index = torch.ones(ranks, dtype=torch.int64), torch.arange(ranks)
-    starts, lengths = pieces_of(start * one_each, length * one_each, index, ranks * one_each, layout)
-    of_ranks = (zip(*pair, strict=True) for pair in zip(starts.tolist(), lengths.tolist(), strict=True))
-    return [[piece for piece in pieces if piece[1]] for pieces in of_ranks]

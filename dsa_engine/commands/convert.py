@@ -52,7 +52,7 @@ def run_convert(args: argparse.Namespace) -> None:
     _check(args)
     check_outputs(args.json)
     with ends_when_terminated():
-        written = _quantized(args) if args.quantize else _plain(args)
+        written = _written(args)
     if args.json:
         write_json(args.json, written.to_json())
     print(
@@ -71,43 +71,25 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--calibration is of use where activations are quantised: int8, or int4-experts with W4A8")
 
 
-def _plain(args: argparse.Namespace) -> WrittenCheckpoint:
+def _written(args: argparse.Namespace) -> WrittenCheckpoint:
     from dsa_engine.config.model import DTYPES
-    from dsa_engine.convert import dequantize_checkpoint
+    from dsa_engine.convert import dequantize_checkpoint, quantize_checkpoint
     from dsa_engine.model_folder import resolve_model
 
-    return dequantize_checkpoint(
-        resolve_model(args.source),
-        args.target,
-        dtype=DTYPES[args.dtype or "bfloat16"],
-        max_shard_size=args.max_shard_size,
-        progress=True,
-    )
+    source, how = resolve_model(args.source), {"max_shard_size": args.max_shard_size, "progress": True}
+    if not args.quantize:
+        return dequantize_checkpoint(source, args.target, dtype=DTYPES[args.dtype or "bfloat16"], **how)
+    statistics = _statistics(args, source) if args.calibration else None
+    how |= {"int8_activations": args.int8_activations, "statistics": statistics}
+    return quantize_checkpoint(source, args.target, args.quantize, **how)
 
 
-def _quantized(args: argparse.Namespace) -> WrittenCheckpoint:
-    from dsa_engine.convert import quantize_checkpoint
-    from dsa_engine.model_folder import resolve_model
-
-    return quantize_checkpoint(
-        resolve_model(args.source),
-        args.target,
-        args.quantize,
-        int8_activations=args.int8_activations,
-        statistics=_statistics(args) if args.calibration else None,
-        max_shard_size=args.max_shard_size,
-        progress=True,
-    )
-
-
-def _statistics(args: argparse.Namespace) -> dict[str, torch.Tensor]:
+def _statistics(args: argparse.Namespace, source: Path) -> dict[str, torch.Tensor]:
     from dsa_engine.config.model import ModelConfig
     from dsa_engine.convert.calibration import calibrate
     from dsa_engine.llm import LLM
-    from dsa_engine.model_folder import resolve_model
 
     text = read_text(args.calibration)
-    source = resolve_model(args.source)
     stored = ModelConfig.from_pretrained(source).quantization
     llm = LLM(source, quantization="dequantize" if stored else None, max_num_seqs=1, enforce_eager=True)
     return calibrate(llm, text, args.calibration_tokens)

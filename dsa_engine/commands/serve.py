@@ -52,20 +52,15 @@ def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socke
 
     llm = llm_from(args)
     if bound is None:
-        _ignore_signals()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):  # the launcher sends them here too; rank 0 says when to end
+                signal.signal(number, signal.SIG_IGN)
         llm.follow()
         return
     with llm, nullcontext() if options.disable_log_stats else StatsLog(llm.engine):
         status = serve(llm, options, bound).wait()
     if status:
         sys.exit(1)
-
-
-def _ignore_signals() -> None:
-    """For ranks that follow: the launcher sends them the signal too, and rank 0 tells them when to end."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
 
 
 def _checked(args: argparse.Namespace, options: ServerOptions) -> socket.socket:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from dsa_engine.system.sizes import peak_resident_bytes, reset_peak_resident
@@ -15,14 +13,6 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         reset_peak_resident()
-
-
-def give_back_free_memory() -> None:
-    """Makes the C library return unused memory to the system. On a CPU the memory that a call adds to the resident set
-    then does not depend on earlier calls. Without effect if the library is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def peak_bytes(device: torch.device) -> int:

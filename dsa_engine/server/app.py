@@ -83,16 +83,13 @@ class Server:
         return card | {"root": self.llm.facts.model, "max_model_len": self.llm.facts.max_model_len}
 
     def chat(self, asked: ChatRequest) -> ChatForm:
-        """What a request to /v1/chat/completions asks for."""
         return ChatForm(self.llm, self._form(), asked, self.model(asked.model), self._template(asked))
 
     def response(self, asked: ResponsesRequest) -> ResponsesForm:
-        """What a request to /v1/responses asks for."""
         template = self._template(Conversation.model_validate(asked.model_extra))
         return ResponsesForm(self.llm, self._form(), asked, self.model(asked.model), template)
 
     def completion(self, asked: CompletionRequest) -> CompletionForm:
-        """What a request to /v1/completions asks for."""
         return CompletionForm(self.llm, asked, self.model(asked.model))
 
     def _form(self) -> ConversationFormat:

@@ -10,6 +10,7 @@ outputs are compared with those of a single process before anything is timed. St
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from context_parallel.forms import Contiguous, HeadTail, Ulysses
 from context_parallel.layer import SIZES, Division, Layer
 from context_parallel.ring import Ring
 from dsa_engine.arguments import add_json_argument, argument_parser, lengths, reported, run
-from dsa_engine.measure.device import give_back_free_memory, peak_bytes, reset_peak
+from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.system.output_files import check_outputs
@@ -33,6 +34,14 @@ FORMS = {"head-tail": HeadTail, "contiguous": Contiguous, "ulysses": Ulysses, "r
 # Relative errors: of all rows together, and of the median row. Rounding sometimes changes the last selected token at a
 # near tie, which changes single rows by a hundredth.
 MAX_ERRORS = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (5e-2, 5e-2)}
+
+
+def give_back_free_memory() -> None:
+    """Makes the C library return unused memory to the system. On a CPU the memory that a call adds to the resident set
+    then does not depend on earlier calls. Without effect if the library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class SentBytes(TorchDispatchMode):

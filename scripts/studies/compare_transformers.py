@@ -69,7 +69,9 @@ def main() -> None:
             results.append(compare_decode(llm, theirs, context, batch, args.output_len, args.repeat, bar))
     about = environment(torch.device("cpu"), torch.float32, 1)
     if args.json:
-        write_json(args.json, {**about, **fractions.to_json(), "model": args.model, "results": results})
+        write_json(
+            args.json, {**about, "ceilings": fractions.ceilings.to_json(), "model": args.model, "results": results}
+        )
     header = ("", "dsa_engine", "transformers", "ratio", "dsa_engine memory", "transformers memory", "difference")
     print(format_table(header, [row(r) for r in results]))
     print_peak_fractions([r["name"] for r in results], results, fractions.ceilings)

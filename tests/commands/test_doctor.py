@@ -85,15 +85,15 @@ def test_on_a_fake_device() -> None:
         check_device(create_mesh(FakeConfig(device=device), "cuda"))
 
 
-def test_the_odd_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_odd_node_is_named(tmp_path: Path) -> None:
     facts = [("a", {"torch": "2.11"}), ("a", {"torch": "2.11"}), ("b", {"torch": "2.11"}), ("c", {"torch": "2.12"})]
     assert differences(facts) == ["torch: 2.12 on c, 2.11 elsewhere"] and differences(facts[:3]) == []
-    mesh: Any = SimpleNamespace(device=torch.device("cpu"))
-    monkeypatch.setattr(doctor, "_gather", lambda mesh, mine: [mine, mine])
+    host = SimpleNamespace(all_gather_object=lambda mine: [mine, mine])
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), host=host)
     (tmp_path / "config.json").write_text("{}")
     assert f"the files of {tmp_path}" in check_nodes(mesh, str(tmp_path))
     name = f"the files of {tmp_path}"
-    monkeypatch.setattr(doctor, "_gather", lambda mesh, mine: [mine, mine, ("odd", {**mine[1], name: "other"})])
+    host.all_gather_object = lambda mine: [mine, mine, ("odd", {**mine[1], name: "other"})]
     with pytest.raises(Unwell, match=f"^{name}: other on odd, .* elsewhere$"):
         check_nodes(mesh, str(tmp_path))
 

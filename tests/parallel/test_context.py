@@ -9,12 +9,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from context_parallel.layer import CpLayout, split_sequence
 from dsa_engine import SamplingParams
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.parallel.context_parallel import CpLayout, split_sequence
 from dsa_engine.parallel.group import Group
 
 LAYOUTS: list[CpLayout] = ["head_tail", "contiguous"]

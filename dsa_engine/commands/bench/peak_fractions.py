@@ -83,9 +83,6 @@ class PeakFractions:
         """Measures the peak once more, in turn with the runs."""
         self.ceilings = self.ceilings.raised(self._engine.mesh.device)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"ceilings": self.ceilings.to_json()}
-
 
 def total(stages: Stages) -> Work:
     return sum(stages.values(), Work())

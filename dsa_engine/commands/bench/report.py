@@ -47,10 +47,10 @@ class Report:
         scaled = self._depth.to_json(result) if self._depth else {}
         self._results.append(result)
         self._listed.append(result.to_json() | self._fractions.of(result) | scaled)
-        graphs = {"cuda_graph_memory_bytes": self._engine.graphs.memory_bytes if self._engine.graphs else 0}
         if self._engine.mesh.is_leader:
-            facts = {**self._about, **graphs, **self._fractions.to_json()}
-            write_so_far(self._path, facts, self._listed, complete=last)
+            facts: dict[str, Any] = {"ceilings": self._fractions.ceilings.to_json()}
+            facts["cuda_graph_memory_bytes"] = self._engine.graphs.memory_bytes if self._engine.graphs else 0
+            write_so_far(self._path, self._about | facts, self._listed, complete=last)
 
     def plot(self, path: str) -> None:
         """Draws the prefills so far into a PNG."""

@@ -63,13 +63,8 @@ class Result:
         return result | {"peak_memory_bytes": self.peak_memory_bytes, "stage_ms": stage_ms}
 
     def _speculation_json(self, counts: SpeculationMetrics) -> dict[str, Any]:
-        result = {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "num_drafts": counts.num_drafts,
-            "num_draft_tokens": counts.num_draft_tokens,
-            "num_accepted_tokens": counts.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": list(counts.num_accepted_tokens_per_pos),
-            "acceptance_rates": counts.acceptance_rates,
-            "mean_acceptance_length": counts.mean_acceptance_length,
-        }
+        names = ["num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"]
+        names += ["acceptance_rates", "mean_acceptance_length"]
+        result = {"num_speculative_tokens": self.num_speculative_tokens}
+        result |= {name: getattr(counts, name) for name in names}
         return result | ({"assumed_acceptance": list(self.assumed_acceptance.rates)} if self.assumed_acceptance else {})

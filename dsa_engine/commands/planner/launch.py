@@ -85,5 +85,5 @@ def shell_lines(command: list[str]) -> str:
     for before, word in zip(command, command[1:], strict=False):
         text += unbroken if before.startswith("-") and not word.startswith("-") else " "
         text += shlex.quote(word).replace(" ", unbroken)
-    lines = textwrap.wrap(text, 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(text, 117, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return " \\\n".join(lines).replace(unbroken, " ")

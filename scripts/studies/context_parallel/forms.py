@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from context_parallel.layer import Division, Layer, Size, Tokens
-from dsa_engine.parallel.context_parallel import CpLayout
+from context_parallel.layer import CpLayout, Division, Layer, Size, Tokens
 from dsa_engine.parallel.group import Group
 
 

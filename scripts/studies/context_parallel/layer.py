@@ -9,7 +9,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,10 +21,11 @@ from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import references
-from dsa_engine.parallel.context_parallel import CpLayout, split_sequence
+from dsa_engine.parallel.context_parallel import pieces_of
 
 PAGE_SIZE = 64
 WORKSPACE = 256 << 20  # bytes of scores at a time
+CpLayout = Literal["head_tail", "contiguous"]
 
 
 class Size(NamedTuple):
@@ -47,9 +49,22 @@ class Size(NamedTuple):
 SIZES = {"v3.2": Size(128, 512, 128, 64, 128, 64, 128, 2048), "small": Size(16, 128, 32, 16, 32, 16, 32, 256)}
 
 
+def split_sequence(start: int, length: int, ranks: int, layout: CpLayout = "head_tail") -> list[list[tuple[int, int]]]:
+    """The pieces ``(start, length)`` of every rank: as the engine divides a sequence, or one after the other; empty
+    ones are omitted."""
+    if layout == "contiguous":
+        counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
+        ends = [start + end for end in accumulate(counts)]
+        return [[(end - n, n)] * (n > 0) for n, end in zip(counts, ends, strict=True)]
+    one_each, index = torch.ones(ranks, dtype=torch.int64), torch.arange(ranks)
+    starts, lengths = pieces_of(start * one_each, length * one_each, index, ranks * one_each)
+    of_ranks = (zip(*pair, strict=True) for pair in zip(starts.tolist(), lengths.tolist(), strict=True))
+    return [[piece for piece in pieces if piece[1]] for pieces in of_ranks]
+
+
 @dataclass(frozen=True)
 class Division:
-    """``length`` tokens over ``ranks``, in a layout of :func:`~dsa_engine.parallel.context_parallel.split_sequence`."""
+    """``length`` tokens over ``ranks``, in a layout of :func:`split_sequence`."""
 
     length: int
     ranks: int

@@ -14,9 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import config_for, runs_triton
-from dsa_engine.kernels.runtime.operation import operation
+from dsa_engine.kernels.runtime.launch import config_for
 
 LARGEST = 128  # a program holds all signs of the transform, in float32 too
 
@@ -25,7 +23,6 @@ LARGEST = 128  # a program holds all signs of the transform, in float32 too
 # each product being ±x, and moves no value between threads, as butterflies would.
 ROWS = {80: 32, 90: 64, 120: 32}
 _ROWS_FLOAT32 = 32
-_WARPS = 4
 
 # Three tf32 products keep a float32's bits, since signs are exact in tf32; other types do not heed it. True float32
 # products would not fit into the registers.
@@ -33,6 +30,7 @@ PRECISION = tl.constexpr("tf32x3")
 
 
 def hadamard_reference(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Transforms ``x [..., n]``, summed in float32; the result has the dtype of ``x``."""
     size = x.shape[-1]
     full = x.float()
     step = 1
@@ -77,22 +75,6 @@ def hadamard_of_parts(
     return summed * (DIM**-0.5)
 
 
-@triton.jit(do_not_specialize=["count"])
-def hadamard_kernel(
-    x, out, count, x_stride, scale,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    summed = tl.zeros((ROWS, PADDED), tl.float32)
-    for first in tl.static_range(0, PADDED, STEP):
-        column = first + tl.arange(0, STEP)[None, :]
-        values = tl.load(x + row * x_stride + column, mask=(row < count) & (column < SIZE), other=0.0)
-        summed = tl.dot(values, sign_rows(first, 1, STEP, PADDED, values.dtype), summed, input_precision=PRECISION)
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (row < count) & (column < SIZE)
-    tl.store(out + row * SIZE + column, (summed * scale).to(out.dtype.element_ty), mask=inside)
-
-
 def rows_for(x: torch.Tensor) -> int:
     """Rows of a tile of a product with the signs, for rows of the dtype and device of ``x``."""
     return config_for(ROWS, x) if x.element_size() == 2 else _ROWS_FLOAT32
@@ -102,26 +84,3 @@ def check_size(size: int) -> None:
     """Raises ``ValueError`` unless vectors of this size can be transformed."""
     if not 1 <= size <= LARGEST or size & (size - 1):
         raise ValueError(f"the Hadamard transform needs a power of two, at most {LARGEST}, not {size}")
-
-
-@operation()
-def hadamard(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Transforms ``x [..., n]``, summed in float32; the result has the dtype of ``x``.
-
-    Raises:
-        ValueError: n is not a power of two, or over 128.
-    """
-    size = x.shape[-1]
-    check_size(size)
-    if not runs_triton(x):
-        return hadamard_reference(x, scale)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, size)
-    if rows.numel():
-        padded, at_once = max(16, size), rows_for(x)
-        hadamard_kernel[(cdiv(rows.shape[0], at_once),)](
-            rows, out, rows.shape[0], rows.stride(0), scale,
-            SIZE=size, PADDED=padded, STEP=min(64, padded), ROWS=at_once,
-            num_warps=_WARPS,
-        )  # fmt: skip
-    return out

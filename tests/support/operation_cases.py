@@ -163,7 +163,6 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "gather_latent": lambda m: (
         (m.paged(LatentFormat(128, 16, FP8))[0], m.order(T), LatentFormat(128, 16, FP8), BF16), {},
     ),
-    "hadamard": lambda m: ((m.normal(T, 32), 32**-0.5), {}),
     "indexer_scores": _scores,
     "lightning_indexer": _indexer,
     "linear": lambda m: ((m.normal(T, HIDDEN), m.normal(64, HIDDEN)), {}),

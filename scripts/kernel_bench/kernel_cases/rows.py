@@ -10,7 +10,6 @@ import torch
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
-from dsa_engine.kernels.formats.hadamard import hadamard
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
 from dsa_engine.kernels.formats.quantize import quantize_rows
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
@@ -114,8 +113,6 @@ def quantise(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         queries = partial(quantize_index_queries, q, weights, cos, sin, interleaved=False, power_of_two=True)
         name, shape = "index queries: RoPE, Hadamard, quantise", f"{tokens} tokens, 64 heads"
         yield KernelCase(name, shape, queries, bytes=q.nbytes + q.numel(), flops=2.0 * q.numel() * INDEX_DIM)
-        name, turned = "Hadamard transform of 128", partial(hadamard, q, INDEX_DIM**-0.5)
-        yield KernelCase(name, shape, turned, bytes=2 * q.nbytes, flops=2.0 * q.numel() * INDEX_DIM)
     wide = make.normal(sizes.tokens, 18_432)
     codes, shape = partial(quantize_rows_int8, wide), f"{len(wide)} x 18432"
     yield KernelCase("quantise rows to INT8", shape, codes, bytes=wide.nbytes + wide.numel())

@@ -1,7 +1,7 @@
 """Host time of a step on one rank of any world, without a model: what the scheduler, the plan, the batch and the
 reading of tokens cost, and the Python functions that they call. Times are the engine's thread's processor times, in ms.
 
-Each row is a fresh process: an emulated rank, with a model that computes nothing (dsa_engine/measure/host.py). "turn"
+Each row is a fresh process: an emulated rank, with a model that computes nothing (host_world.py). "turn"
 is a turn of the loop: the step, messages, and tokens handed over to callers here, as many as a rank has requests.
 
 Examples:
@@ -115,7 +115,7 @@ def decode(
     world: int, requests: int, steps: int, drafts: int, prefix_caching: bool, arrivals: bool, cp_size: int | None
 ) -> dict[str, Any]:
     """A decode step; with ``arrivals``, a step of any kind on average."""
-    from dsa_engine.measure.host import host_world
+    from host_world import host_world
 
     total = WARM_UP + 4 * steps
     options: dict[str, Any] = {"drafts": drafts, "cp_size": cp_size}
@@ -140,7 +140,7 @@ def decode(
 def prefill(world: int, cp_size: int | None, tokens: int) -> dict[str, Any]:
     """Host time before the model's first launch in a step that prefills one prompt: without a prefix cache, with an
     empty one, for which its pages get digests, and with a full one, whose pages are evicted too."""
-    from dsa_engine.measure.host import PAGE_SIZE, host_world
+    from host_world import PAGE_SIZE, host_world
 
     result = {}
     for name in ("before_launch_ms", "with_digests_ms", "with_evictions_ms"):
@@ -157,7 +157,7 @@ def prefill(world: int, cp_size: int | None, tokens: int) -> dict[str, Any]:
 
 def memory(world: int, prompts: int, length: int) -> dict[str, Any]:
     """Resident bytes that waiting prompts take on a rank."""
-    from dsa_engine.measure.host import PAGE_SIZE, host_world
+    from host_world import PAGE_SIZE, host_world
 
     large = {"hf_overrides": {"vocab_size": 129280}, "pages": length // PAGE_SIZE + 2}  # tokens as of a released model
     with host_world(world, 0, 0, **large) as host:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_engine.measure.host import PAGE_SIZE, TOKEN, host_world
+from host_world import PAGE_SIZE, TOKEN, host_world
 
 
 @pytest.mark.parametrize("world, requests, cp_size", [(1, 3, None), (6, 4, None), (8, 3, 4)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsa_engine.measure.host import PAGE_SIZE, host_world
+from host_world import PAGE_SIZE, host_world
 
 
 def calls(world: int, **options: Any) -> float:

@@ -14,8 +14,8 @@ import pytest
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import ReadSamples, StepResult
-from dsa_engine.measure.host import host_world
 from dsa_engine.sampling_params import SamplingParams
+from host_world import host_world
 
 RANKS, WORLD, PAGE, PAGES = (0, 1, 63), 64, 4, 14
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,6 @@ import torch
 from dsa_engine.model.profile_stages import STAGES, set_hook
 from dsa_engine.system.output_files import whole_file
 
-_active: StageTimer | None = None
-
 
 @contextmanager
 def chrome_trace(path: str | Path | None) -> Iterator[None]:
@@ -41,11 +39,6 @@ def _ends(trace: Path) -> bool:
     with trace.open("rb") as file:
         file.seek(max(0, trace.stat().st_size - 16))
         return file.read().rstrip().endswith(b"}")
-
-
-def current_stage() -> str:
-    """The stage that runs now, "other" between stages; "" if no :class:`StageTimer` is running."""
-    return "" if _active is None else _active.stage
 
 
 class DeviceClock:
@@ -89,19 +82,15 @@ class StageTimer:
         return self._stack[-1]
 
     def __enter__(self) -> StageTimer:
-        global _active
         set_hook(self)
-        _active = self
         self._mark()
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _active
         self._stack.append("")  # the time up to the next entry belongs to no stage
         self._mark()
         self._stack.pop()
         set_hook(None)
-        _active = None
 
     def enter(self, name: str) -> None:
         if name not in STAGES:

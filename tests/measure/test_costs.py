@@ -24,9 +24,10 @@ from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, Served, Sha
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.requests import add_filled
-from dsa_engine.measure.stage_timer import StageTimer, current_stage
+from dsa_engine.measure.stage_timer import StageTimer
 from dsa_engine.measure.weight_memory import rank_model, weight_bytes
 from dsa_engine.model.kv_cache import cache_format
+from stages import current_stage
 
 PROJECTIONS = ("MLA prolog", "MLA epilog", "indexer prolog", "dense MLP", "MoE gate", "MoE shared")
 PICKS = ("aten::index", "aten::index_select", "aten::embedding")

@@ -14,8 +14,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import reduce
-from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +94,8 @@ def check_kernels(
 
 def _agree_on_libraries(mesh: Mesh) -> None:
     """Only what every rank has chosen is used: a rank may have found it wrong."""
-    mine = libraries.choices()
-    adapters = libraries.ADAPTERS.values()
-    known = [(f"{one.operation}, {calls}", one.name) for one in adapters for calls in libraries.CLASSES]
-    chosen = sum(1 << bit for bit, (calls, name) in enumerate(known) if mine.get(calls) == name)
-    common = reduce(and_, mesh.all_gather_int(chosen))
-    libraries.use({calls: name for bit, (calls, name) in enumerate(known) if common >> bit & 1})
+    mine, *others = mesh.host.all_gather_object(libraries.choices())
+    libraries.use({calls: name for calls, name in mine.items() if all(one.get(calls) == name for one in others)})
 
 
 def _has_kernels(model: Model) -> bool:

@@ -54,8 +54,8 @@ def split_sequence(start: int, length: int, ranks: int, layout: CpLayout = "head
     ones are omitted."""
     if layout == "contiguous":
         counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
-        ends = [start + end for end in accumulate(counts)]
-        return [[(end - n, n)] * (n > 0) for n, end in zip(counts, ends, strict=True)]
+        stops = [start + stop for stop in accumulate(counts)]
+        return [[(stop - n, n)] * (n > 0) for n, stop in zip(counts, stops, strict=True)]
     one_each, index = torch.ones(ranks, dtype=torch.int64), torch.arange(ranks)
     starts, lengths = pieces_of(start * one_each, length * one_each, index, ranks * one_each)
     of_ranks = (zip(*pair, strict=True) for pair in zip(starts.tolist(), lengths.tolist(), strict=True))

@@ -149,10 +149,16 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def mesh_of_two(all_gather_int: Callable[[int], list[int]], without: str = "") -> Any:
+    """Another rank has chosen the same libraries, but one."""
+    host = SimpleNamespace(all_gather_object=lambda mine: [mine, {k: v for k, v in mine.items() if v != without}])
+    return SimpleNamespace(all_gather_int=all_gather_int, host=host, device=torch.device("cpu"), rank=1)
+
+
 @pytest.mark.parametrize(("wrong", "waits"), [("rms_norm", False), ("store_rows", True)])
 def test_graphs_are_lost_only_to_a_reference_that_waits(wrong: str, waits: bool, results: Path) -> None:
     kernel_check._write(results, True, {wrong: "it is wrong"})
-    mesh = SimpleNamespace(all_gather_int=lambda mine: [0, mine], device=torch.device("cpu"), rank=1)
+    mesh = mesh_of_two(lambda mine: [0, mine])
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
     try:
         assert kernel_check.check_kernels(model, cast(Any, None), EngineOptions("demo"), progress_bar) == waits
@@ -169,8 +175,8 @@ def test_batch_invariant_needs_every_kernel_of_every_rank(
     wrong: str, others: int, named: str | None, results: Path
 ) -> None:
     kernel_check._write(results, True, {wrong: "it is wrong"})
-    of_another = iter((0, 0, others, 0))  # not finished, chosen libraries, wrong kernels, references that wait
-    mesh = SimpleNamespace(all_gather_int=lambda mine: [next(of_another), mine], device=torch.device("cpu"), rank=1)
+    of_another = iter((0, others, 0))  # not finished, wrong kernels, references that wait
+    mesh = mesh_of_two(lambda mine: [next(of_another), mine])
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
     given: Any = (model, None, EngineOptions("demo", batch_invariant=True), progress_bar)
     try:
@@ -194,14 +200,7 @@ def test_libraries_that_all_ranks_have_chosen_are_used(
     kernel_check._write(results, True, {"FlashAttention-2": "it left the device in an error"}, mine)
     monkeypatch.setattr(libraries, "is_installed", lambda module: True)
 
-    def all_gather_int(number: int) -> list[int]:
-        """Another rank has chosen all but the experts."""
-        if number < 2:
-            return [number, number]
-        known = [(one.name, calls) for one in libraries.ADAPTERS.values() for calls in libraries.CLASSES]
-        return [number, number & ~(1 << known.index((experts, "many rows")))]
-
-    mesh = SimpleNamespace(all_gather_int=all_gather_int, device=torch.device("cpu"), rank=1)
+    mesh = mesh_of_two(lambda mine: [mine, mine], without=experts)
     model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
     caplog.set_level("INFO")
     try:

@@ -19,7 +19,8 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels.indexer import indexer_scores
 from dsa_engine.kernels.runtime import launch
 from dsa_engine.measure.requests import add_filled
-from dsa_engine.measure.stage_timer import StageTimer, current_stage
+from dsa_engine.measure.stage_timer import StageTimer
+from stages import current_stage
 
 CONTEXTS = (2048, 4096, 8192, 32768)
 

@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr int64_t OUTPUTS_OF_TILE = 32;
-constexpr int64_t ROWS_OF_TILE = 64;  // stay in the core's cache while its outputs are made
 constexpr int64_t TOKENS_OF_TILE = 32;
 constexpr int64_t LINES_AHEAD = 32;  // are fetched from memory meanwhile
 

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int OUTPUTS_AT_ONCE = 4;
 // Bytes of the weight: what is read soon is fetched from memory meanwhile, byte after byte, as its prefetcher expects.
-constexpr int64_t AHEAD = 32768;
+constexpr int64_t AHEAD = 8192;
 
 // The sums of four vectors' lanes: within 128 bits, and then these.
 template <class V>
@@ -37,7 +37,7 @@ inline void sums_of_four(const V* v, void* sums) {
 // yet.
 template <int R, bool FIRST, class Weight>
 void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t output, int64_t end, const Rows& from,
-                   const Rows& to, int64_t type) {
+                   const Rows& to) {
     constexpr int64_t STEP = Weight::STEP;
     constexpr int O = OUTPUTS_AT_ONCE;
     const typename Weight::X* x[R];
@@ -46,6 +46,8 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
                              weight.row(output + 2 < end ? output + 2 : output),
                              weight.row(output + 3 < end ? output + 3 : output)};
     const char* start = static_cast<const char*>(lines[0].place(0));
+    const int64_t group = O * (static_cast<const char*>(lines[0].place(width)) - start);
+    const char* next = start + (group > AHEAD ? group : AHEAD);
     typename Weight::Sum sums[R][O] = {};
     const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
         decltype(Weight::read(x[0], 0)) values[R];
@@ -56,7 +58,7 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
         if (FIRST) {
             const char* here = static_cast<const char*>(lines[0].place(d));
             const int64_t bytes = O * (static_cast<const char*>(lines[0].place(d + STEP)) - here);
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(start + AHEAD + O * (here - start) + i, 0, 2);
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + O * (here - start) + i, 0, 2);
         }
         for (int o = 0; o < O; o++) {
             const auto line = lines[o].line(d, count);
@@ -71,12 +73,11 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
         float results[O];
         sums_of_four(sums[r], whole);
         for (int o = 0; o < O; o++) results[o] = lines[o].result(whole[o], x[r], width);
-        if (type == 0 && end - output >= O) {
-            std::memcpy(reinterpret_cast<float*>(to(row + r)) + output, results, sizeof results);
-            continue;
-        }
-        const Numbers into{to(row + r), type};
-        into.write(output, results, end - output < O ? end - output : O);
+        float* out = reinterpret_cast<float*>(to(row + r)) + output;
+        if (end - output >= O)
+            std::memcpy(out, results, sizeof results);
+        else
+            std::memcpy(out, results, 4 * (end - output));
     }
 }
 
@@ -85,16 +86,25 @@ void multiply_some(const Weight& weight, int64_t width, int64_t row, int64_t out
 template <class Weight>
 void multiply(const Weight& weight, int64_t width, int64_t first, int64_t end, int64_t rows, const Rows& from,
               const Rows& to, int64_t type) {
-    // The weights of some outputs are multiplied with all rows before the next are read.
-    for (int64_t o = first; o < end; o += OUTPUTS_AT_ONCE) {
-        int64_t r = rows < ROWS_AT_ONCE ? 1 : ROWS_AT_ONCE;
-        if (rows >= ROWS_AT_ONCE)
-            multiply_some<ROWS_AT_ONCE, true>(weight, width, 0, o, end, from, to, type);
-        else if (rows)
-            multiply_some<1, true>(weight, width, 0, o, end, from, to, type);
-        for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
-            multiply_some<ROWS_AT_ONCE, false>(weight, width, r, o, end, from, to, type);
-        for (; r < rows; r++) multiply_some<1, false>(weight, width, r, o, end, from, to, type);
+    float floats[ROWS_OF_TILE * OUTPUTS_OF_TILE];  // results that become another type
+    for (int64_t block = first; block < end; block += OUTPUTS_OF_TILE) {
+        const int64_t last = block + OUTPUTS_OF_TILE < end ? block + OUTPUTS_OF_TILE : end;
+        const Rows made = type == 0 ? to : Rows{floats - block, 4 * OUTPUTS_OF_TILE};
+        // The weights of some outputs are multiplied with all rows before the next are read.
+        for (int64_t o = block; o < last; o += OUTPUTS_AT_ONCE) {
+            int64_t r = rows < ROWS_AT_ONCE ? 1 : ROWS_AT_ONCE;
+            if (rows >= ROWS_AT_ONCE)
+                multiply_some<ROWS_AT_ONCE, true>(weight, width, 0, o, last, from, made);
+            else if (rows)
+                multiply_some<1, true>(weight, width, 0, o, last, from, made);
+            for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
+                multiply_some<ROWS_AT_ONCE, false>(weight, width, r, o, last, from, made);
+            for (; r < rows; r++) multiply_some<1, false>(weight, width, r, o, last, from, made);
+        }
+        for (int64_t r = 0; type != 0 && r < rows; r++) {
+            const Numbers into{to(r), type};
+            into.write(block, floats + r * OUTPUTS_OF_TILE, last - block);
+        }
     }
 }
 

@@ -7,6 +7,8 @@
 #include "tiles.h"
 
 constexpr int ROWS_AT_ONCE = MANY_REGISTERS ? 4 : 2;
+constexpr int64_t OUTPUTS_OF_TILE = 32;
+constexpr int64_t ROWS_OF_TILE = 64;  // stay in the core's cache while its outputs are made
 constexpr int64_t BLOCK = 128;  // columns, and rows, with one scale in FP8
 
 // The largest magnitude; NaN where a number is not finite.
@@ -298,7 +300,8 @@ inline void silu_mul_row(const T* gate, const T* up, int64_t width, T* out) {
     }
 }
 
-// to(row)[output] = weight[output] . from(row) for all rows and the outputs `first` ... `end` - 1, as numbers of `type`.
+// to(row)[output] = weight[output] . from(row) for all rows and the outputs `first` ... `end` - 1, as numbers of `type`;
+// of others than floats for at most ROWS_OF_TILE rows.
 template <class Weight>
 void multiply(const Weight& weight, int64_t width, int64_t first, int64_t end, int64_t rows, const Rows& from,
               const Rows& to, int64_t type);

@@ -41,20 +41,23 @@ class ParallelConfig(Options):
         chosen("all_to_all"),
         'in prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every '
         'rank all tokens and sums the results (static shapes); "by_node" is as "all_to_all", but a token crosses to '
-        'a node once, and is passed on inside; "auto" takes what modelled links say is fastest for a step\'s size. '
+        'a node once, and is passed on inside; "deep_ep" is as "all_to_all", by the library DeepEP, which must be '
+        'installed (docs/RUNNING.md: not yet run on a GPU); "auto" takes what modelled links say is fastest for a '
+        "step's size, of the first three. "
         'Default: chosen: "auto"; "all_to_all" on a CPU.',
     )
     decode_dispatch: MoeDispatch = option(
         "all_gather",
-        'the same in decode steps. CUDA graphs need the static shapes of "all_gather", so this is what "auto" takes on '
-        "CUDA.",
+        'the same in decode steps. CUDA graphs need the static shapes of "all_gather" or "deep_ep" (DeepEP\'s '
+        'low-latency mode); "auto" takes "all_gather" on CUDA.',
     )
     moe_combine_dtype: CombineDtype = option(
         "auto",
         'numbers of the experts\' sums on their way back: "auto" is the dtype of the run; "fp8" sends codes and '
         "scales, about half of bfloat16's bytes, in an all-to-all and between nodes. A sum that travels is rounded "
         "once: docs/QUANTIZATION.md has the cost in accuracy, and tokens depend on how experts are divided over ranks. "
-        '"all_gather" adds sums on their way, which codes do not allow, and keeps the dtype of the run.',
+        '"all_gather" adds sums on their way, which codes do not allow, and keeps the dtype of the run, as "deep_ep" '
+        "does.",
     )
     moe_chunk_size: PositiveInt | None = option(
         None,
@@ -111,11 +114,12 @@ class ParallelConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.moe_combine_dtype == "fp8" and self.moe_dispatch == self.decode_dispatch == "all_gather":
+        methods = self.moe_dispatch, self.decode_dispatch
+        if self.moe_combine_dtype == "fp8" and {*methods} <= {"all_gather", "deep_ep"}:
             raise ValueError(
-                "moe_combine_dtype 'fp8': moe_dispatch and decode_dispatch are both 'all_gather', which adds sums on "
-                "their way back, and codes cannot be added; use 'all_to_all', 'by_node' or 'auto' for one of them, "
-                "or leave it out"
+                "moe_combine_dtype 'fp8': moe_dispatch {!r} and decode_dispatch {!r} add sums on their way back, and "
+                "codes cannot be added; use 'all_to_all', 'by_node' or 'auto' for one of them, or leave it out"
+                "".format(*methods)
             )
 
     def node_ranks(self) -> int:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import Meeting, compare
 from dsa_engine.parallel.device import choose_device
-from dsa_engine.parallel.experts import MoeDispatch
+from dsa_engine.parallel.experts import StepDispatch
 from dsa_engine.parallel.experts.by_node import NodeGroups
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.rails import has_two_levels, rails_of
@@ -187,10 +187,12 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def dispatch(self, decodes: bool) -> MoeDispatch:
+    def dispatch(self, decodes: bool) -> StepDispatch:
         """The dispatch of decode or prefill steps. CUDA graphs of decode steps need static shapes, so "auto" is
-        "all_gather" in these on CUDA."""
+        "all_gather" in these on CUDA, and "deep_ep" is its low-latency mode."""
         method = self.config.decode_dispatch if decodes else self.config.moe_dispatch
+        if decodes and method == "deep_ep":
+            return "low_latency"
         return "all_gather" if decodes and method == "auto" and self.device.type == "cuda" else method
 
     def set_nodes(self, nodes: Sequence[int]) -> None:
@@ -246,7 +248,7 @@ class Mesh:
     @property
     def static_decode(self) -> bool:
         """Whether the shapes of a decode step are independent of the routing, so that the host need not wait for it."""
-        return self.world_size == 1 or self.dispatch(decodes=True) == "all_gather"
+        return self.world_size == 1 or self.dispatch(decodes=True) in ("all_gather", "low_latency")
 
     def cp_ranks(self, cp_group: int) -> range:
         """The ranks of one context-parallel group."""

@@ -99,7 +99,8 @@ class MoE(Weighted):
             method = self.runtime.mesh.dispatch(batch.decodes)
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
-            tokens = x if self.expert_parallel.group.size == 1 else self.experts.quantize_for_dispatch(x)
+            plain = self.expert_parallel.group.size == 1 or method == "low_latency"  # which takes numbers only
+            tokens = x if plain else self.experts.quantize_for_dispatch(x)
             sum_bytes, copies, shape = x.shape[1] * x.element_size(), 1, topk_ids.shape
             weights_of_pairs: torch.Tensor | None = None
             if config.batch_invariant:

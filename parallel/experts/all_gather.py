@@ -15,7 +15,6 @@ import torch
 
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
-from dsa_engine.parallel.group import Group
 
 # A round is filled in steps of this fraction of its bound, or finer ones.
 _PARTS = 16
@@ -80,19 +79,18 @@ class AllGatherDispatch(Dispatch):
     Args:
         gathered: waits for the tokens of all ranks, which are the beginnings of packed rows that nothing else reads.
         parts: the rounds of these tokens; it may wait for the device.
+        add: starts to add the sums of all ranks; it returns a function that waits for this rank's tokens', padded.
         count: number of this rank's own tokens.
-        by_rail: the tokens of the ranks are ordered so, and their sums are too (:meth:`.Group.goes_by_rail`).
     """
 
     def __init__(
         self,
-        group: Group,
         gathered: Callable[[], Received],
         parts: Callable[[Received], list[Part]],
+        add: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
         count: int,
-        by_rail: bool,
     ):
-        self._group, self._count, self._by_rail = group, count, by_rail
+        self._add, self._count = add, count
         self._gathered, self._cut = gathered, parts
         self._received: Received | None = None
         self._parts: list[Part] = []
@@ -125,7 +123,7 @@ class AllGatherDispatch(Dispatch):
             sums = self._sums
         if number == self.rounds - 1:
             self._sums = None
-            self._returning = self._group.reduce_scatter_async(sums, self._by_rail)
+            self._returning = self._add(sums)
 
     def combine(self) -> torch.Tensor:
         return self._returning()[: self._count]

@@ -10,13 +10,15 @@ once, even if it has chosen several of that rank's experts.
 * "all_gather": every rank gets every token (`all_gather.py`). The bytes that travel depend on the batch only. Sums add
   in the tokens' dtype, on their way back.
 * "by_node": as "all_to_all", in two levels: a token crosses to a node once (`by_node.py`).
-* "auto": the one of them with the shortest modelled exchange for a step of this size (`traffic.py`).
+* "deep_ep", and "low_latency" in decode: by DeepEP (`deep_ep.py`).
+* "auto": the one of the first three with the shortest modelled exchange for a step of this size (`traffic.py`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ import torch.nn.functional as F
 from dsa_engine.kernels.moe.choose_replicas import Replicas
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
-from dsa_engine.parallel.experts import DispatchMethod, MoeDispatch
+from dsa_engine.parallel.experts import DispatchMethod, StepDispatch
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import (
     AllToAllDispatch,
@@ -41,6 +43,7 @@ from dsa_engine.parallel.experts.by_node import (
     counts_in_rounds,
     way_numbers,
 )
+from dsa_engine.parallel.experts.deep_ep import DeepEP, LowLatencyDispatch
 from dsa_engine.parallel.experts.dispatch import Dispatch, NoDispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes
@@ -55,6 +58,7 @@ class ExpertParallel:
         placement: the experts of each rank.
         nodes: the groups inside and between nodes; None: "by_node" is "all_to_all".
         choice: chooses for "auto".
+        deep_ep: the library's buffer, if an option names it.
         groups, top_groups: those of the model's router.
         even: spread pairs evenly over the ranks instead of routing them
             (:meth:`.layer_placements.ExpertDivision.even_routing`).
@@ -73,6 +77,7 @@ class ExpertParallel:
         self.nodes = nodes
         self.placement = placement
         self.choice = choice
+        self.deep_ep: DeepEP | None = None
         self.groups, self.top_groups = 1, 1
         self.even = False
         self.quantized_sum_bytes: int | None = None
@@ -88,7 +93,7 @@ class ExpertParallel:
         tokens: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        method: MoeDispatch,
+        method: StepDispatch,
         max_tokens: int,
         max_pairs: int = sys.maxsize,
         sum_bytes: int | None = None,
@@ -99,7 +104,7 @@ class ExpertParallel:
             tokens: numbers or words, as the experts take them.
             topk_ids: logical experts, int32; −1 is no expert.
             topk_weights: ``[T, k]`` float32.
-            method: "all_to_all", "all_gather", "by_node" or "auto".
+            method: see the module; "low_latency" takes tokens as numbers, and is "all_gather" if there are too many.
             max_tokens: the largest token count of a rank of the group.
             max_pairs: bound on the token-expert pairs of a rank in a round
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
@@ -110,9 +115,16 @@ class ExpertParallel:
             return NoDispatch(Received(tokens, self.to_physical(topk_ids), topk_weights, 1.0))
         if method == "auto":
             method = self._chosen(tokens, topk_ids.shape[1], max_tokens, max_pairs, sum_bytes)
-        if method == "all_gather":
+        library = self.deep_ep
+        if method == "low_latency" and library is not None and max_tokens <= library.capacity:
+            return LowLatencyDispatch(library, tokens, self.to_physical(topk_ids), topk_weights)
+        if method in ("all_gather", "low_latency"):
             return self._all_gather(tokens, topk_ids, topk_weights, max_tokens, max_pairs)
         topk_ids = self.to_physical(topk_ids)
+        if method == "deep_ep" and library is not None:
+            fraction = max(1 / topk_ids.shape[1], self.placement.fraction(self.group.index))
+            received, add = library.normal(tokens, topk_ids, topk_weights, fraction)
+            return AllGatherDispatch(received, partial(self._parts, max_pairs), add, len(tokens))
         if method == "by_node" and self.nodes is not None:
             return self._by_node(tokens, topk_ids, topk_weights, max_pairs, self.nodes)
         return self._all_to_all(tokens, topk_ids, topk_weights, max_pairs)
@@ -273,15 +285,16 @@ class ExpertParallel:
         max_pairs: int,
     ) -> Dispatch:
         group, (count, k) = self.group, topk_ids.shape
-        max_per_token = min(k, self.placement.count(group.index))
-
-        def parts(received: Received) -> list[Part]:
-            rows = len(received.tokens)
-            if rows * max_per_token <= max_pairs:
-                return [Part(0, rows, None)]
-            together = tokens_counted_together(max_pairs, max_per_token)
-            return parts_of(self._local_pairs(received, together), together, rows, max_pairs)
-
         by_rail = group.goes_by_rail(max_tokens * RowBytes.of(tokens.shape[1] * tokens.dtype.itemsize, k).there)
         gathered = self._gather(tokens, topk_ids, topk_weights, max_tokens, by_rail)
-        return AllGatherDispatch(group, gathered, parts, count, by_rail)
+        add = partial(group.reduce_scatter_async, by_rail=by_rail)
+        return AllGatherDispatch(gathered, partial(self._parts, max_pairs), add, count)
+
+    def _parts(self, max_pairs: int, received: Received) -> list[Part]:
+        """The rounds of tokens that have come at once; the host waits for counts, unless they all fit or are known."""
+        (rows, k), pairs = received.topk_ids.shape, received.local_pairs
+        max_per_token = min(k, self.placement.count(self.group.index))
+        if (rows * max_per_token if pairs is None else pairs) <= max_pairs:
+            return [Part(0, rows, pairs)]
+        together = tokens_counted_together(max_pairs, max_per_token)
+        return parts_of(self._local_pairs(received, together), together, rows, max_pairs)

@@ -14,6 +14,7 @@ import torch
 
 from dsa_engine.parallel.experts.balance import balance_layer, imbalance
 from dsa_engine.parallel.experts.by_node import NodeGroups
+from dsa_engine.parallel.experts.deep_ep import DeepEP
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.movement import with_fewest_moves
@@ -56,8 +57,8 @@ class LayerPlacements:
     def of(cls, config: ParallelConfig, nodes: Sequence[int]) -> LayerPlacements:
         """The placements that the options describe, on ranks of these nodes."""
         ranks, count = len(nodes), 1 + max(nodes)
-        methods = {config.moe_dispatch, config.decode_dispatch}
-        if not methods & {"by_node", "auto"} or list(nodes) != [rank * count // ranks for rank in range(ranks)]:
+        wants = {config.moe_dispatch, config.decode_dispatch} & {"by_node", "auto", "deep_ep"}
+        if not wants or list(nodes) != [rank * count // ranks for rank in range(ranks)]:
             count = 1
         return cls(ranks, count, config.redundant_experts, config.expert_loads)
 
@@ -140,10 +141,15 @@ class _Mesh(Protocol):
 
 
 class ExpertDivision:
-    """The experts of all layers on a mesh; made before its nodes are known, and used after."""
+    """The experts of all layers on a mesh; made before its nodes are known, and used after.
+
+    Attributes:
+        deep_ep: see :class:`.ExpertParallel`; set before any layer is made.
+    """
 
     def __init__(self, mesh: _Mesh):
         self._mesh = mesh
+        self.deep_ep: DeepEP | None = None
         self._made: dict[tuple[Held, int | None], ExpertParallel] = {}
 
     def of_layer(
@@ -165,7 +171,7 @@ class ExpertDivision:
         key = held, layer if changes else None
         if key not in self._made:
             made = self._make(ExpertPlacement(held, self._mesh.device, changes))
-            made.groups, made.top_groups = groups, top_groups
+            made.groups, made.top_groups, made.deep_ep = groups, top_groups, self.deep_ep
             self._made[key] = made
         return self._made[key]
 

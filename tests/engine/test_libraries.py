@@ -78,3 +78,52 @@ def test_a_prefill_and_a_decode(
     assert decode["m_grouped_fp8_gemm_nt_masked"] == 8 and decode[attention] == 6, "in the warm-up and in the graph"
     assert bool(prefill["fp8_mqa_logits"]) == fp8
     assert decode["fp8_paged_mqa_logits"] == decode["get_paged_mqa_logits_metadata"] == (6 if fp8 else 0)
+
+
+@pytest.mark.parametrize(("world", "micro_batches"), [(8, False), (8, True), (64, False)])
+def test_deep_ep(
+    fake_engine: Callable[..., Any], world: int, micro_batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill waits once a layer and micro-batch, for counts; a decode step is a graph without a wait, launched
+    ahead. On more than one node a part has one mode."""
+    calls = install(monkeypatch, "deep_ep")
+    modes = [("deep_ep", "deep_ep")] if world == 8 else [("deep_ep", "all_gather"), ("auto", "deep_ep")]
+    for prefill, decode in modes:
+        calls.clear()
+        with FakeDevice() as device:
+            parallel = {"moe_dispatch": prefill, "decode_dispatch": decode, "node_size": 8}
+            engine = fake_engine(device, "deepseek_v32", world, parallel, enable_dbo=micro_batches)
+            layers = 2 * (1 + micro_batches)
+            begun = Counter(call.__name__ for call, _, _ in calls)
+            assert begun["__init__"] == 1, "at the start, when ranks connect"
+            if prefill == "deep_ep":
+                request = engine.add([5] * 65_536, GREEDY)
+                calls.clear()
+                with device.watched():
+                    step = engine.scheduler.schedule()
+                    engine.runner.launch(engine.runner.plan(step))
+                engine.scheduler.launched(step)
+                engine.finish(request, "abort")
+                seen = Counter(call.__name__ for call, _, _ in calls)
+                assert seen == dict.fromkeys(("get_dispatch_layout", "dispatch", "combine"), layers)
+                assert [wait for wait in device.waits if "deep_ep" in wait] == device.waits
+                assert len(device.waits) == layers and device.count("collective", "all_to_all") == 0
+                assert all(isinstance(args[1], tuple) for call, args, _ in calls if call.__name__ == "dispatch")
+                print(world, micro_batches, "prefill", len(device.launches), device.waits[:1])
+            if decode == "deep_ep":
+                for _ in range(64):
+                    add_filled(engine, 100_000, GREEDY)
+                calls.clear()
+                with device.watched():
+                    engine.step()  # warms up and captures; a wait within is an error
+                (captured,) = device.captures
+                seen = Counter(call.__name__ for call, _, _ in calls)
+                exchanges = sum(launch.kind == "library" for launch in captured.launches)
+                assert seen == dict.fromkeys(("low_latency_dispatch", "low_latency_combine"), 2 * layers)
+                assert exchanges == 4 * layers, "each is begun and arrives"
+                print(world, micro_batches, "decode", len(captured.launches))
+                for ahead in (1, 2):
+                    with device.watched():
+                        engine.step()
+                    assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
+                    assert engine.launched_ahead == ahead

@@ -112,7 +112,9 @@ def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
 
 def check_packages(mesh: Mesh) -> str:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    return f"Python {platform.python_version()}, torch {torch.__version__} ({cuda}), triton {triton.__version__}"
+    deep_ep = ", DeepEP (moe_dispatch, decode_dispatch 'deep_ep')" if libraries.is_installed("deep_ep") else ""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__} ({cuda}), triton {triton.__version__}"
+    return versions + deep_ep
 
 
 def check_device(mesh: Mesh) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.link import PageReceiver, PageSender
@@ -96,5 +97,13 @@ def own_options(options: EngineOptions) -> EngineOptions:
         return options
     decode = options_of_decode(options)
     if part_options(prefill, decode.parallel) is not prefill:
-        return decode
-    return replace(options, enforce_eager=True, async_scheduling=False)  # no step of this part decodes
+        return _without_deep_ep(decode, moe_dispatch="all_to_all")  # no step of this part prefills
+    options = replace(options, enforce_eager=True, async_scheduling=False)  # no step of this part decodes
+    return _without_deep_ep(options, decode_dispatch="all_gather")
+
+
+def _without_deep_ep(options: EngineOptions, **instead: Any) -> EngineOptions:
+    """Another dispatch for steps that never come, so that the library makes no buffer for them."""
+    (name,) = instead
+    named = getattr(options.parallel, name) == "deep_ep"
+    return replace(options, parallel=replace(options.parallel, **instead)) if named else options

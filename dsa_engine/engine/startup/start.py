@@ -43,12 +43,14 @@ from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.errors import enough_memory
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
+from dsa_engine.parallel.experts.deep_ep import DeepEP
 from dsa_engine.quantization import Unquantized, quantization_name
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
@@ -179,6 +181,7 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     format = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))
 
     def of_one_rank() -> KVEvents | None:
+        mesh.experts.deep_ep = _deep_ep(mesh, config, options, dtype)
         check_outputs(options.parallel.record_expert_loads if mesh.is_leader else None)
         if wanted.get("enable_kv_cache_events") and mesh.is_front:
             from dsa_engine.engine.cache.kv_events import KVEvents  # needs packages of the extra "serve"
@@ -188,6 +191,17 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
     events = mesh.together(of_one_rank, options.parallel.timeout)
     return Prepared(folder, options, config, modules, relaxed, max_model_len, mesh, dtype, format, events)
+
+
+def _deep_ep(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> DeepEP | None:
+    """The library of a dispatch, if an option names it; see :class:`.DeepEP`."""
+    parallel, drafts = mesh.config, options.speculation.num_speculative_tokens if options.speculation else 0
+    if "deep_ep" not in (parallel.moe_dispatch, parallel.decode_dispatch):
+        return None
+    experts = mesh.experts_per_token(config.n_routed_experts) + parallel.redundant_experts
+    rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + drafts)
+    top_k = mesh.experts_per_token(config.num_experts_per_tok)
+    return DeepEP(mesh, config.hidden_size, experts, top_k, rows, dtype)
 
 
 def load(prepared: Prepared) -> Loaded:
@@ -320,5 +334,7 @@ def _log_slower_paths(prepared: Prepared, model: Model) -> None:
         return
     lost = ["CUDA graphs"] * (not options.enforce_eager) + ["async scheduling"] * options.async_scheduling
     if lost and not mesh.static_decode:
-        message = "decode runs without %s, as shapes change with decode_dispatch '%s'; 'all_gather' keeps them"
+        message = (
+            "decode runs without %s, as shapes change with decode_dispatch '%s'; 'all_gather' and 'deep_ep' keep them"
+        )
         logger.warning(message, " and ".join(lost), options.parallel.decode_dispatch)

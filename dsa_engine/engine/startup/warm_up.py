@@ -190,7 +190,10 @@ def step_bytes(
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly
     before = torch.cuda.memory_allocated(mesh.device)
     with _fitting(), mesh.experts.even_routing():
-        decodes = (steps.decode(options.max_num_seqs, steps.max_model_len, kind) for kind in kinds)
+        # More than DeepEP's capacity are gathered; so many are not, and may take more.
+        library, requests = mesh.experts.deep_ep, {options.max_num_seqs}
+        requests |= {max(1, library.capacity // (1 + drafts))} if library is not None else set()
+        decodes = (steps.decode(number, steps.max_model_len, kind) for kind in kinds for number in requests)
         decode = max(_peak(mesh, runner, step) for step in decodes) - before
         # Tables of penalties and biases stay from step to step.
         tables = torch.cuda.memory_allocated(mesh.device) - before
@@ -224,8 +227,9 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
     if size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
     row, even = RowBytes.of(config.hidden_size * dtype.itemsize, k), tokens * k
-    if method == "all_gather":
-        returned = words * tokens * size * row.back
+    if method in ("all_gather", "deep_ep"):
+        # DeepEP brings all at once that routing brings to a rank: tokens, and their sums.
+        returned = (words if method == "all_gather" else 2) * tokens * size * row.back
         limit, rounds, rows = max(chunk or 0, k), cdiv(even, chunk or even), 2
     else:
         returned = tokens * min(size, k) * row.back

@@ -55,8 +55,8 @@ class EmulatedConfig(ParallelConfig):
                     f"{name} needs other ranks, and those of emulate_world {world} are made up; leave it out"
                 )
         for name in ("moe_dispatch", "decode_dispatch"):
-            if getattr(self, name) == "by_node":
-                raise ValueError(f"{name} 'by_node' is not emulated: give all_to_all or all_gather")
+            if (method := getattr(self, name)) in ("by_node", "deep_ep"):
+                raise ValueError(f"{name} {method!r} is not emulated: give all_to_all or all_gather")
 
     def node_ranks(self) -> int:
         return min(self.node_size, self.emulate_world)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -59,7 +61,8 @@ class FakeMesh(Mesh):
         return Group((0,), 0, None)
 
     def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> FakeGroup:
-        return FakeGroup(tuple(parts[0]), 0, None, device=self.config.device, communicator=communicator)
+        handle: Any = SimpleNamespace(rank=lambda: 0, size=lambda: len(parts[0]))  # for libraries
+        return FakeGroup(tuple(parts[0]), 0, handle, device=self.config.device, communicator=communicator)
 
     def _divide_experts(self) -> ExpertDivision:
         return FakeDivision(self)

@@ -1,4 +1,4 @@
-"""Stubs of FlashMLA, DeepGEMM and FlashAttention: their released signatures, and what those refuse on sm_90.
+"""Stubs of FlashMLA, DeepGEMM, FlashAttention and DeepEP: their released signatures, and what those refuse on sm_90.
 
 A stub has the parameters of the function that it stands for, in their order, and raises :class:`Refused` where the
 released code does: wrong dtypes, shapes, strides, alignment. Then it computes the result in the plainest way, in
@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from dsa_engine.kernels.runtime import libraries
-from library_stubs import deep_gemm, flash_attention, flash_mla
+from library_stubs import deep_ep, deep_gemm, flash_attention, flash_mla
 from library_stubs.checks import Call, Refused, calls
 
 __all__ = ["MODULES", "Refused", "install"]
 
 MODULES: dict[str, dict[str, Any]] = {
+    "deep_ep": {"Buffer": deep_ep.Buffer},
     "flash_mla": {"flash_mla_sparse_fwd": flash_mla.flash_mla_sparse_fwd,
                   "flash_mla_with_kvcache": flash_mla.flash_mla_with_kvcache,
                   "get_mla_metadata": flash_mla.get_mla_metadata},

@@ -1,0 +1,170 @@
+"""DeepEP as a dispatch, where ``moe_dispatch`` or ``decode_dispatch`` is "deep_ep". It has not yet run on a GPU.
+
+Signatures of release 1.2.1 (September 2025); its ``Buffer`` is still that of 2.1.0. Ids are int64, sums bfloat16.
+
+    normal        prefill: a token goes once to each rank with experts of it, in bfloat16 or as e4m3 codes with scales;
+                  the host waits for the counts. Our experts weigh, and the library adds the ranks' sums.
+    low latency   decode: a token goes to each of its experts, in bfloat16, into rows [experts of the rank, ranks ·
+                  capacity, hidden]. Counts stay on the device, so CUDA graphs are possible. The library weighs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dsa_engine.kernels.formats.quantize import codes_and_scales
+from dsa_engine.kernels.runtime import libraries
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.mesh import Mesh
+
+_DEVICE = "cuda"
+_HIDDEN = (2048, 2560, 4096, 5120, 6144, 7168, 8192)  # sizes of the low-latency kernels
+_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)  # those with recommended settings
+_NODE, _TOP_K = 8, 11  # largest numbers: ranks of a node, experts of a token
+_CAPACITY = 256  # tokens of a rank; its memory grows with experts · capacity, to 3.8 GB for those of V3.2
+
+
+class DeepEP:
+    """The library's buffer on one rank, for all layers.
+
+    Args:
+        hidden, experts, top_k: of the model; physical experts.
+        rows: largest usual number of tokens of a rank in a decode step; steps with more than ``capacity`` do not fit.
+        dtype: of the run.
+
+    Raises:
+        ValueError: what DeepEP does not take; the text says what was given, and what is possible.
+    """
+
+    def __init__(self, mesh: Mesh, hidden: int, experts: int, top_k: int, rows: int, dtype: torch.dtype):
+        ranks, nodes, config = mesh.world_size, list(mesh.nodes), mesh.config
+        self._prefills, self._decodes = config.moe_dispatch == "deep_ep", config.decode_dispatch == "deep_ep"
+        both, blocks = self._prefills and self._decodes, [rank // _NODE for rank in range(ranks)]
+        for fits, given, possible in (
+            (mesh.device.type == _DEVICE, f"the device is {mesh.device.type}", "it needs NVIDIA GPUs"),
+            (libraries.is_installed("deep_ep"), "no package deep_ep is installed", "install DeepEP 1.2.1 or newer"),
+            (dtype == torch.bfloat16, f"dtype is {str(dtype).removeprefix('torch.')}", "give bfloat16"),
+            (ranks in _RANKS, f"there are {ranks} ranks", f"start one of {_RANKS}"),
+            (nodes == blocks, f"ranks are on nodes {nodes}", f"start up to {_NODE} on one node, or {_NODE} on each"),
+            (hidden in _HIDDEN, f"hidden_size is {hidden}", f"it takes one of {_HIDDEN}"),
+            (top_k <= _TOP_K, f"tokens have {top_k} experts", f"it takes up to {_TOP_K}"),
+            (experts % ranks == 0, f"{experts} experts on {ranks} ranks", "make them even by redundant_experts"),
+            # Between nodes both modes share a buffer, which the normal one leaves unclean for the other.
+            (
+                not both or ranks <= _NODE,
+                f"both options on {ranks} ranks",
+                f"give one, or prefill_ranks, or {_NODE} ranks",
+            ),
+        ):
+            if not fits:
+                option = "moe_dispatch" if self._prefills else "decode_dispatch"
+                raise ValueError(f"{option} 'deep_ep': {given}; {possible}, or use 'all_to_all' or 'all_gather'")
+        self.capacity = min(cdiv(rows, 4) * 4, _CAPACITY)
+        self.experts, self._hidden, self._group, self._max_ctas = experts, hidden, mesh.ep, config.max_ctas
+        self._device = mesh.device
+        self._arrive: Callable[[], None] = lambda: None  # lets the low-latency exchange on its way arrive
+
+    @cached_property
+    def buffer(self) -> Any:
+        """Made at the first dispatch, by all ranks. An exit must not wait for ranks that have failed, so nothing is
+        destroyed before the process is."""
+        library, size = import_module("deep_ep").Buffer, self._group.size
+        if self._max_ctas is not None:
+            library.set_num_sms(max(2, self._max_ctas // 2 * 2))
+        memory, nbytes = [(0, 0)], 2 * self._hidden  # over NVLink, over RDMA
+        for one in (library.get_dispatch_config(size), library.get_combine_config(size)) if self._prefills else ():
+            memory.append((one.get_nvl_buffer_size_hint(nbytes, size), one.get_rdma_buffer_size_hint(nbytes, size)))
+        queues = {}
+        if self._decodes:
+            sizes = self.capacity, self._hidden, size, self.experts
+            memory.append((0, library.get_low_latency_rdma_size_hint(*sizes)))
+            queues = {"low_latency_mode": True, "num_qps_per_rank": self.experts // size}
+        return library(self._group.handle, *map(max, zip(*memory, strict=True)), explicitly_destroy=True, **queues)
+
+    def normal(
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, fraction: float
+    ) -> tuple[Callable[[], Received], Callable[[torch.Tensor], Callable[[], torch.Tensor]]]:
+        """Sends tokens, numbers or words of codes and scales, to physical experts.
+
+        Returns:
+            a function that waits for those that come, and one that starts to add the sums of all ranks and returns a
+            function that waits for this rank's.
+        """
+        buffer, ids, words = self.buffer, topk_ids.long(), tokens.dtype == torch.int32
+        sent = tuple(part.contiguous() for part in codes_and_scales(tokens, self._hidden)) if words else tokens
+        to_rank, to_node, to_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, self.experts)
+        rows, local_ids, weights, counts, handle, event = buffer.dispatch(
+            sent, num_tokens_per_rank=to_rank, num_tokens_per_rdma_rank=to_node, is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=to_expert, topk_idx=ids, topk_weights=topk_weights, async_finish=True,
+        )  # fmt: skip
+
+        def received() -> Received:
+            event.current_stream_wait()
+            come = torch.cat([part.view(torch.int32) for part in rows], dim=1) if words else rows
+            return Received(come, local_ids.int(), weights, fraction, sum(counts))
+
+        def add(sums: torch.Tensor) -> Callable[[], torch.Tensor]:
+            total, _, done = buffer.combine(sums.contiguous(), handle, async_finish=True)
+            return lambda: done.current_stream_wait() or total
+
+        return received, add
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The number of a received row among its expert's ``[rows]``, that of each expert ``[experts of the rank, 1]``,
+        both int32, and a weight of 1 for every row of all experts ``[all, 1]``."""
+        sizes = self._group.size * self.capacity, self.experts // self._group.size
+        at, expert = (torch.arange(size, dtype=torch.int32, device=self._device) for size in sizes)
+        return at, expert[:, None], torch.ones(len(at) * len(expert), 1, device=self._device)
+
+    def exchange(self, call: Callable[..., Any], *args: Any, **options: Any) -> tuple[list[Any], Callable[[], None]]:
+        """Begins a low-latency exchange, once the one before has arrived, as it clears the counts of that.
+
+        Returns:
+            the results, and a function that lets them arrive.
+        """
+        self._arrive()
+        *results, _, hook = call(*args, return_recv_hook=True, **options)
+
+        def arrive() -> None:
+            if self._arrive is arrive:
+                self._arrive = lambda: None
+                hook()
+
+        self._arrive = arrive
+        return results, arrive
+
+
+class LowLatencyDispatch(Dispatch):
+    """Tokens of a decode step, at most ``capacity`` of a rank."""
+
+    rounds = 1
+
+    def __init__(self, library: DeepEP, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor):
+        self._library, self._topk = library, (topk_ids.long(), topk_weights)
+        sizes = library.capacity, library.experts
+        call = library.buffer.low_latency_dispatch
+        self._come, self._arrive = library.exchange(call, tokens, self._topk[0], *sizes, use_fp8=False)
+
+    def receive(self, number: int) -> Received:
+        self._arrive()
+        rows, counts, self._handle = self._come
+        self._shape, (at, expert, ones) = rows.shape, self._library.rows
+        local_ids = torch.where(at < counts[:, None], expert, -1).view(-1, 1)
+        return Received(rows.flatten(0, 1), local_ids, ones, min(1.0, self._topk[0].numel() / len(ones)))
+
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        call = self._library.buffer.low_latency_combine
+        (self._sums,), self._arrive = self._library.exchange(call, sums.view(self._shape), *self._topk, self._handle)
+
+    def combine(self) -> torch.Tensor:
+        self._arrive()
+        return self._sums

@@ -1,0 +1,224 @@
+"""DeepEP as a dispatch, by a stub of its released ``Buffer`` between ranks that are threads, over Gloo."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.kernels.formats.quantize import codes_and_scales, quantize_tokens
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.experts import StepDispatch, deep_ep, expert_parallel
+from dsa_engine.parallel.experts.deep_ep import DeepEP
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.group import Group
+from gloo_ranks import on_ranks
+from library_stubs import Refused, install
+from library_stubs.checks import Call
+
+HIDDEN, EXPERTS, TOP_K = 2048, 16, 3
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    monkeypatch.setattr(deep_ep, "_DEVICE", "cpu")
+    return install(monkeypatch, "deep_ep")
+
+
+def mesh_of(ranks: int, group: Any = None, device: torch.device = CPU, nodes: Any = None, **options: Any) -> Any:
+    config = ParallelConfig(**{"moe_dispatch": "deep_ep", "decode_dispatch": "deep_ep"} | options)
+    nodes = [0] * ranks if nodes is None else nodes
+    return SimpleNamespace(config=config, world_size=ranks, nodes=nodes, device=device, ep=group)
+
+
+def library_of(mesh: Any, **given: Any) -> DeepEP:
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "rows": 9, "dtype": torch.bfloat16}
+    return deep_ep.DeepEP(mesh, **sizes | given)
+
+
+def run_experts(received: Received, count: int) -> torch.Tensor:
+    """Expert e multiplies by e + 1; what it multiplies may be codes with scales."""
+    tokens, local = received.tokens, received.local(count)
+    if tokens.dtype == torch.int32:
+        codes, scales = codes_and_scales(tokens, HIDDEN)
+        tokens = codes.float() * scales.repeat_interleave(128, dim=1)
+    factors = torch.where(local < 0, 0.0, (local + 1) * received.topk_weights)
+    return (tokens.float().nan_to_num(1e9) * factors.sum(1, keepdim=True)).to(torch.bfloat16)
+
+
+def finish(dispatch: Dispatch, count: int) -> tuple[torch.Tensor, int]:
+    for number in range(rounds := dispatch.rounds):
+        dispatch.send_back(number, run_experts(dispatch.receive(number), count))
+    return dispatch.combine(), rounds
+
+
+def both_sums(
+    ranks: int, method: StepDispatch, words: bool = False, max_pairs: int = sys.maxsize, tokens: int = 9
+) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """For two micro-batches on their way at once, then one alone, and each rank: sums by ``method``, by "all_to_all",
+    and rounds."""
+
+    def work(group: Group) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        placement = ExpertPlacement.contiguous(EXPERTS, ranks, CPU)
+        parallel = ExpertParallel(group, placement)
+        parallel.deep_ep = library_of(mesh_of(ranks, group))
+        g, begun, wanted = torch.Generator().manual_seed(group.index), [], []
+        for count in (0 if group.index == 2 else tokens, tokens - 3):
+            x = torch.randn(count, HIDDEN, generator=g).to(torch.bfloat16)
+            x = quantize_tokens(x, power_of_two=True) if words else x
+            ids = torch.rand(count, EXPERTS, generator=g).argsort(1)[:, :TOP_K].int()
+            ids[:1] = -1  # a token without experts, as padding
+            ids[1:2] = EXPERTS - 1 - torch.arange(TOP_K)  # experts of one rank
+            given = x, ids, torch.rand(count, TOP_K, generator=g)
+            wanted.append(finish(parallel.dispatch(*given, "all_to_all", tokens), placement.count(group.index))[0])
+            begun.append(parallel.dispatch(*given, method, tokens, max_pairs))
+        done = [finish(one, placement.count(group.index)) for one in begun]
+        done.append(finish(parallel.dispatch(*given, method, tokens, max_pairs), placement.count(group.index)))
+        wanted.append(wanted[-1])
+        return [(sums, right, rounds) for (sums, rounds), right in zip(done, wanted, strict=True)]
+
+    return [one for rank in on_ranks(ranks, work) for one in rank]
+
+
+def are_right(results: list[tuple[torch.Tensor, torch.Tensor, int]]) -> bool:
+    """A few roundings to bfloat16 differ: in the order of sums, and where weights are applied."""
+    return all(torch.allclose(sums.float(), right.float(), rtol=2e-2, atol=5e-2) for sums, right, _ in results)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("words", [False, True])
+def test_normal_sums_are_those_of_an_all_to_all(calls: list[Call], ranks: int, words: bool) -> None:
+    results = both_sums(ranks, "deep_ep", words)
+    assert are_right(results) and {rounds for *_, rounds in results} == {1}
+    sent = next(args[1] for call, args, _ in calls if call.__name__ == "dispatch")
+    assert isinstance(sent, tuple) == words
+
+
+def test_tokens_that_come_at_once_are_computed_in_rounds(calls: list[Call]) -> None:
+    results = both_sums(2, "deep_ep", words=True, max_pairs=16)
+    assert are_right(results) and max(rounds for *_, rounds in results) >= 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_low_latency_sums_are_those_of_an_all_to_all(calls: list[Call], ranks: int) -> None:
+    """Two micro-batches are begun, one after the other, before either is received."""
+    assert are_right(both_sums(ranks, "low_latency"))
+    assert {call.__name__ for call, *_ in calls} == {"__init__", "low_latency_dispatch", "low_latency_combine"}
+
+
+def test_more_tokens_than_the_capacity_are_gathered(calls: list[Call]) -> None:
+    assert are_right(both_sums(2, "low_latency", tokens=13)), "12 fit"
+    assert not calls
+
+
+# Parts of the adapter, and what they may not become; the mode in which that is seen.
+MUTATIONS: list[tuple[str, str, StepDispatch]] = [
+    ("ids, words = self.buffer, topk_ids.long(),", "ids, words = self.buffer, topk_ids,", "deep_ep"),
+    ("(topk_ids.long(), topk_weights)", "(topk_ids, topk_weights)", "low_latency"),
+    ("part.contiguous() for part", "part for part", "deep_ep"),
+    ("            event.current_stream_wait()\n", "", "deep_ep"),
+    ("done.current_stream_wait() or total", "total", "deep_ep"),
+    ("async_finish=True,\n", "", "deep_ep"),
+    ("num_tokens_per_rank=to_rank", "num_tokens_per_rank=to_expert", "deep_ep"),
+    ("get_combine_config(size)", "get_dispatch_config(size)", "deep_ep"),
+    ("nbytes = [(0, 0)], 2 * self._hidden", "nbytes = [(0, 0)], self._hidden", "deep_ep"),
+    ("        self._arrive()\n        *results", "        *results", "low_latency"),
+    ("        self._arrive()\n        rows, counts", "        rows, counts", "low_latency"),
+    ("        self._arrive()\n        return self._sums", "        return self._sums", "low_latency"),
+    ("at < counts", "at + 1 < counts", "low_latency"),
+    ("use_fp8=False", "use_fp8=True", "low_latency"),
+    ("return_recv_hook=True, ", "", "low_latency"),
+    ("cdiv(rows, 4) * 4", "rows", "low_latency"),
+    ('"low_latency_mode": True, ', "", "low_latency"),
+    ('"num_qps_per_rank": self.experts // size', '"num_qps_per_rank": 1', "low_latency"),
+    ("self.capacity, self._hidden, size, self.experts", "1, self._hidden, size, self.experts", "low_latency"),
+]
+
+
+@pytest.mark.parametrize(("part", "wrong", "method"), MUTATIONS)
+def test_a_wrong_adapter_is_seen(
+    calls: list[Call], part: str, wrong: str, method: StepDispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = inspect.getsource(deep_ep)
+    assert source.count(part) == 1
+    changed = ModuleType(deep_ep.__name__)
+    exec(source.replace(part, wrong), vars(changed))
+    vars(changed)["_DEVICE"] = "cpu"
+    monkeypatch.setattr(deep_ep, "DeepEP", vars(changed)["DeepEP"])
+    monkeypatch.setattr(expert_parallel, "LowLatencyDispatch", vars(changed)["LowLatencyDispatch"])
+    try:
+        results = both_sums(2, method, words=method == "deep_ep")
+    except (Refused, TypeError, ValueError, AttributeError):
+        return
+    assert not are_right(results)
+
+
+@pytest.mark.parametrize("method", ["deep_ep", "low_latency"])
+def test_the_stub_refuses_other_tensors(calls: list[Call], method: StepDispatch) -> None:
+    """Each tensor of each call, in another dtype, shape or layout."""
+    both_sums(2, method)
+    tried = 0
+    recorded = {call.__name__: (call, args, options) for call, args, options in calls if call.__name__ != "__init__"}
+    for call, args, options in recorded.values():
+        for where, x in (*enumerate(args), *options.items()):
+            if not isinstance(x, torch.Tensor):
+                continue
+            other = torch.float64 if x.is_floating_point() else torch.int16
+            wide = torch.stack((x, x), dim=-1)
+            for mutated in (x.to(other), x[None], wide[..., 0]):
+                changed = [mutated if where == i else y for i, y in enumerate(args)]
+                with pytest.raises(Refused):
+                    call(*changed, **options | ({where: mutated} if isinstance(where, str) else {}))
+                tried += 1
+    assert tried >= 12
+
+
+def refusals() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+    """Changes of mesh and model, and words of the error."""
+    return [
+        ({"device": torch.device("meta")}, {}, "moe_dispatch 'deep_ep': the device is meta; it needs NVIDIA GPUs"),
+        ({}, {"dtype": torch.float32}, "dtype is float32; give bfloat16, or use 'all_to_all'"),
+        ({"ranks": 3}, {}, r"there are 3 ranks; start one of \(2, 4, 8, 16"),
+        ({"nodes": [0, 1]}, {}, r"ranks are on nodes \[0, 1\]; start up to 8 on one node"),
+        ({}, {"hidden": 3072}, r"hidden_size is 3072; it takes one of \(2048, .*7168"),
+        ({}, {"top_k": 12}, "tokens have 12 experts; it takes up to 11"),
+        ({}, {"experts": 17}, "17 experts on 2 ranks; make them even by redundant_experts"),
+        ({"ranks": 16, "nodes": [0] * 8 + [1] * 8}, {}, "both options on 16 ranks; give one, or prefill_ranks, or 8"),
+        ({"ranks": 1, "moe_dispatch": "auto"}, {}, "decode_dispatch 'deep_ep': there are 1 ranks"),
+    ]
+
+
+@pytest.mark.parametrize(("mesh", "model", "words"), refusals())
+def test_what_does_not_suit(calls: list[Call], mesh: dict[str, Any], model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        library_of(mesh_of(**{"ranks": 2} | mesh), **model)
+
+
+def test_the_library_must_be_there(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    with pytest.raises(ValueError, match="no package deep_ep is installed; install DeepEP 1.2.1 or newer, or use"):
+        library_of(mesh_of(2))
+
+
+def test_buffers_of_many_ranks(calls: list[Call]) -> None:
+    """One mode on 64 ranks: what its buffer is made with."""
+    group = SimpleNamespace(size=64, handle=SimpleNamespace(size=lambda: 64, rank=lambda: 0))
+    nodes = [rank // 8 for rank in range(64)]
+    made: list[Callable[[], Any]] = []
+    for other in ({"decode_dispatch": "all_gather", "max_ctas": 33}, {"moe_dispatch": "auto"}):
+        sizes = {"hidden": 7168, "experts": 256, "top_k": 8, "rows": 600}
+        made.append(lambda other=other, sizes=sizes: library_of(mesh_of(64, group, nodes=nodes, **other), **sizes))
+    prefill, decode = made[0](), made[1]()
+    assert prefill.buffer.nvlink > 0 < prefill.buffer.rdma and not prefill.buffer.low_latency
+    assert type(prefill.buffer).num_sms == 32
+    type(prefill.buffer).num_sms = 20
+    assert decode.capacity == 256 and decode.buffer.queues == 4 and decode.buffer.nvlink == 0
+    assert 3.8e9 < decode.buffer.rdma < 3.9e9

@@ -17,7 +17,7 @@ import torch
 from dsa_engine.cli import main
 from dsa_engine.commands.doctor import checks as doctor
 from dsa_engine.commands.doctor.checks import NotHere, Unwell, check_device, check_nodes, differences
-from dsa_engine.kernels.runtime import cpu, operation
+from dsa_engine.kernels.runtime import cpu, libraries, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
@@ -37,6 +37,13 @@ def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert "✓ tokens    the demo model gives the same tokens: eager; eager, alone" in out
     assert "– exchange  there is one rank" in out and "✗" not in out
+
+
+def test_deep_ep_is_named_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh: Any = None
+    for installed in ((), ("deep_ep",)):
+        monkeypatch.setattr(libraries, "is_installed", lambda module, installed=installed: module in installed)
+        assert ("DeepEP (moe_dispatch, decode_dispatch 'deep_ep')" in doctor.check_packages(mesh)) == bool(installed)
 
 
 def test_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ from dsa_engine.parallel.disaggregation import create_mesh
         ({"emulate_world": 4, "rebalance_every": 9}, "rebalance_every"),
         ({"emulate_world": 4, "record_expert_loads": "loads.json"}, "record_expert_loads"),
         ({"emulate_world": 4, "moe_dispatch": "by_node"}, "moe_dispatch"),
+        ({"emulate_world": 4, "decode_dispatch": "deep_ep"}, "decode_dispatch 'deep_ep' is not emulated"),
     ],
 )
 def test_configurations_that_cannot_be(keys: dict[str, Any], message: str) -> None:

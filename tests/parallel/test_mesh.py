@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
         ({"cp_size": True}, "cp_size must be an integer of at least 1, not True"),
         ({"tp_size": -1}, "tp_size must be an integer of at least 1, not -1"),
         ({"tp_size": "2"}, "tp_size must be an integer of at least 1, not '2'"),
-        ({"moe_dispatch": "x"}, "moe_dispatch must be one of all_to_all, all_gather, by_node, auto, not 'x'"),
+        ({"moe_dispatch": "x"}, "moe_dispatch must be one of all_to_all, all_gather, by_node, deep_ep, auto, not 'x'"),
         ({"rebalance_every": 0}, "rebalance_every must be an integer of at least 1, not 0"),
         ({"timeout": 0}, "timeout must be a finite number above 0, not 0"),
         ({"timeout": float("nan")}, "timeout must be a finite number above 0, not nan"),
@@ -187,6 +187,12 @@ def test_every_rank_makes_the_groups_of_nodes_and_rails(made: list[tuple[int, ..
     assert made_by_rank[0][3:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]
     mesh.device = torch.device("cuda")
     assert mesh.static_decode and mesh.dispatch(decodes=True) == "all_gather", "a graph needs static shapes"
+
+
+def test_decode_by_deep_ep_keeps_its_shapes(made: list[tuple[int, ...]]) -> None:
+    mesh = Mesh(ParallelConfig(moe_dispatch="deep_ep", decode_dispatch="deep_ep"), 0, 2, CPU)
+    assert mesh.static_decode
+    assert (mesh.dispatch(decodes=False), mesh.dispatch(decodes=True)) == ("deep_ep", "low_latency")
 
 
 @pytest.mark.parametrize(

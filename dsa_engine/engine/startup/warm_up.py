@@ -190,10 +190,7 @@ def step_bytes(
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly
     before = torch.cuda.memory_allocated(mesh.device)
     with _fitting(), mesh.experts.even_routing():
-        # More than DeepEP's capacity are gathered; so many are not, and may take more.
-        library, requests = mesh.experts.deep_ep, {options.max_num_seqs}
-        requests |= {max(1, library.capacity // (1 + drafts))} if library is not None else set()
-        decodes = (steps.decode(number, steps.max_model_len, kind) for kind in kinds for number in requests)
+        decodes = (steps.decode(options.max_num_seqs, steps.max_model_len, kind) for kind in kinds)
         decode = max(_peak(mesh, runner, step) for step in decodes) - before
         # Tables of penalties and biases stay from step to step.
         tables = torch.cuda.memory_allocated(mesh.device) - before

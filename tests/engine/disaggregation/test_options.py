@@ -45,6 +45,16 @@ def test_options_of_the_ranks_that_decode(monkeypatch: pytest.MonkeyPatch) -> No
         own_options(options)
 
 
+def test_a_part_has_one_mode_of_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two modes cannot share ranks of several nodes, and each takes memory: a part has that of its steps only."""
+    parallel = ParallelConfig(prefill_ranks=1, moe_dispatch="deep_ep", decode_dispatch="deep_ep")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, wanted in enumerate((("deep_ep", "all_gather"), ("all_to_all", "deep_ep"))):
+        monkeypatch.setenv("RANK", str(rank))
+        own = own_options(EngineOptions("demo", parallel=parallel)).parallel
+        assert (own.moe_dispatch, own.decode_dispatch) == wanted
+
+
 @pytest.mark.parametrize(
     "given, error",
     [

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine import LLM, ParallelConfig
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.engine.speculation.drafter import GraphKey
@@ -25,6 +26,7 @@ from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.sizes import format_bytes
 from dsa_engine.text.tokenizer import Tokenizer
 from fake_cuda import FakeDevice
+from library_stubs import install
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="the interpreter needs values"),
@@ -165,6 +167,41 @@ def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> N
         print(f"{engine.step_bytes:,} set aside, {device.peak - before:,} used")
         assert device.peak - before <= engine.step_bytes
         assert set(device.waits) >= {"event in expert_parallel.py:_ways"}
+
+
+def test_rows_of_deep_ep_are_set_aside(fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On few ranks decode steps of its capacity have more rows than larger ones, whose tokens are gathered."""
+    calls = install(monkeypatch, "deep_ep")
+    parallel, sizes = {"moe_dispatch": "deep_ep", "decode_dispatch": "deep_ep"}, SIZES | {"max_num_batched_tokens": 64}
+    with FakeDevice(memory=60 * 10**9) as device:
+        engine = fake_engine(device, "deepseek_v32", 2, parallel, **sizes)
+        assert engine.model.layers[1].moe.expert_parallel.deep_ep.capacity == 64
+        for _ in range(128):
+            add_filled(engine, 100, SamplingParams(max_tokens=4))
+        before = device.live
+        calls.clear()
+        with device.watched():
+            engine.step()
+        assert [call.__name__ for call, *_ in calls] == ["low_latency_dispatch", "low_latency_combine"] * 2
+        print(f"{engine.step_bytes:,} set aside, {device.peak - before:,} used")
+        assert device.peak - before <= engine.step_bytes
+
+
+def test_deep_ep_is_refused_where_it_cannot_run(
+    fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is loaded."""
+    parallel = {"decode_dispatch": "deep_ep"}
+    with FakeDevice() as device:
+        with pytest.raises(ValueError, match="decode_dispatch 'deep_ep': no package deep_ep is installed; install Dee"):
+            fake_engine(device, "deepseek_v32", 8, parallel)
+        install(monkeypatch, "deep_ep")
+        with pytest.raises(ValueError, match="257 experts on 8 ranks; make them even by redundant_experts"):
+            fake_engine(device, "deepseek_v32", 8, parallel | {"route_shared_expert": True})
+        with pytest.raises(ValueError, match="there are 1 ranks"):
+            fake_engine(device, "deepseek_v32", 1, parallel)
+    with pytest.raises(ValueError, match="'deep_ep': the device is cpu; it needs NVIDIA GPUs, or use 'all_to_all'"):
+        LLM("demo", device="cpu", parallel=ParallelConfig(moe_dispatch="deep_ep"))
 
 
 def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> None:

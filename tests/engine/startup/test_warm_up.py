@@ -52,6 +52,12 @@ def test_a_chunk_that_even_routing_does_not_fill(chunk: int | None, pairs: int) 
     assert uneven_bytes(MOE, mesh, 100, torch.bfloat16) == 100 * 4 * 200 + pairs * (2 * 10 + 4 * 100) * 2
 
 
+def test_what_deep_ep_brings_at_once_is_counted() -> None:
+    """All 400 tokens of 4 ranks may come to one, and their sums with them."""
+    mesh = four_ranks(moe_dispatch="deep_ep", moe_chunk_size=None)
+    assert uneven_bytes(MOE, mesh, 100, torch.bfloat16) == 2 * 400 * 200
+
+
 def test_rows_along_the_rail_are_counted() -> None:
     """On two nodes of two ranks a token crosses once at the most, and a rail brings the tokens of two ranks."""
     there, back, by_node = 200 + 8 * 8 + 8, 200, {"moe_dispatch": "by_node", "moe_chunk_size": None}

@@ -14,9 +14,10 @@ from dsa_engine.parallel.experts.traffic import quantized_bytes
 
 
 def test_sums_that_are_added_on_their_way_are_refused() -> None:
-    both = {"moe_dispatch": "all_gather", "decode_dispatch": "all_gather"}
-    with pytest.raises(ValueError, match="moe_combine_dtype 'fp8': moe_dispatch and decode_dispatch are both 'all_g"):
-        ParallelConfig(moe_combine_dtype="fp8", **both)
+    for prefill, decode in (("all_gather", "all_gather"), ("deep_ep", "all_gather"), ("deep_ep", "deep_ep")):
+        error = f"moe_combine_dtype 'fp8': moe_dispatch '{prefill}' and decode_dispatch '{decode}' add sums"
+        with pytest.raises(ValueError, match=error):
+            ParallelConfig(moe_combine_dtype="fp8", moe_dispatch=prefill, decode_dispatch=decode)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="moe_combine_dtype must be one of auto, fp8, not 'e4m3'"):
         ParallelConfig(moe_combine_dtype="e4m3")  # type: ignore[arg-type]
     assert ParallelConfig(moe_combine_dtype="fp8").decode_dispatch == "all_gather"

@@ -26,8 +26,7 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.layer_placements import with_shared
-from dsa_engine.parallel.experts.load_counter import LoadCounter
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.loads import ExpertLoads, LoadCounter
 from dsa_engine.parallel.experts.movement import after_round, expert_bytes, move_round, plan_movement
 from dsa_engine.parallel.experts.placement import Held
 from dsa_engine.system.output_files import write_text

@@ -26,7 +26,7 @@ from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
-from dsa_engine.parallel.experts.load_counter import LoadCounter
+from dsa_engine.parallel.experts.loads import LoadCounter
 from dsa_engine.parallel.tensor_parallel import (
     own_vocab_parallel_logits,
     vocab_parallel_embedding,

@@ -24,7 +24,7 @@ from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.dispatch import Dispatch
-from dsa_engine.parallel.experts.load_counter import count_topk_ids
+from dsa_engine.parallel.experts.loads import count_topk_ids
 
 
 class MoE(Weighted):

@@ -10,7 +10,7 @@ Signatures of release 1.2.1 (September 2025); its ``Buffer`` is still that of 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ from dsa_engine.kernels.formats.quantize import codes_and_scales
 from dsa_engine.kernels.runtime import libraries
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+from dsa_engine.parallel.group import Group
 
 if TYPE_CHECKING:
-    from dsa_engine.parallel.mesh import Mesh
+    from dsa_engine.parallel.config import ParallelConfig
 
 _DEVICE = "cuda"
 _HIDDEN = (2048, 2560, 4096, 5120, 6144, 7168, 8192)  # sizes of the low-latency kernels
@@ -36,6 +37,7 @@ class DeepEP:
     """The library's buffer on one rank, for all layers.
 
     Args:
+        device, nodes: of the rank; of all ranks.
         hidden, experts, top_k: of the model; physical experts.
         rows: largest usual number of tokens of a rank in a decode step; steps with more than ``capacity`` do not fit.
         dtype: of the run.
@@ -44,12 +46,15 @@ class DeepEP:
         ValueError: what DeepEP does not take; the text says what was given, and what is possible.
     """
 
-    def __init__(self, mesh: Mesh, hidden: int, experts: int, top_k: int, rows: int, dtype: torch.dtype):
-        ranks, nodes, config = mesh.world_size, list(mesh.nodes), mesh.config
+    def __init__(
+        self, config: ParallelConfig, group: Group, device: torch.device, nodes: Sequence[int], hidden: int,
+        experts: int, top_k: int, rows: int, dtype: torch.dtype,
+    ):  # fmt: skip
+        ranks, nodes = len(nodes), list(nodes)
         self._prefills, self._decodes = config.moe_dispatch == "deep_ep", config.decode_dispatch == "deep_ep"
         both, blocks = self._prefills and self._decodes, [rank // _NODE for rank in range(ranks)]
         for fits, given, possible in (
-            (mesh.device.type == _DEVICE, f"the device is {mesh.device.type}", "it needs NVIDIA GPUs"),
+            (device.type == _DEVICE, f"the device is {device.type}", "it needs NVIDIA GPUs"),
             (libraries.is_installed("deep_ep"), "no package deep_ep is installed", "install DeepEP 1.2.1 or newer"),
             (dtype == torch.bfloat16, f"dtype is {str(dtype).removeprefix('torch.')}", "give bfloat16"),
             (ranks in _RANKS, f"there are {ranks} ranks", f"start one of {_RANKS}"),
@@ -58,18 +63,14 @@ class DeepEP:
             (top_k <= _TOP_K, f"tokens have {top_k} experts", f"it takes up to {_TOP_K}"),
             (experts % ranks == 0, f"{experts} experts on {ranks} ranks", "make them even by redundant_experts"),
             # Between nodes both modes share a buffer, which the normal one leaves unclean for the other.
-            (
-                not both or ranks <= _NODE,
-                f"both options on {ranks} ranks",
-                f"give one, or prefill_ranks, or {_NODE} ranks",
-            ),
+            (not both or ranks <= _NODE, f"both options on {ranks} ranks", "give one, or prefill_ranks"),
         ):
             if not fits:
                 option = "moe_dispatch" if self._prefills else "decode_dispatch"
                 raise ValueError(f"{option} 'deep_ep': {given}; {possible}, or use 'all_to_all' or 'all_gather'")
         self.capacity = min(cdiv(rows, 4) * 4, _CAPACITY)
-        self.experts, self._hidden, self._group, self._max_ctas = experts, hidden, mesh.ep, config.max_ctas
-        self._device = mesh.device
+        self.experts, self._hidden, self._max_ctas = experts, hidden, config.max_ctas
+        self._group, self._device = group, device
         self._arrive: Callable[[], None] = lambda: None  # lets the low-latency exchange on its way arrive
 
     @cached_property

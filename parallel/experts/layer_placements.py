@@ -16,7 +16,7 @@ from dsa_engine.parallel.experts.balance import balance_layer, imbalance
 from dsa_engine.parallel.experts.by_node import NodeGroups
 from dsa_engine.parallel.experts.deep_ep import DeepEP
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.loads import ExpertLoads
 from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
 from dsa_engine.parallel.experts.traffic import DispatchChoice
@@ -35,7 +35,7 @@ class LayerPlacements:
         ranks: number of ranks that hold experts.
         nodes: number of nodes that groups of experts are to be divided over; 1: experts of a group may lie anywhere.
         redundant: number of physical experts more than logical ones.
-        loads: of each layer, or the path of their file (`loads_file.py`), or loads of each expert, the same in all
+        loads: of each layer, or the path of their file (`loads.py`), or loads of each expert, the same in all
             layers; None: equal loads.
 
     Raises:

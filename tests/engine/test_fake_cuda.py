@@ -19,7 +19,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.requests import add_filled
 from dsa_engine.parallel.disaggregation import PageGroups
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.loads import ExpertLoads
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
 from fake_cuda.world import FakeGroup

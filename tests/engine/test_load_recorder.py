@@ -16,8 +16,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.model import moe
-from dsa_engine.parallel.experts.load_counter import LoadCounter, count_topk_ids
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.loads import ExpertLoads, LoadCounter, count_topk_ids
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
 

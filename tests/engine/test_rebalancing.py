@@ -17,8 +17,7 @@ from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
-from dsa_engine.parallel.experts.load_counter import LoadCounter, count_topk_ids
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.loads import ExpertLoads, LoadCounter, count_topk_ids
 from dsa_engine.parallel.experts.movement import expert_bytes
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
 from dsa_engine.parallel.group import Group

@@ -201,7 +201,7 @@ def _deep_ep(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: tor
     experts = mesh.experts_per_token(config.n_routed_experts) + parallel.redundant_experts
     rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + drafts)
     top_k = mesh.experts_per_token(config.num_experts_per_tok)
-    return DeepEP(mesh, config.hidden_size, experts, top_k, rows, dtype)
+    return DeepEP(parallel, mesh.ep, mesh.device, mesh.nodes, config.hidden_size, experts, top_k, rows, dtype)
 
 
 def load(prepared: Prepared) -> Loaded:

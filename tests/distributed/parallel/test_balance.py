@@ -10,7 +10,7 @@ import torch
 
 from dsa_engine.demo import demo_config
 from dsa_engine.parallel.experts.balance import imbalance
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.loads import ExpertLoads
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
 

@@ -36,12 +36,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 def mesh_of(ranks: int, group: Any = None, device: torch.device = CPU, nodes: Any = None, **options: Any) -> Any:
     config = ParallelConfig(**{"moe_dispatch": "deep_ep", "decode_dispatch": "deep_ep"} | options)
     nodes = [0] * ranks if nodes is None else nodes
-    return SimpleNamespace(config=config, world_size=ranks, nodes=nodes, device=device, ep=group)
+    return SimpleNamespace(config=config, nodes=nodes, device=device, ep=group)
 
 
 def library_of(mesh: Any, **given: Any) -> DeepEP:
     sizes: dict[str, Any] = {"hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "rows": 9, "dtype": torch.bfloat16}
-    return deep_ep.DeepEP(mesh, **sizes | given)
+    return deep_ep.DeepEP(mesh.config, mesh.ep, mesh.device, mesh.nodes, **sizes | given)
 
 
 def run_experts(received: Received, count: int) -> torch.Tensor:
@@ -191,7 +191,7 @@ def refusals() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
         ({}, {"hidden": 3072}, r"hidden_size is 3072; it takes one of \(2048, .*7168"),
         ({}, {"top_k": 12}, "tokens have 12 experts; it takes up to 11"),
         ({}, {"experts": 17}, "17 experts on 2 ranks; make them even by redundant_experts"),
-        ({"ranks": 16, "nodes": [0] * 8 + [1] * 8}, {}, "both options on 16 ranks; give one, or prefill_ranks, or 8"),
+        ({"ranks": 16, "nodes": [0] * 8 + [1] * 8}, {}, "both options on 16 ranks; give one, or prefill_ranks, or use"),
         ({"ranks": 1, "moe_dispatch": "auto"}, {}, "decode_dispatch 'deep_ep': there are 1 ranks"),
     ]
 

@@ -85,7 +85,7 @@ class Buffer:
         need(num_rdma_bytes == 0 or self.ranks > 8 or low_latency_mode, "RDMA on one node")
         self.nvlink, self.rdma, self.queues = num_nvl_bytes, num_rdma_bytes, num_qps_per_rank
         self.low_latency, self.in_flight, self.unclean = low_latency_mode, False, False
-        self.lasting: Any = None  # of a fake device: the stream of the normal mode
+        self.lasting: Any = None  # the stream of the normal mode, on a fake device
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:

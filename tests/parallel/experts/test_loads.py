@@ -16,7 +16,7 @@ from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.loads import ExpertLoads
 
 GOOD: dict[str, Any] = {"version": 1, "model": "m", "layers": [3, 5], "loads": [[1, 2.5, 0], [0, 0, 0]]}
 

@@ -287,7 +287,10 @@ class ExpertParallel:
         group, (count, k) = self.group, topk_ids.shape
         by_rail = group.goes_by_rail(max_tokens * RowBytes.of(tokens.shape[1] * tokens.dtype.itemsize, k).there)
         gathered = self._gather(tokens, topk_ids, topk_weights, max_tokens, by_rail)
-        add = partial(group.reduce_scatter_async, by_rail=by_rail)
+
+        def add(sums: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return group.reduce_scatter_async(sums, by_rail)
+
         return AllGatherDispatch(gathered, partial(self._parts, max_pairs), add, count)
 
     def _parts(self, max_pairs: int, received: Received) -> list[Part]:

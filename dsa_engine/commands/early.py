@@ -57,14 +57,6 @@ class Early:
 
         check_prompt(prompt, room, self.max_model_len, self._vocab_size)
 
-    def check_lengths(self, input_len: int, output_len: int) -> None:
-        """Raises ``ValueError`` if requests of these numbers of tokens are too long."""
-        if input_len + output_len > self.max_model_len:
-            raise ValueError(
-                f"{input_len} tokens and up to {output_len} new ones exceed max_model_len {self.max_model_len}; "
-                "measure shorter inputs or outputs, or raise max_model_len"
-            )
-
 
 def leads() -> bool:
     """Whether this is rank 0, which alone has a prompt and prints."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -35,14 +36,16 @@ class Metrics:
         if self._shown is not self.registry:
             MultiProcessCollector(self._shown)
         ProcessCollector(pid=lambda: facts.pid, registry=self._shown)
-        self._model = {"model_name": model_name}
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(name, about, ["model_name"], buckets=buckets, registry=self.registry)
             return made.labels(model_name)
 
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(name, about, ["model_name", *labels], registry=self.registry)
+        def counter(name: str, about: str) -> Counter:
+            return Counter(name, about, ["model_name"], registry=self.registry).labels(model_name)
+
+        def counters(name: str, about: str, label: str) -> Callable[[str], Counter]:
+            return partial(Counter(name, about, ["model_name", label], registry=self.registry).labels, model_name)
 
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to the first token, with queueing", _TTFT)
         self._tpot = histogram(
@@ -58,25 +61,23 @@ class Metrics:
         self._outputs = histogram("vllm:request_generation_tokens", "Tokens of an output", _LENGTHS)
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts")
         self._output_tokens = counter("vllm:generation_tokens", "Generated tokens")
-        self._ended = counter("vllm:request_success", "Outputs that have ended, by reason", "finished_reason")
+        self._ended = counters("vllm:request_success", "Outputs that have ended, by reason", "finished_reason")
         self._drafts = counter("vllm:spec_decode_num_drafts", "Steps of a request with drafts")
         self._draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Drafts that were checked")
         self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted")
-        self._accepted_at = counter(
+        self._accepted_at = counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by position", "position"
         )
         for reason in ("stop", "length", "abort", "error"):
-            self._ended.labels(model_name, reason)
-        for plain in (self._prompt_tokens, self._output_tokens, self._drafts, self._draft_tokens, self._accepted):
-            plain.labels(model_name)
+            self._ended(reason)
         self._state = _StateCollector(facts, model_name)
         self._shown.register(self._state)
 
     def finished(self, metrics: RequestMetrics, reason: str, prompt_tokens: int, output_tokens: int) -> None:
         """Counts an output that has ended; ``prompt_tokens`` is 0 for all outputs of a prompt but one."""
-        self._ended.labels(finished_reason=reason, **self._model).inc()
-        self._prompt_tokens.labels(**self._model).inc(prompt_tokens)
-        self._output_tokens.labels(**self._model).inc(output_tokens)
+        self._ended(reason).inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._output_tokens.inc(output_tokens)
         self._outputs.observe(output_tokens)
         if prompt_tokens:
             self._prompts.observe(prompt_tokens)
@@ -91,11 +92,11 @@ class Metrics:
         if metrics.tpot_s is not None:
             self._tpot.observe(metrics.tpot_s)
         if metrics.speculation is not None:
-            self._drafts.labels(**self._model).inc(metrics.speculation.num_drafts)
-            self._draft_tokens.labels(**self._model).inc(metrics.speculation.num_draft_tokens)
-            self._accepted.labels(**self._model).inc(metrics.speculation.num_accepted_tokens)
+            self._drafts.inc(metrics.speculation.num_drafts)
+            self._draft_tokens.inc(metrics.speculation.num_draft_tokens)
+            self._accepted.inc(metrics.speculation.num_accepted_tokens)
             for position, accepted in enumerate(metrics.speculation.num_accepted_tokens_per_pos):
-                self._accepted_at.labels(position=str(position), **self._model).inc(accepted)
+                self._accepted_at(str(position)).inc(accepted)
 
     def came(self, tokens: int, seconds: float) -> None:
         """Counts the tokens of a piece of a stream that came so many seconds after the one before."""
@@ -104,7 +105,7 @@ class Metrics:
 
     def unfinished(self, outputs: int, reason: str) -> None:
         """Counts outputs that have ended before their time: "abort" if the client left, or a limit was reached."""
-        self._ended.labels(finished_reason=reason, **self._model).inc(outputs)
+        self._ended(reason).inc(outputs)
 
     def text(self, state: EngineState | None) -> bytes:
         """All metrics in Prometheus' text format; those of the engine's state as it is now, if it is known."""

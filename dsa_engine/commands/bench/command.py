@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from dsa_engine.arguments import json_object, read_text
-from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
+from dsa_engine.commands.bench.generation_benchmark import check_latency, check_lengths, measure_latency
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.commands.bench.report import Report
 from dsa_engine.commands.early import Early
@@ -91,7 +91,7 @@ def _run_latency(metric: str, args: argparse.Namespace) -> None:
     if counts and max(counts):
         given = json_object(args.speculative_config, "--speculative-config")
         args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
-    Early(args).check_lengths(max(args.input_len), args.output_len)
+    check_lengths(max(args.input_len), args.output_len, Early(args).max_model_len)
     llm = measured_llm(args)
     engine = llm.engine
     cases = list(product(args.input_len, args.batch_size, counts or [engine.runner.num_drafts]))

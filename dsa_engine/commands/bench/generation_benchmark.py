@@ -14,6 +14,15 @@ from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch,
 from dsa_engine.outputs import SpeculationMetrics
 
 
+def check_lengths(input_len: int, output_len: int, max_model_len: int) -> None:
+    """Raises ``ValueError`` if requests of these numbers of tokens are too long."""
+    if input_len + output_len > max_model_len:
+        raise ValueError(
+            f"{input_len} tokens and up to {output_len} new ones exceed max_model_len {max_model_len}; measure shorter "
+            "inputs or outputs, or raise max_model_len"
+        )
+
+
 def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> None:
     """Raises the errors that :func:`measure_latency` would raise for this length and batch; runs nothing.
 
@@ -21,11 +30,7 @@ def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: i
         ValueError, CapacityError: the length, or the whole batch at once, is not possible.
     """
     max_tokens = max_output_tokens(engine, input_len, output_len, batch_size, fill_cache)
-    if input_len + max_tokens > engine.max_model_len:
-        raise ValueError(
-            f"{input_len} tokens and up to {max_tokens} new ones exceed max_model_len {engine.max_model_len}; measure "
-            "shorter inputs or outputs, or raise max_model_len"
-        )
+    check_lengths(input_len, max_tokens, engine.max_model_len)
     check_batch(engine.scheduler.capacity, batch_size, input_len, max_tokens, fill_cache)
     if batch_size > engine.options.max_num_seqs:
         raise ValueError(

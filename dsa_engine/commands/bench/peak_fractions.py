@@ -34,7 +34,7 @@ class PeakFractions:
         """Work of a decode step in the middle of the output; empty if none was measured."""
         if not result.itl:
             return {}
-        self._raise()
+        self.ceilings = self.ceilings.raised(self._engine.mesh.device)  # in turn with the runs
         drafts, ranks = result.num_speculative_tokens, self._engine.mesh.world_size
         context = result.input_len + max(1, result.output_len // 2) + drafts
         step = Decode(cdiv(result.batch_size, ranks), result.batch_size, context, drafts)
@@ -54,7 +54,7 @@ class PeakFractions:
 
     def prefill(self, input_len: int, seconds: float, batch_size: int = 1, drafts: int = 0) -> dict[str, Any]:
         """Work of the prefills of ``batch_size`` prompts, which take ``seconds`` together."""
-        self._raise()
+        self.ceilings = self.ceilings.raised(self._engine.mesh.device)
         mesh, plans = self._engine.mesh, prefill_plans_of(self._engine, input_len)
         prompts = cdiv(batch_size, mesh.world_size // mesh.cp_size)
         # A rank's experts serve the prompts of all groups.
@@ -78,10 +78,6 @@ class PeakFractions:
         if result.prefill:
             work = self.prefill(result.input_len, statistics.median(result.prefill), result.batch_size, drafts)
         return work | self.decode(result)
-
-    def _raise(self) -> None:
-        """Measures the peak once more, in turn with the runs."""
-        self.ceilings = self.ceilings.raised(self._engine.mesh.device)
 
 
 def total(stages: Stages) -> Work:

@@ -16,8 +16,7 @@ from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes
 from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts
-from dsa_engine.measure.costs.weights import WeightBytes
-from dsa_engine.measure.weight_memory import rank_model
+from dsa_engine.measure.costs.weights import WeightBytes, rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.experts import DispatchMethod

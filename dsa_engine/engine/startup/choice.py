@@ -83,10 +83,6 @@ class Choice:
                 self.values[name] = plain(value)  # chosen once
 
     @property
-    def optimize(self) -> str:
-        return self.options.optimize
-
-    @property
     def chosen(self) -> dict[str, Any]:
         """The options that were left out."""
         return {name: self.values[name] for name in self.reasons}
@@ -101,7 +97,7 @@ class Choice:
         """Logs the choice in two lines."""
         where = f"{self.devices.ranks} rank(s) on {self.devices.nodes} node(s){part}"
         values = ", ".join(f"{name} {value}" for name, value in self.chosen.items())
-        logger.info("chosen for optimize=%s on %s: %s", self.optimize, where, values or "nothing, all is given")
+        logger.info("chosen for optimize=%s on %s: %s", self.options.optimize, where, values or "nothing, all is given")
         alike: dict[str, list[str]] = {}
         for name, why in self.reasons.items():
             alike.setdefault(why, []).append(name)
@@ -174,7 +170,7 @@ def _tp_size(choice: Choice) -> tuple[int, str]:
     sizes = [n for n in (8, 4, 2) if devices.node_ranks % n == devices.ranks % n == columns % (128 * n) == 0]
     if not sizes or whole:
         return 1, "nothing to divide by"
-    if choice.optimize != "throughput":
+    if choice.options.optimize != "throughput":
         return sizes[0], "a decode step reads fewer weights"
     if sizes[0] <= 4:
         return sizes[0], "few ranks exchange for less than the weights that they need not read"
@@ -185,9 +181,9 @@ def _tp_size(choice: Choice) -> tuple[int, str]:
 
 def _cp_size(choice: Choice) -> tuple[int, str]:
     ranks, sparse = choice.devices.ranks, choice.config.has_indexer
-    if choice.optimize == "latency":
+    if choice.options.optimize == "latency":
         return ranks, "all ranks shorten the time to the first token"
-    least = _LEAST_TOKENS[choice.optimize, sparse]
+    least = _LEAST_TOKENS[choice.options.optimize, sparse]
     size = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * least <= max(least, choice.longest))
     return size, f"at least {least:,} tokens of the longest prompt for a rank"
 
@@ -201,22 +197,18 @@ def _max_num_batched_tokens(choice: Choice) -> tuple[int, str]:
     return chunk, "it keeps the device busy" if sparse else "larger chunks expand keys and values less often"
 
 
-def _moe_dispatch(choice: Choice) -> tuple[str, str]:
-    return "auto", "the fastest for the size of a step, by modelled links"
-
-
 def _enable_dbo(choice: Choice) -> tuple[bool, str]:
     ranks, nodes = choice.devices.ranks, choice.devices.nodes
     if choice.config.has_indexer:
         return ranks > 1, "computation hides the exchange of tokens" if ranks > 1 else "nothing travels"
-    hides = nodes > 1 and choice.optimize != "latency"
+    hides = nodes > 1 and choice.options.optimize != "latency"
     return hides, "computation hides the links between nodes" if hides else "keys and values would expand twice"
 
 
 def _max_num_seqs(choice: Choice) -> tuple[int, str]:
     ranks, room = choice.devices.ranks, choice.room(choice.values["tp_size"], 0)
     cached, steps = int(ranks * room / choice.request_bytes()), int(room / 8 / _request_rows(choice))
-    least, each = {"latency": (8, 1), "balanced": (64, 16), "throughput": (256, 128)}[choice.optimize]
+    least, each = {"latency": (8, 1), "balanced": (64, 16), "throughput": (256, 128)}[choice.options.optimize]
     number = max(8, min(max(least, min(each * ranks, cached)), steps))
     why = f"caches hold {cached:,} of the longest, and rows of {steps:,} take an eighth of the memory beside weights"
     return 1 << (number.bit_length() - 1), why
@@ -244,7 +236,7 @@ RULES: dict[str, Callable[[Choice], tuple[Any, str]]] = {
     "cp_size": _cp_size,
     "max_num_seqs": _max_num_seqs,
     "max_num_batched_tokens": _max_num_batched_tokens,
-    "moe_dispatch": _moe_dispatch,
+    "moe_dispatch": lambda _: ("auto", "the fastest for the size of a step, by modelled links"),
     "enable_dbo": _enable_dbo,
     "redundant_experts": _redundant_experts,
 }

@@ -82,12 +82,11 @@ def selection_of(selection: Selection | None) -> dict[str, Any]:
     if selection is None:
         return {}
     both = {"positions": selection.positions, "weights": selection.weights.round(6)}
-    shown = selection.positions >= 0
-    return {"selection": {name: [[*map(_shown, *rows)] for rows in zip(of, shown)] for name, of in both.items()}}
 
+    def lists(of: np.ndarray) -> list[list[list[Any]]]:
+        return [[row[at >= 0].tolist() for row, at in zip(*rows)] for rows in zip(of, selection.positions)]
 
-def _shown(row: np.ndarray, shown: np.ndarray) -> list[Any]:
-    return row[shown].tolist()
+    return {"selection": {name: lists(of) for name, of in both.items()}}
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -245,7 +245,7 @@ class ResponsesForm(ChatForm):
         self._ids += piece.token_ids
         read = self._readers[0].push(piece.text)
         if piece.finish_reason is not None:
-            self._status = _status(piece)
+            self._status = "incomplete" if piece.finish_reason == "length" else "completed"
             read += self._readers[0].finish()
         logprobs = (self._logprobs(piece) or {"content": []})["content"]
         for delta in read:
@@ -282,7 +282,3 @@ class ResponsesForm(ChatForm):
     def failed(self, error: ApiError) -> bytes:
         reason = {"code": "server_error", "message": error.detail}
         return self.event({"type": "response.failed", "response": self._response("failed", error=reason)})
-
-
-def _status(output: CompletionOutput | StreamPiece) -> str:
-    return "incomplete" if output.finish_reason == "length" else "completed"

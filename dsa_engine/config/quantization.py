@@ -170,7 +170,9 @@ def _scheme(group: Keys, layout: Any) -> WeightScheme:
     weights, inputs = group.part("weights"), group.part("input_activations")
     if not weights.raw:
         raise ValueError(f"{group.name('weights')} is missing: a group without quantised weights is not supported")
-    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), _default_strategy(weights))
+    size = weights.raw.get("group_size")
+    default = "tensor" if size is None else "channel" if size == -1 else "group"  # as compressed-tensors has it
+    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), default)
     if weights.flag("dynamic", False):
         raise ValueError(f"{weights.name('dynamic')} must be false: weights are quantised when they are stored")
     if group.part("output_activations").raw:
@@ -189,12 +191,6 @@ def _scheme(group: Keys, layout: Any) -> WeightScheme:
     weights.refuse_unread(_NEUTRAL_ARGUMENTS)
     group.refuse_unread()
     return scheme
-
-
-def _default_strategy(weights: Keys) -> str:
-    """The strategy that compressed-tensors takes where none is named."""
-    size = weights.raw.get("group_size")
-    return "tensor" if size is None else "channel" if size == -1 else "group"
 
 
 def _actorder(weights: Keys, strategy: str) -> str:

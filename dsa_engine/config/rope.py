@@ -79,6 +79,7 @@ class RopeConfig:
         rope.refuse_unread(_NEUTRAL)
         return config
 
+    @cached_property
     def inverse_frequencies(self) -> torch.Tensor:
         """Radians per position of each rotated pair, float32 ``[dim / 2]``.
 
@@ -100,10 +101,6 @@ class RopeConfig:
         # Rounded as in `transformers`: one bit of a frequency is 0.01 radians at position 100,000.
         return 1.0 / (self.factor * powers) * (1 - unscaled) + plain * unscaled
 
-    @cached_property
-    def _frequencies(self) -> torch.Tensor:
-        return self.inverse_frequencies()
-
     def _pair_turning(self, turns: float) -> float:
         """The index of the pair, as a fraction, that turns ``turns`` times over the original length."""
         period = self.original_max_positions / (turns * 2 * math.pi)
@@ -114,10 +111,10 @@ class RopeConfig:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the angles at ``positions [T]``: two float32 tensors ``[T, dim / 2]``.
 
-        ``frequencies``: :meth:`inverse_frequencies` on the device of ``positions``, which saves a synchronising copy.
+        ``frequencies``: :attr:`inverse_frequencies` on the device of ``positions``, which saves a synchronising copy.
         """
         if frequencies is None:
-            frequencies = self._frequencies.to(positions.device)
+            frequencies = self.inverse_frequencies.to(positions.device)
         angles = positions.float()[:, None] * frequencies
         return angles.cos() * self.cos_sin_scale, angles.sin() * self.cos_sin_scale
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class TargetScheme:
     quantized: frozenset[str]  # names of the weights, "….weight", that become codes
     block_rows: int  # rows that are quantised together; parts of a matrix have a multiple of this many rows
     specs: Callable[[TensorSpec], list[TensorSpec]]  # the tensors that replace a quantised weight
-    encode: Callable[[torch.Tensor], list[torch.Tensor]]  # their values for some rows, float32
+    encode: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # their values for some rows, float32
     config: dict[str, Any]  # quantization_config
 
 
@@ -53,7 +54,8 @@ def target_scheme(quantize: str, config: ModelConfig, int8_activations: bool = F
     if int8_activations and quantize != "int4-experts":
         raise ValueError(f"INT8 activations are chosen with 'int4-experts' only; {quantize!r} has its own")
     if quantize == "fp8":
-        return TargetScheme(frozenset(names), RELEASED_BLOCK_SIZE[0], _fp8_specs, _fp8_encode, RELEASED_QUANTIZATION)
+        blocks = partial(quantize_blocks, block_size=RELEASED_BLOCK_SIZE)
+        return TargetScheme(frozenset(names), RELEASED_BLOCK_SIZE[0], _fp8_specs, blocks, RELEASED_QUANTIZATION)
     if quantize == "int8":
         quantized_names = frozenset(name for name in names if not name.endswith(".kv_b_proj.weight"))
         return TargetScheme(quantized_names, 1, _int8_specs, _int8_encode, _int8_config())
@@ -74,9 +76,7 @@ def target_scheme(quantize: str, config: ModelConfig, int8_activations: bool = F
                 TensorSpec(f"{module}.weight_shape", (2,), torch.int64),
             ]
 
-        def encode(rows: torch.Tensor) -> list[torch.Tensor]:
-            return list(quantize_int4(rows, GROUP_SIZE, dtype))
-
+        encode = partial(quantize_int4, group_size=GROUP_SIZE, scale_dtype=dtype)
         return TargetScheme(experts, 1, specs, encode, _int4_config(int8_activations))
     raise ValueError(f"there is no scheme {quantize!r}; there are {', '.join(QUANTIZE)}")
 
@@ -87,10 +87,6 @@ def _fp8_specs(spec: TensorSpec) -> list[TensorSpec]:
         TensorSpec(spec.name, spec.shape, FP8, quantized=True),
         TensorSpec(f"{spec.name}_scale_inv", shape, torch.float32),
     ]
-
-
-def _fp8_encode(rows: torch.Tensor) -> list[torch.Tensor]:
-    return list(quantize_blocks(rows, RELEASED_BLOCK_SIZE))
 
 
 def _int8_specs(spec: TensorSpec) -> list[TensorSpec]:

@@ -32,7 +32,6 @@ class MessageChannel:
 
     @property
     def sends(self) -> bool:
-        """Whether this is the rank that sends."""
         return self._group.index == 0
 
     @property

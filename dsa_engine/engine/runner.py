@@ -59,7 +59,6 @@ class ModelRunner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of activations."""
         return self.model.runtime.dtype
 
     def plan(self, step: Step) -> StepPlan:

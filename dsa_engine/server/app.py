@@ -146,7 +146,6 @@ class Server:
         return about | {"tokenizer_class": type(hf).__name__}
 
     async def generate(self, request: Request, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
-        """Answers a request that generates."""
         self.llm.check()
 
         def prepared(asked: RequestBody) -> tuple[Form, list[PreparedPrompt]]:

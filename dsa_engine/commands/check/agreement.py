@@ -194,9 +194,7 @@ class Comparison:
             first = border
         unchanged, formats = {}, {"FP8 caches": (unrounded, in_fp8), "FP8 weights": (_in_blocks, unrounded)}
         for name, rounding in (formats | {"INT8 weights": (in_int8, unrounded)}).items():
-            plain.round_weights, plain.round_keys = rounding
-            unchanged[name] = overlap(chosen, best(plain.scores(layer, h, rows), topk))
-        plain.round_weights = plain.round_keys = unrounded
+            unchanged[name] = overlap(chosen, best(plain.scores(layer, h, rows, False, *rounding), topk))
         selected, random, recent, more, swapped = map(carried, (*three, *wider))
         return Recall(layer, selected, random, recent, more, swapped, by_distance, unchanged)
 

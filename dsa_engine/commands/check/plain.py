@@ -30,19 +30,12 @@ def unrounded(values: torch.Tensor) -> torch.Tensor:
 
 
 class PlainModel:
-    """Reads what it needs of a checkpoint; the tensors of one layer at a time stay in memory.
-
-    Attributes:
-        round_weights, round_keys: applied to the indexer's matrices, and to its keys and queries, to see what another
-            format would choose.
-    """
+    """Reads what it needs of a checkpoint; the tensors of one layer at a time stay in memory."""
 
     def __init__(self, folder: Path, config: ModelConfig):
         self.config, self._files = config, locate_tensors(folder)
         self._reader = CheckpointReader(folder, config.weight_block_size)
         self._layer, self._known = -1, dict[str, torch.Tensor]()
-        self.round_weights: Rounding = unrounded
-        self.round_keys: Rounding = unrounded
 
     def names(self, layer: int) -> list[str]:
         """The tensors of a layer."""
@@ -90,26 +83,31 @@ class PlainModel:
     def normed(self, layer: int, h: torch.Tensor, name: str = "input") -> torch.Tensor:
         return rms_norm(h, self.part(layer, f"{name}_layernorm.weight"), self.config.rms_norm_eps)
 
-    def scores(self, layer: int, h: torch.Tensor, rows: torch.Tensor, *, swapped: bool = False) -> torch.Tensor:
+    def scores(
+        self, layer: int, h: torch.Tensor, rows: torch.Tensor, swapped: bool = False,
+        weights: Rounding = unrounded, keys: Rounding = unrounded,
+    ) -> torch.Tensor:  # fmt: skip
         """The indexer's scores of ``rows [P]`` (positions), ``[P, T]``; -inf for tokens after the row.
 
         Args:
             h: ``[T, hidden]``, the residual stream before the layer.
             swapped: with the other form of RoPE.
+            weights, keys: applied to the indexer's matrices, and to its keys and queries, to see what another format
+                would choose.
         """
         config, x, name = self.config, self.normed(layer, h), "self_attn.indexer."
         rope, interleaved = config.qk_rope_head_dim, config.index_rope_interleaved != swapped
-        q = self._q_resid(layer, x[rows]) @ self.round_weights(self.part(layer, f"{name}wq_b.weight")).T
-        k = x @ self.round_weights(self.part(layer, f"{name}wk.weight")).T
+        q = self._q_resid(layer, x[rows]) @ weights(self.part(layer, f"{name}wq_b.weight")).T
+        k = x @ weights(self.part(layer, f"{name}wk.weight")).T
         weight, bias = (self.part(layer, f"{name}k_norm.{one}") for one in ("weight", "bias"))
         q, k = q.unflatten(-1, (config.index_n_heads, -1)), layer_norm(k, weight.shape, weight, bias, LATENT_NORM_EPS)
         k = k[:, None]
         q = torch.cat((self._turned(q[..., :rope], rows, interleaved), q[..., rope:]), dim=-1)
         k = torch.cat((self._turned(k[..., :rope], torch.arange(len(k)), interleaved), k[..., rope:]), dim=-1)
-        q, k = self.round_keys(q), self.round_keys(k[:, 0])
-        weights, total = x[rows] @ self.part(layer, f"{name}weights_proj.weight").T, torch.zeros(len(rows), len(k))
+        q, k = keys(q), keys(k[:, 0])
+        by_head, total = x[rows] @ self.part(layer, f"{name}weights_proj.weight").T, torch.zeros(len(rows), len(k))
         for head in range(config.index_n_heads):
-            total += weights[:, head, None] * (q[:, head] @ k.T).relu()
+            total += by_head[:, head, None] * (q[:, head] @ k.T).relu()
         return total.masked_fill(~visible(rows, len(k)), -torch.inf)
 
     def attend(

@@ -152,5 +152,4 @@ class KVEvents:
         self._events, self._number = [], self._number + 1
 
     def close(self) -> None:
-        """Closes the socket."""
         self._socket.close()

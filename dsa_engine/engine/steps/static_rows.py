@@ -47,7 +47,7 @@ class StaticRows:
             Segments.of(segments, device),
             torch.arange(bucket.requests, device=device).repeat_interleave(each),
             torch.arange(each, device=device),
-            model.config.rope.inverse_frequencies().to(device),
+            model.config.rope.inverse_frequencies.to(device),
         )
 
     def batch(self, tables: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor) -> ForwardBatch:

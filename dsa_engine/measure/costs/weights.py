@@ -21,8 +21,6 @@ Kind = tuple[str, str]  # a layer's entries of mlp_layer_types and indexer_types
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a layer."""
-
     rows: float  # everything that each row reads, which is all but:
     queries: float  # the indexer's queries, which only rows with selected tokens have
     expert: float  # one routed expert

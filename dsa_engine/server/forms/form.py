@@ -63,7 +63,6 @@ class Form(ABC):
         return b"data: %b," % to_json(self.chunk_head)[:-1]  # encoded once, as it is most of a chunk
 
     def event(self, chunk: dict[str, Any]) -> bytes:
-        """The event of a chunk."""
         return b"%b%b\n\n" % (self._begin, to_json(chunk)[1:])
 
     def failed(self, error: ApiError) -> bytes:

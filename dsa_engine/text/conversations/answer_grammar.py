@@ -46,7 +46,6 @@ class GrammarWriter:
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
     def json(self, schema: Any) -> str:
-        """JSON of a schema."""
         spaces = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
         return self.rule(f"%json {json.dumps((schema if isinstance(schema, dict) else {}) | spaces)}")
 

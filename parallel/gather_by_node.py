@@ -39,7 +39,7 @@ from dsa_engine.parallel.side_stream import SideStream
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """Carries all-gathers and reduce-scatters of a group; bytes and log entries are those of ``rail`` and ``node``.
+    """Carries all-gathers and reduce-scatters of a group; bytes are those of ``rail`` and ``node``.
 
     Attributes:
         rail, node: the ranks of this rank's rail, and those of its node in the group.

@@ -4,14 +4,13 @@ The names and shapes that a model needs are declared by its modules (`model/layo
 """
 
 from dsa_engine.checkpoint.dummy import DummyReader
-from dsa_engine.checkpoint.reader import CheckpointReader, Reader
+from dsa_engine.checkpoint.reader import CheckpointReader
 from dsa_engine.checkpoint.tensors import Source, TensorSpec
 from dsa_engine.checkpoint.writer import SafetensorsWriter, WrittenCheckpoint
 
 __all__ = [
     "CheckpointReader",
     "DummyReader",
-    "Reader",
     "SafetensorsWriter",
     "Source",
     "TensorSpec",

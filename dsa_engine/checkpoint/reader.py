@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import KeysView
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -37,14 +37,6 @@ STORED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-
-
-class Reader(Protocol):
-    """The interface of a reader: :class:`CheckpointReader`, or :class:`.dummy.DummyReader`."""
-
-    bytes_read: int
-
-    def load(self, source: Source) -> None: ...
 
 
 class CheckpointReader:

@@ -34,11 +34,8 @@ def render(
         tokenizer: a tokenizer of ``transformers``.
         messages: one of the results of :func:`dsa_engine.text.conversations.messages.conversations`.
         folder: where the tokenizer comes from, for errors.
-        chat_template: a template to use instead of the folder's.
-        chat_template_kwargs: further variables of the template.
-        add_generation_prompt: end the text where the assistant's answer begins.
-        continue_final_message: leave the last message open, to be continued.
         tools: functions that the model may call: JSON schemas, or Python functions with types and a docstring.
+        others: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
 
     Raises:
         ValueError: the folder has no template, the template fails, or has no words for the tools or a message's role.

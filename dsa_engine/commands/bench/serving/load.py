@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -86,25 +88,21 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def at_least_1(text: str) -> int:
-    """An integer of the command line that is 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return int(text)
+def _number(kind: type, allowed: str, holds: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The type of an option that has a number."""
+
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if holds(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {allowed}, not {text}")
+
+    return read
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return value
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, not {text}")
-    return value
+at_least_1 = _number(int, "at least 1", lambda value: value >= 1)
+_positive = _number(float, "above 0", lambda value: value > 0)
+_fraction = _number(float, "at least 0 and below 1", lambda value: 0 <= value < 1)
 
 
 def shapes(args: argparse.Namespace) -> list[Shape]:

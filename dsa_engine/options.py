@@ -158,7 +158,7 @@ class EngineOptions(Options):
         common=True,
         group="decoding, kernels and the rest",
     )
-    enforce_eager: bool = option(False, "run decode kernel by kernel on CUDA, without CUDA graphs.")
+    enforce_eager: bool = option(False, "run decode kernel by kernel, without CUDA graphs or a CPU's recordings.")
     cudagraph_capture_sizes: list[PositiveInt] | None = option(
         None,
         "numbers of requests of a rank, rounded up to powers of two, whose CUDA graphs are captured at the start, for "

@@ -4,6 +4,7 @@
 // token and expert has a row of results, and these are added in the order of a token's pairs.
 
 #include "products.h"
+#include "replay.h"
 
 namespace {
 
@@ -87,3 +88,4 @@ extern "C" int64_t dsa_expert_mlp(
     }
     return 0;
 }
+REPLAYED(dsa_expert_mlp)

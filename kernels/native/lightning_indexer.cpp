@@ -8,6 +8,7 @@
 
 #include <climits>
 
+#include "replay.h"
 #include "tiles.h"
 
 namespace {
@@ -301,3 +302,4 @@ extern "C" int64_t dsa_lightning_indexer(
               [&](int64_t i, float* mine) { select(p, tile_at(tile_count - 1 - i), mine); });
     return 0;
 }
+REPLAYED(dsa_lightning_indexer)

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "products.h"
+#include "replay.h"
 
 namespace {
 
@@ -71,6 +72,7 @@ extern "C" void dsa_linear(
         });
     });
 }
+REPLAYED(dsa_linear)
 
 // x [tokens, heads, inner], weight [heads, inner, outer], out [tokens, heads, outer], with strides; of the weight's last
 // two one is 1.
@@ -105,3 +107,4 @@ extern "C" void dsa_per_head_matmul(
         });
     });
 }
+REPLAYED(dsa_per_head_matmul)

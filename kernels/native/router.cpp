@@ -2,6 +2,7 @@
 
 #include <climits>
 
+#include "replay.h"
 #include "tiles.h"
 
 namespace {
@@ -102,3 +103,4 @@ extern "C" void dsa_route(
         for (int64_t row = first; row < end; row++) route_row(p, row, s);
     });
 }
+REPLAYED(dsa_route)

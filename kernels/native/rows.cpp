@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "products.h"
+#include "replay.h"
 
 namespace {
 
@@ -138,6 +139,7 @@ extern "C" void dsa_rms_norm(
         });
     });
 }
+REPLAYED(dsa_rms_norm)
 
 // x [tokens, heads, 2 half] and out, with strides.
 extern "C" void dsa_rope(
@@ -157,6 +159,7 @@ extern "C" void dsa_rope(
         });
     });
 }
+REPLAYED(dsa_rope)
 
 // gate_up [rows, 2 width] with any row stride, out [rows, width].
 extern "C" void dsa_silu_mul(
@@ -171,6 +174,7 @@ extern "C" void dsa_silu_mul(
         });
     });
 }
+REPLAYED(dsa_silu_mul)
 
 // x [rows, rank + 2 half]: the latent is normed, what comes after it turned. Returns 1, and does nothing, where a slot
 // lies outside of the pool; else 0.
@@ -195,6 +199,7 @@ extern "C" int64_t dsa_store_latent(
     });
     return 0;
 }
+REPLAYED(dsa_store_latent)
 
 // x [rows, dim]: normed, and of that the first 2 half turned. Returns as dsa_store_latent.
 extern "C" int64_t dsa_store_index_keys(
@@ -218,6 +223,7 @@ extern "C" int64_t dsa_store_index_keys(
     });
     return 0;
 }
+REPLAYED(dsa_store_index_keys)
 
 // positions [rows, columns] int32, sequences [rows] rows of tables [sequence_count, pages]. Returns 1 where a position
 // or a sequence lies outside of the tables, and then not all of out is written; else 0.
@@ -245,3 +251,4 @@ extern "C" int64_t dsa_slots_of(
     });
     return outside;
 }
+REPLAYED(dsa_slots_of)

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "replay.h"
 #include "tiles.h"
 
 namespace {
@@ -164,3 +165,4 @@ extern "C" int64_t dsa_sparse_attention(
               [&](int64_t token, float* mine) { attend_token(p, token, mine); });
     return outside;
 }
+REPLAYED(dsa_sparse_attention)

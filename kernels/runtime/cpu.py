@@ -14,8 +14,12 @@ import ctypes
 import functools
 import logging
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +39,7 @@ _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._Simple
     "dsa_lightning_indexer_scratch": ([c_int64] * 5, c_int64),
     "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 12, c_int64),
     "dsa_linear": ([c_void_p] * 4 + [c_int64] * 10, None),
+    "dsa_replay": ([c_void_p, c_int64], c_int64),
     "dsa_rms_norm": ([c_void_p] * 6 + [c_int64] * 4 + [c_float, c_int64], None),
     "dsa_rope": ([c_void_p] * 4 + [c_int64] * 12, None),
     "dsa_route_scratch": ([c_int64] * 2, c_int64),
@@ -98,11 +103,34 @@ def threads_for(multiply_adds: int) -> int:
     return 1 if worth <= 1 else min(torch.get_num_threads(), worth)
 
 
-def kernels() -> ctypes.CDLL:
-    """The compiled kernels, for code that has asked :func:`serves`."""
+def kernels() -> Any:
+    """The compiled kernels, for code that has asked :func:`serves`; within :func:`watched` what that gives for each."""
     loaded = library()
     assert loaded is not None
-    return loaded
+    return loaded if _of_thread.watch is None else _Watched()
+
+
+class _OfThread(threading.local):
+    watch: Callable[[str, Any], Any] | None = None
+
+
+_of_thread = _OfThread()
+
+
+class _Watched:
+    def __getattr__(self, name: str) -> Any:
+        assert _of_thread.watch is not None
+        return _of_thread.watch(name, getattr(library(), name))
+
+
+@contextmanager
+def watched(watch: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Within, code of this thread that asks for a kernel gets ``watch(name, kernel)``."""
+    _of_thread.watch = watch
+    try:
+        yield
+    finally:
+        _of_thread.watch = None
 
 
 def row_threads(numbers: int) -> int:

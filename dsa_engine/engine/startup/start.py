@@ -43,6 +43,8 @@ from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.errors import enough_memory
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
@@ -154,7 +156,7 @@ class Sized:
         pages: of each rank's cache.
         tiers: pages beside the device.
         side: this rank's side of a disaggregated run.
-        captures: whether decode steps run as CUDA graphs.
+        captures: whether decode steps run as CUDA graphs, or as recordings.
         step_bytes: set aside on the device for steps and graphs; None if an option set the size of the caches.
     """
 
@@ -224,7 +226,9 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
     """Counts the memory that everything but the caches takes, and divides what is left into pages."""
     options, mesh, format, cached = prepared.options, prepared.mesh, prepared.format, prepared.cached
     waits = check_kernels(loaded.model, format, options, prepared.progress)
-    captures = prepared.on_cuda and not waits and not options.enforce_eager
+    # A recording, which takes a graph's place on a CPU, cannot repeat what other processes take part in.
+    repeats = prepared.on_cuda or (mesh.world_size == 1 and cpu.serves(torch.empty(0, dtype=prepared.dtype)))
+    captures = repeats and not waits and not options.enforce_eager
     side = Side.of(options, mesh, prepared.modules)
     tiers = TierSizes.of(options, mesh, cached, format, prepared.max_model_len)
     tiers.warm_up(mesh)
@@ -264,7 +268,8 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
         eos_token_ids=prepared.config.eos_token_ids,
         events=prepared.events,
     )
-    contexts, micro_batches = ContextBuckets(prepared.max_model_len, options.page_size), MicroBatches.of(options, mesh)
+    exact_rows, micro_batches = None if prepared.on_cuda else FEW_ROWS_ON_A_CPU, MicroBatches.of(options, mesh)
+    contexts = ContextBuckets(prepared.max_model_len, options.page_size, exact_rows=exact_rows)
     graphs = DecodeGraphs(model, cache, contexts=contexts) if sized.captures else None
     config, trusts = prepared.config, options.trust_remote_code
     grammars = GrammarMasks(prepared.folder, trusts, config.vocab_size, config.eos_token_ids)
@@ -291,7 +296,7 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
 def capture(prepared: Prepared, engine: Engine) -> None:
     """Captures the likely graphs; loads of experts are counted from then on."""
     graphs, loads = engine.graphs, engine.model.loads
-    if graphs is not None and prepared.mesh.static_decode:
+    if graphs is not None and prepared.mesh.static_decode and prepared.on_cuda:
         steps, runner = prepared.dummy_steps, engine.runner
         buckets = steps.likely_buckets()  # other graphs are captured when they first occur
         with prepared.progress(len(buckets), "graphs", "capturing") as bar:

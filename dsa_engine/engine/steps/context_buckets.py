@@ -21,11 +21,14 @@ class ContextBuckets:
     Attributes:
         max_model_len: maximum number of tokens of a request; None: powers of two only.
         fewest: the smallest length, if it is below ``max_model_len``.
+        exact_rows: steps of at most this many rows keep their number of requests, and larger ones are not padded; None:
+            every step is padded to a power of two of requests.
     """
 
     max_model_len: int | None = None
     page_size: int = 1
     fewest: int = MIN_CONTEXT
+    exact_rows: int | None = None
 
     def of(self, tokens: int, num_drafts: int = 0) -> int:
         """The smallest length with room for ``tokens``.

@@ -5,7 +5,10 @@ graph launches a whole step at once, but repeats exactly what was captured: same
 padded to a bucket, and its inputs are copied into buffers with fixed addresses (``static_rows.py``). A bucket has a
 power of two of requests and one of a few context lengths (``context_buckets.py``). In a padded step all rows take one
 form of attention: with an indexer all rows select, and rows that see few tokens select all of them. A padded step can
-run without capturing too, also on a CPU, which is how it is tested.
+run without capturing too.
+
+On a CPU a :class:`.Recording` takes the place of a graph, of steps of few rows, which are not padded to more requests:
+rows cost time there. Where it cannot repeat a step, steps of as many rows are no longer padded.
 
 Every rank knows the plans of all ranks, so all choose the same bucket, capture at the same time, and meet in
 collectives.
@@ -14,9 +17,11 @@ collectives.
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,15 +31,18 @@ from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, block_tables_of
+from dsa_engine.kernels.runtime.recording import Recording
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import has_hook
 from dsa_engine.system.interrupts import uninterrupted
 
+logger = logging.getLogger(__name__)
+
 
 class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph | Recording
     result: torch.Tensor  # overwritten by every replay
 
 
@@ -51,7 +59,7 @@ class DecodeGraphs:
     """Runs decode steps that are padded to buckets.
 
     Args:
-        capture: replay CUDA graphs; False runs the same padded steps kernel by kernel.
+        capture: replay CUDA graphs, or recordings; False runs the same padded steps kernel by kernel.
         contexts: lengths that the longest context of a step is padded to.
     """
 
@@ -65,18 +73,20 @@ class DecodeGraphs:
         self._graphs: dict[Hashable, _Captured] = {}  # by the name given to run()
         # One stream for all captures: cuBLAS keeps a workspace for every stream that it has run on, and the graphs of a
         # pool reuse each other's memory on the same stream only.
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._stream = torch.cuda.Stream(self._mesh.device) if capture else None
+        on_cuda = capture and self._mesh.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if on_cuda else None
+        self._stream = torch.cuda.Stream(self._mesh.device) if on_cuda else None
         self.memory_bytes = 0  # device memory of the captured graphs
-        if capture:
+        if on_cuda:
             # NCCL ends a communicator only when no graph uses it: graphs are freed before the mesh at exit.
             atexit.register(_close, weakref.ref(self))
 
     def close(self) -> None:
         """Frees the captured graphs and their memory; the next step captures again."""
-        if self._graphs:
+        if self._graphs and self._stream is not None:
             torch.cuda.synchronize(self._mesh.device)
             for captured in self._graphs.values():
+                assert isinstance(captured.graph, torch.cuda.CUDAGraph)
                 captured.graph.reset()
         self._graphs.clear()
         self._inputs.clear()
@@ -85,8 +95,7 @@ class DecodeGraphs:
     @property
     def captured(self) -> list[tuple[int, int]]:
         """Rows and longest context, in tokens, of the graphs captured so far."""
-        buckets = [name[0] if isinstance(name, tuple) else name for name in self._graphs]
-        return sorted((bucket.rows, bucket.context) for bucket in buckets if isinstance(bucket, Bucket))
+        return sorted((bucket.rows, bucket.context) for bucket in map(_bucket_of, self._graphs))
 
     def ready(self, name: Hashable) -> bool:
         """Whether :meth:`run` has nothing to capture for this name; :meth:`forward` uses the step's bucket as name."""
@@ -121,14 +130,26 @@ class DecodeGraphs:
         if not self._capture or has_hook():
             return function()
         if name not in self._graphs:
-            self._graphs[name] = self._captured_once(function)
+            if self._stream is None:
+                return self._recorded(name, function)
+            self._graphs[name] = self._captured_once(function, self._stream)
         captured = self._graphs[name]
         captured.graph.replay()
         return captured.result
 
-    def _captured_once(self, function: Callable[[], torch.Tensor]) -> _Captured:
-        device, stream = self._mesh.device, self._stream
-        assert stream is not None, "graphs are captured where capturing was asked for"
+    def _recorded(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        recording = Recording(function)
+        if recording.refused:
+            rows = _bucket_of(name).rows
+            logger.info("steps of %d rows and more are not recorded: %s reads numbers", rows, recording.refused)
+            self.contexts = replace(self.contexts, exact_rows=rows - 1)
+            return recording.result
+        self._graphs[name] = _Captured(recording, recording.result)
+        self.memory_bytes += recording.memory_bytes
+        return recording.result
+
+    def _captured_once(self, function: Callable[[], torch.Tensor], stream: torch.cuda.Stream) -> _Captured:
+        device = self._mesh.device
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             # A run without capturing first: kernels are compiled, libraries allocate workspaces, lazy tensors are made.
@@ -153,6 +174,13 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         self.memory_bytes += torch.cuda.memory_reserved(device) - before
         return _Captured(graph, result)
+
+
+def _bucket_of(name: Hashable) -> Bucket:
+    """The bucket of a step, or of a step with drafts (:class:`.GraphKey`)."""
+    bucket = name[0] if isinstance(name, tuple) else name
+    assert isinstance(bucket, Bucket)
+    return bucket
 
 
 def _close(graphs: weakref.ref[DecodeGraphs]) -> None:

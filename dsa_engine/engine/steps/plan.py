@@ -298,8 +298,11 @@ class StepPlan:
         return self.segments.of_rank(rank, self.chunks)
 
     def padded(self, config: ModelConfig, contexts: ContextBuckets) -> StepPlan:
-        """The decode step, made of chunks, in the smallest bucket that it fits in, which is the same on all ranks."""
+        """The decode step, made of chunks, in the smallest bucket that it fits in, which is the same on all ranks; the
+        step itself where there is none."""
         bucket = bucket_of(self.chunks, contexts)
+        if bucket is None:
+            return self
         own = self.own.padded(bucket, config.has_indexer)
         return replace(self, own=own, rows=np.full(len(self.rows), bucket.rows), bucket=bucket)
 
@@ -308,8 +311,8 @@ class StepPlan:
         return [sum(s.visible_pairs for s in self.of_rank(rank).segments) for rank in range(len(self.rows))]
 
 
-def bucket_of(step: DecodeStep | Seq[Chunk], contexts: ContextBuckets, num_drafts: int = 0) -> Bucket:
-    """The smallest bucket that a decode step fits in.
+def bucket_of(step: DecodeStep | Seq[Chunk], contexts: ContextBuckets, num_drafts: int = 0) -> Bucket | None:
+    """The smallest bucket that a decode step fits in; None if it has too many rows for one.
 
     Args:
         contexts: possible context lengths.
@@ -324,4 +327,7 @@ def bucket_of(step: DecodeStep | Seq[Chunk], contexts: ContextBuckets, num_draft
     rows = max(1 + num_drafts, int(counts.max()))
     # A request with fewer rows is padded with rows after its last one.
     context = contexts.of(int(starts.max()) + rows + num_drafts, num_drafts)
-    return Bucket(next_power_of_2(int(np.bincount(ranks).max())), rows, context)
+    requests = int(np.bincount(ranks).max())
+    if contexts.exact_rows is None:
+        return Bucket(next_power_of_2(requests), rows, context)
+    return Bucket(requests, rows, context) if requests * rows <= contexts.exact_rows else None

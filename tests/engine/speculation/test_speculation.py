@@ -59,7 +59,7 @@ def test_drafts_are_those_of_the_equations(
     count = 4 if modules == 1 else modules
     keys = MODELS[model_type] | ({"indexer_types": [*GLM, *["full"] * modules]} if model_type == "glm_moe_dsa" else {})
     oracle = drafting_oracle(model_type, modules=modules, own_tables=own_tables, **keys)
-    llm = engine_of(oracle.folder, count, max_num_batched_tokens=24)
+    llm = engine_of(oracle.folder, count, max_num_batched_tokens=24, enforce_eager=True)
     engine, prompt = llm.engine, random_ids(74)
     for module in engine.model.mtp:  # copies take no memory
         assert (module.embed is not None) == (module.head is not None) == own_tables

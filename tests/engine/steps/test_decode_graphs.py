@@ -1,7 +1,7 @@
 """Decode in padded steps of static shape, as CUDA graphs replay them, and with several rows a request: same tokens.
 
-On a GPU the graphs are captured. Under ``TRITON_INTERPRET=1`` the same padded steps run kernel by kernel; the
-references look at the batch on the host and cannot run them.
+On a GPU the graphs are captured, with the CPU's kernels the steps are recorded. Under ``TRITON_INTERPRET=1`` the same
+padded steps run kernel by kernel.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from dsa_engine.model.forward_batch import BlockTables, ForwardBatch
 from fake_cuda import FakeDevice
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
+CAPTURES = not INTERPRETED
+KERNELS = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
 
 
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
@@ -70,13 +72,12 @@ def test_buckets() -> None:
     assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5, 8, 9, 4097)] == [1, 2, 4, 4, 8, 8, 16, 8192]
 
 
-@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     "model_type, ahead",
     [
         pytest.param("deepseek_v32", False, marks=pytest.mark.slow),
         ("deepseek_v32", True),
-        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", True, marks=[pytest.mark.slow, KERNELS]),
     ],
 )
 def test_padded_steps(
@@ -106,17 +107,17 @@ def test_padded_steps(
             before.append(sampled is not None)
             return super().forward(step, sampled)
 
-    engine.runner.graphs = Counted(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=64))
+    engine.runner.graphs = Counted(engine.model, engine.cache, capture=CAPTURES, contexts=ContextBuckets(fewest=64))
     padded = [o.token_ids for o in llm.generate(prompts, params)]
     assert padded == [model.greedy(prompt, 5) for prompt in prompts]
     assert steps == [[3]] * 4  # the first token comes with the prefill
-    # On a GPU the first one is captured, and the step in flight is read before.
-    assert before == [ahead and not CUDA, ahead, ahead, ahead]
-    if CUDA:
+    # The first one is captured, and the step in flight is read before.
+    assert before == [ahead and INTERPRETED, ahead, ahead, ahead]
+    if CAPTURES:
         assert engine.runner.graphs.captured == [(4, 128)] and engine.runner.graphs.memory_bytes > 0
 
 
-@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
+@KERNELS
 def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> None:
     """One sequence selects, one begins to select while it decodes."""
     model = oracle("deepseek_v32", num_hidden_layers=1, index_topk=16, kv_lora_rank=128, index_head_dim=16)
@@ -134,7 +135,9 @@ def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Ca
     engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     prompts = [random_ids(20), random_ids(15, seed=1)]
     plain = [out.token_ids for out in llm.generate(prompts, params)]
-    engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=32))
+    engine.runner.graphs = DecodeGraphs(
+        engine.model, engine.cache, capture=CAPTURES, contexts=ContextBuckets(fewest=32)
+    )
     assert [out.token_ids for out in llm.generate(prompts, params)] == plain
     # Index scores beyond float32 end a request as it begins to select.
     indexer = engine.model.layers[0].attention.indexer
@@ -156,7 +159,7 @@ class Rows:
 
     def __init__(self, llm: LLM, requests: list[list[int]], *, padded: bool):
         engine = llm.engine
-        graphs = DecodeGraphs(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=64))
+        graphs = DecodeGraphs(engine.model, engine.cache, capture=CAPTURES, contexts=ContextBuckets(fewest=64))
         self.runner = ModelRunner(engine.model, engine.cache, graphs if padded else None)
         self.config = engine.config
         each = -(-max(len(ids) for ids in requests) // PAGE)
@@ -196,11 +199,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one - other).abs().amax(dim=-1) < 1e-4 * one.abs().amax(dim=-1)).all())
 
 
-KERNELS = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
 REFERENCES = pytest.mark.skipif(INTERPRETED, reason="slow in the interpreter")
 
 
-@pytest.mark.parametrize("padded", [pytest.param(False, marks=REFERENCES), pytest.param(True, marks=KERNELS)])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=REFERENCES), True])
 @pytest.mark.parametrize("model_type", ["deepseek_v32", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_the_same_as_one_row_at_a_time(
     model_type: str, padded: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]

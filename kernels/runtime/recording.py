@@ -172,7 +172,7 @@ def _runner(part: _Kernels | _Computed) -> Callable[[], None]:
 
         def compute() -> None:
             made = run(*args, **kwargs)
-            for old, new in zip(into, tree_leaves(made), strict=False):
+            for old, new in zip(into, made if isinstance(made, (tuple, list)) else (made,), strict=False):
                 old.copy_(new)
 
         return compute

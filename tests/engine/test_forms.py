@@ -28,7 +28,7 @@ def forms(metrics: RequestMetrics) -> tuple[int, int, int]:
 
 
 def test_tokens_of_each_form(tiny_llm: Callable[..., LLM], random_ids: Callable[..., list[int]]) -> None:
-    with tiny_llm(400, max_num_batched_tokens=80, **OPTIONS) as llm:
+    with tiny_llm(400, max_num_batched_tokens=80, enforce_eager=True, **OPTIONS) as llm:  # else all decode as sparse
         prompts = [random_ids(120), random_ids(30, seed=1), random_ids(98, seed=2)]
         of_each = [forms(output.metrics) for output in llm.generate(prompts, GREEDY)]
         # chunks of 80 tokens: 80 in MHA form; 20 alone are too few for it; 4 tokens are decoded

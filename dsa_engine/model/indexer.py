@@ -35,7 +35,11 @@ _INPUT_NORM, _INPUT_NORM_FLOAT16 = 2.0**30, 2.0**8
 
 
 class Indexer(Weighted):
-    """Chooses the ``index_topk`` cached tokens that a query attends to. Weights are whole on every rank."""
+    """Chooses the ``index_topk`` cached tokens that a query attends to. Weights are whole on every rank.
+
+    Attributes:
+        may_overflow: whether the weights are so large that each step looks for scores that are not finite.
+    """
 
     def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime):
         super().__init__(runtime)
@@ -48,12 +52,12 @@ class Indexer(Weighted):
         self.weights_proj = Float32OutputLinear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
         self._finished = no_row_finished(runtime.device)
         self._prefix = prefix
-        self._may_overflow = False
+        self.may_overflow = False
 
     def weights_loaded(self) -> None:
         if self.runtime.device.type == "meta" or not self._can_overflow():
             return
-        self._may_overflow = True
+        self.may_overflow = True
         logging.getLogger(__name__).warning(
             "%s has weights so large that scores may overflow: each step checks, and requests for which they do end "
             "with an error. The file may be damaged",
@@ -149,7 +153,7 @@ class Indexer(Weighted):
     ) -> torch.Tensor | None:
         """bool ``[sparse rows]``: the rows with scores that are not finite, which select anything; None where the
         weights cannot make any. It computes all scores once more, and does not wait for the device."""
-        if not self._may_overflow:
+        if not self.may_overflow:
             return None
         assert cache_format.index_key is not None
         with stage("lightning indexer"):

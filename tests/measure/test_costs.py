@@ -95,7 +95,8 @@ def _expert_tensors(llm: LLM) -> list[torch.Tensor]:
 @pytest.mark.parametrize("requests, context", [(1, 958), (3, 958), (2, 126)])
 def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
     """Above and below the 256 selected tokens; the references read whole pages."""
-    llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
+    options: dict[str, Any] = {"max_num_seqs": 4, "enforce_eager": True, "progress": False}
+    llm = LLM("demo-random", device="cpu", cache_memory="40MiB", **options)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     running = [add_filled(llm.engine, context, params) for _ in range(requests)]
     llm.engine.step()  # everything that is created once

@@ -46,6 +46,7 @@ from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
@@ -226,8 +227,7 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
     """Counts the memory that everything but the caches takes, and divides what is left into pages."""
     options, mesh, format, cached = prepared.options, prepared.mesh, prepared.format, prepared.cached
     waits = check_kernels(loaded.model, format, options, prepared.progress)
-    # A recording, which takes a graph's place on a CPU, cannot repeat what other processes take part in.
-    repeats = prepared.on_cuda or (mesh.world_size == 1 and cpu.serves(torch.empty(0, dtype=prepared.dtype)))
+    repeats = prepared.on_cuda or _can_be_recorded(prepared, loaded.model)
     captures = repeats and not waits and not options.enforce_eager
     side = Side.of(options, mesh, prepared.modules)
     tiers = TierSizes.of(options, mesh, cached, format, prepared.max_model_len)
@@ -245,6 +245,15 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
     token_bytes = cache_bytes_per_token(cached, format)
     pages = affordable_pages(options, mesh, prepared.max_model_len, token_bytes, sum(others))
     return Sized(pages, tiers, side, captures, for_steps)
+
+
+def _can_be_recorded(prepared: Prepared, model: Model) -> bool:
+    """Whether decode steps on a CPU can be recordings: no other process takes part, attention of all rows is one of the
+    CPU's kernels, and rows that see few tokens may select."""
+    indexers = [module for module in model.modules() if isinstance(module, Indexer)]
+    finite = bool(indexers) and not any(indexer.may_overflow for indexer in indexers)
+    native = not prepared.format.fp8 and cpu.serves(torch.empty(0, dtype=prepared.dtype))
+    return prepared.mesh.world_size == 1 and finite and native
 
 
 def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -> Engine:

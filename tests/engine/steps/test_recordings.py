@@ -10,6 +10,7 @@ import pytest
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.kernels.runtime.recording import Recording
+from dsa_engine.model.indexer import Indexer
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="recordings are of the CPU's kernels")
 
@@ -64,14 +65,30 @@ def test_the_same_tokens_as_eagerly(
     assert 0 < graphs.memory_bytes < 64 << 20
 
 
-def test_fp8_caches_run_eagerly(
+@pytest.mark.parametrize("case", ["fp8 caches", "no indexer", "scores that may overflow"])
+def test_what_runs_eagerly(case: str, oracle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """References that read numbers, and rows that see few tokens but would select."""
+    model_type = "deepseek_v3" if case == "no indexer" else "deepseek_v32"
+    model = oracle(model_type, num_hidden_layers=1, kv_lora_rank=128, index_head_dim=64)
+    if case == "scores that may overflow":
+        monkeypatch.setattr(Indexer, "_can_overflow", lambda self: True)
+    cache = {"kv_cache_dtype": "fp8"} if case == "fp8 caches" else {}
+    with LLM(model.folder, **OPTIONS, **cache) as llm:
+        assert llm.engine.graphs is None
+
+
+def test_steps_that_cannot_be_repeated_are_no_longer_padded(
     oracle: Callable[..., Any], random_ids: Callable[..., list[int]], replays: list[Recording]
 ) -> None:
-    """Their kernels are PyTorch references, which read numbers on the host: seen once, and then nothing is padded."""
-    model = oracle("deepseek_v32", num_hidden_layers=1, index_topk=16, kv_lora_rank=128, index_head_dim=16)
-    options = OPTIONS | {"dtype": "float32", "kv_cache_dtype": "fp8"}
-    eager, recorded = LLM(model.folder, enforce_eager=True, **options), LLM(model.folder, **options)
-    prompts = [random_ids(n, seed=n) for n, _ in LENGTHS]
-    assert tokens(recorded, prompts, temperature=0.0) == tokens(eager, prompts, temperature=0.0)
-    graphs = recorded.engine.graphs
-    assert not replays and graphs is not None and not graphs.captured and graphs.contexts.exact_rows == 0
+    """Of 9 rows and more each expert gets more than 8: they take PyTorch's products, whose sizes the host reads."""
+    model = oracle(
+        "deepseek_v32", num_hidden_layers=2, n_routed_experts=2, num_experts_per_tok=2, n_group=1, topk_group=1
+    )
+    options = OPTIONS | {"dtype": "float32"}
+    prompts = [random_ids(60 + n, seed=n) for n in range(10)]
+    params = [SamplingParams(temperature=0.0, max_tokens=8 if n < 2 else 16, ignore_eos=True) for n in range(10)]
+    with LLM(model.folder, **options) as recorded, LLM(model.folder, enforce_eager=True, **options) as eager:
+        both = [[out.token_ids for out in llm.generate(prompts, params)] for llm in (recorded, eager)]
+        assert both[0] == both[1]
+        graphs = recorded.engine.graphs
+        assert graphs is not None and graphs.contexts.exact_rows == 9 and graphs.captured == [(8, 256)] and replays

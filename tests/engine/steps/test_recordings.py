@@ -80,7 +80,7 @@ def test_what_runs_eagerly(case: str, oracle: Callable[..., Any], monkeypatch: p
 def test_steps_that_cannot_be_repeated_are_no_longer_padded(
     oracle: Callable[..., Any], random_ids: Callable[..., list[int]], replays: list[Recording]
 ) -> None:
-    """Of 9 rows and more each expert gets more than 8: they take PyTorch's products, whose sizes the host reads."""
+    """In steps of 9 rows each expert gets more than 8, which take PyTorch's products, whose sizes the host reads."""
     model = oracle(
         "deepseek_v32", num_hidden_layers=2, n_routed_experts=2, num_experts_per_tok=2, n_group=1, topk_group=1
     )

@@ -102,6 +102,7 @@ class AllGatherDispatch(Dispatch):
         """Number of rounds; waits for the tokens."""
         if not self._parts:
             self._received = received = self._gathered()
+            del self._gathered  # what it holds is freed
             self._parts = self._cut(received)
             self._room = received.tokens if len(self._parts) > 1 else None
         return len(self._parts)

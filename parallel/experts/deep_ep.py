@@ -119,12 +119,17 @@ class DeepEP:
         return received, add
 
     @cached_property
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rows(self) -> tuple[torch.Tensor, ...]:
         """The number of a received row among its expert's ``[rows]``, that of each expert ``[experts of the rank, 1]``,
-        both int32, and a weight of 1 for every row of all experts ``[all, 1]``."""
+        −1, all int32, and a weight of 1 for every row of all experts ``[all, 1]``."""
         sizes = self._group.size * self.capacity, self.experts // self._group.size
         at, expert = (torch.arange(size, dtype=torch.int32, device=self._device) for size in sizes)
-        return at, expert[:, None], torch.ones(len(at) * len(expert), 1, device=self._device)
+        return (
+            at,
+            expert[:, None],
+            torch.full_like(at[0], -1),
+            torch.ones(len(at) * len(expert), 1, device=self._device),
+        )
 
     def exchange(self, call: Callable[..., Any], *args: Any, **options: Any) -> tuple[list[Any], Callable[[], None]]:
         """Begins a low-latency exchange, once the one before has arrived, as it clears the counts of that.
@@ -158,8 +163,8 @@ class LowLatencyDispatch(Dispatch):
     def receive(self, number: int) -> Received:
         self._arrive()
         rows, counts, self._handle = self._come
-        self._shape, (at, expert, ones) = rows.shape, self._library.rows
-        local_ids = torch.where(at < counts[:, None], expert, -1).view(-1, 1)
+        self._shape, (at, expert, none, ones) = rows.shape, self._library.rows
+        local_ids = torch.where(at < counts[:, None], expert, none).view(-1, 1)
         return Received(rows.flatten(0, 1), local_ids, ones, min(1.0, self._topk[0].numel() / len(ones)))
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ import triton.language as tl
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
 from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
 from dsa_engine.kernels.rows.silu_mul import silu_mul
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, is_batch_invariant
 
 # Largest average number of rows of a group for which products are bound by reading the weights.
@@ -34,7 +35,7 @@ def grouped_matmul_reference(
 ) -> torch.Tensor:
     out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype, device=x.device)
     for group, rows in rows_by_group(counts):
-        torch.mm(x[rows], weight[group].t(), out=out[rows])
+        cpu.multiply(x[rows], weight[group].t(), out[rows])
     return out
 
 

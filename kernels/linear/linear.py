@@ -74,4 +74,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = No
     if few and dtype in (None, x.dtype) and weight.is_contiguous() and cpu.serves(x, weight):
         return run_native(x, weight)
     cpu.refuse_variant(x, f"a weight {weight.dtype} with strides {weight.stride()}")
-    return F.linear(x, weight) if dtype in (None, x.dtype) else torch.mm(x, weight.t(), out_dtype=torch.float32)
+    if dtype not in (None, x.dtype):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    if not cpu.expands(x):
+        return F.linear(x, weight)
+    rows, outputs = x.reshape(x.shape[:-1].numel(), width), weight.shape[0]
+    return cpu.multiply(rows, weight.t(), rows.new_empty(len(rows), outputs)).view(*x.shape[:-1], outputs)

@@ -55,4 +55,4 @@ def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) ->
         )  # fmt: skip
     elif tokens:
         cpu.refuse_variant(x, f"a matrix for each head with strides {weight.stride()}")
-        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+        cpu.multiply(x.transpose(0, 1), weight, out.transpose(0, 1))

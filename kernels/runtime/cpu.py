@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parents[1] / "native"
 # Multiply-adds that are worth another thread, some 10 µs: a thread that is awake takes a few to begin.
 _WORTH_A_THREAD = 1 << 18
+_EXPANDED_NUMBERS = 1 << 22  # of a weight, 16 MiB
 
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
     "dsa_expert_mlp_scratch": ([c_int64] * 5, c_int64),
@@ -95,6 +96,33 @@ def refuse_variant(x: torch.Tensor, what: str) -> None:
             f"batch_invariant: the CPU's kernels do not take {what}, and PyTorch's products add by the number of rows; "
             "give another format of weights, or leave batch_invariant out"
         )
+
+
+@functools.cache
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this half type by the processor's own instructions, or 5 times slower than float32."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ops = torch.ops.mkldnn  # they heed ONEDNN_MAX_CPU_ISA
+    return ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
+
+
+def expands(x: torch.Tensor) -> bool:
+    """Whether products of ``x`` by PyTorch are to be made in float32: of half types, by a CPU that has none of them."""
+    return x.is_cpu and x.dtype in (torch.bfloat16, torch.float16) and not has_products(x.dtype)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """PyTorch's product ``out = a · b``, or of a batch of matrices; where it :func:`expands`, of b some columns at a
+    time, rounded once."""
+    product = torch.mm if a.dim() == 2 else torch.bmm
+    if not expands(a):
+        return product(a, b, out=out)
+    columns = max(64, _EXPANDED_NUMBERS * b.shape[-1] // max(1, b.numel()))
+    rows = a.float()
+    for part, some in zip(out.split(columns, -1), b.split(columns, -1), strict=True):
+        part.copy_(product(rows, some.float()))
+    return out
 
 
 def threads_for(multiply_adds: int) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
+from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_reference
 from dsa_engine.kernels.grouped.product_formats import INT8, W4A8, W4A16, ProductFormat
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_linear
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, linear
@@ -66,6 +69,30 @@ def test_per_head_matmul(
     wanted = torch.einsum("thi,hio->tho", x.double(), weight.double())
     assert relative_error(whole[..., :outer], wanted) < (1e-6 if dtype == torch.float32 else bound)
     assert bool((whole[..., outer:] == 7).all())
+
+
+def test_many_rows_are_float32_where_a_cpu_has_no_products_of_halves(
+    monkeypatch: pytest.MonkeyPatch, relative_error: Error
+) -> None:
+    multiplied = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if call.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.linear):
+                multiplied.append(args[0].dtype)
+            return call(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(cpu, "has_products", lambda dtype: False, raising=False)
+    monkeypatch.setattr(cpu, "_EXPANDED_NUMBERS", 96 * 70, raising=False)  # 70 columns of b at a time
+    x, weight = make(2, 20, 96).bfloat16(), make(200, 96, seed=1).bfloat16()
+    heads = make(2, 72, 96, seed=2).bfloat16().transpose(1, 2)
+    with Products(), torch.no_grad():
+        plain, of_group = linear(x, weight), grouped_matmul_reference(x[0], weight[None], [20], x.dtype)
+        per_head_matmul(x.transpose(0, 1), heads, out := torch.empty(20, 2, 72, dtype=x.dtype))
+    assert set(multiplied) == {torch.float32} and len(multiplied) == 3 + 3 + 2
+    wanted = x.double() @ weight.double().t()
+    assert relative_error(plain, wanted) < 4e-3 and relative_error(of_group, wanted[0]) < 4e-3
+    assert relative_error(out, (x.double() @ heads.double()).transpose(0, 1)) < 4e-3
 
 
 # Products of x with a weight as it is stored, made of a float32 matrix.

@@ -34,13 +34,7 @@ from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import (
-    capability,
-    config_for,
-    dot_precision,
-    is_batch_invariant,
-    multiprocessors,
-)
+from dsa_engine.kernels.runtime.launch import chip_of, config_for, dot_precision, is_batch_invariant
 
 MAX_SPLITS = 64  # as many as merge_splits reads at a time
 LOG2_E = 1.4426950408889634
@@ -133,12 +127,12 @@ def launch_attention(
         out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32.
     """
     (tokens, heads, _), fp8, value_dim = q.shape, row_format.fp8, row_format.rank
-    tilings = config_for(TILINGS, q)
+    tilings = config_for(TILINGS, chip_of(q))
     tiles = tilings.full if q.dtype == torch.float32 else tilings.fp8 if fp8 else tilings.half
     block_heads = min(tiles.heads, max(tiles.least, next_power_of_2(heads)))
     programs = tokens * cdiv(heads, block_heads)
     room = 1 if is_batch_invariant() else workspace // max(1, 4 * tokens * heads * (value_dim + 1))
-    splits = choose_splits(programs, cdiv(longest, tiles.rows), multiprocessors(q), min(MAX_SPLITS, room))
+    splits = choose_splits(programs, cdiv(longest, tiles.rows), chip_of(q).multiprocessors, min(MAX_SPLITS, room))
     dtype = q.dtype if splits == 1 else torch.float32
     out = torch.empty(splits, tokens, heads, value_dim, dtype=dtype, device=q.device)
     lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=q.device)
@@ -149,7 +143,7 @@ def launch_attention(
             VALUE=value_dim, ROTATED=row_format.rope, BLOCK_HEADS=block_heads, BLOCK_ROWS=tiles.rows,
             BLOCK_VALUE=max(LATENT_BLOCK if fp8 else 16, next_power_of_2(value_dim)),
             BLOCK_ROTATED=max(16, next_power_of_2(row_format.rope)), FP8=fp8,
-            E4M3=capability(q) >= 89,  # older chips have no conversion
+            E4M3=chip_of(q).capability >= 89,  # older chips have no conversion
             PRECISION=dot_precision(q.dtype), num_warps=tiles.warps, num_stages=tiles.stages, **constants,
         )  # fmt: skip
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)

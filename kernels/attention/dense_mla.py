@@ -27,6 +27,7 @@ from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.rows.paged import read_rows
 from dsa_engine.kernels.rows.segment import Segments, slots_of
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -113,7 +114,7 @@ def row_position(position, stop):
     return tl.minimum(position, stop - 1).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def dense_mla_kernel(
     q, pool, block_tables, sequences, visible, out, lse, tokens, table_stride, scale,
     PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr,

@@ -10,7 +10,6 @@ Bits: rows are copied, or each expanded by itself.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, value_columns
@@ -18,14 +17,15 @@ from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.rows.paged import gather_rows
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import capability, runs_triton
+from dsa_engine.kernels.runtime.kernel import kernel
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Rows of 656 bytes a program: 10 KiB in flight for each of many programs of a multiprocessor.
 _ROWS, _WARPS = 16, 4
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def gather_latent_kernel(
     pool, slots, out, count, STRIDE: tl.constexpr,
     VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
@@ -75,7 +75,7 @@ def gather_latent(
         gather_latent_kernel[(cdiv(slots.shape[0], _ROWS),)](
             rows, slots.contiguous(), out, slots.shape[0], STRIDE=rows.shape[1],
             VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(LATENT_BLOCK, next_power_of_2(rank)),
-            BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, E4M3=capability(pool) >= 89,
+            BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, E4M3=chip_of(pool).capability >= 89,
             num_warps=_WARPS,
         )  # fmt: skip
     return out

@@ -11,10 +11,10 @@ Bits of a row: they depend on its parts in their order alone.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -30,7 +30,7 @@ def merge_splits_reference(
     return parts.sum(dim=0).to(dtype), torch.logsumexp(partial_lse, dim=0)
 
 
-@triton.jit
+@kernel
 def merge_splits_kernel(
     partial_out, partial_lse, out, lse, rows, splits, VALUE: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr
 ):

@@ -27,6 +27,7 @@ from dsa_engine.kernels.attention._online_softmax import (
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -91,7 +92,7 @@ def row_of_slot(slot, source, entry, stop):
     return tl.minimum(slot.to(tl.uint32, bitcast=True), source[1].to(tl.uint32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def sparse_attention_kernel(
     q, pool, slots, counts, out, lse, tokens, k, scale,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,

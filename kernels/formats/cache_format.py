@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -35,11 +36,11 @@ class RowFormat(ABC):
 
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def fp8(self) -> bool:
         return self.dtype == FP8
 
-    @property
+    @cached_property
     def pool_dtype(self) -> torch.dtype:
         return torch.uint8 if self.fp8 else self.dtype
 
@@ -102,15 +103,15 @@ class LatentFormat(RowFormat):
         if self.fp8 and self.rope % 2:
             raise ValueError(f"an FP8 latent pool needs an even number of rotated numbers, not {self.rope}")
 
-    @property
+    @cached_property
     def width(self) -> int:
         return self.rank + self.rope
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return latent_row_bytes(self.rank, self.rope) if self.fp8 else self.width
 
-    @property
+    @cached_property
     def rotated_at(self) -> int:
         """The column of the first rotated number."""
         return self.columns - (2 * self.rope if self.fp8 else self.rope)
@@ -143,11 +144,11 @@ class IndexKeyFormat(RowFormat):
     dim: int
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def width(self) -> int:
         return self.dim
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return self.dim + SCALE_BYTES if self.fp8 else self.dim
 

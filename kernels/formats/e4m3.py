@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.division import divide
-from dsa_engine.kernels.runtime.launch import INTERPRETED, capability
+from dsa_engine.kernels.runtime.launch import INTERPRETED, chip_of
 
 SMALLEST_AMAX = 1e-4  # a block of smaller numbers is quantised as if it held one of this size
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
@@ -20,7 +20,7 @@ _PER_LARGEST = tl.constexpr(1 / 448)  # rounded to float32, like every number of
 
 def converts_e4m3(x: torch.Tensor) -> bool:
     """The constexpr ``CONVERTS`` of the functions below for a kernel that works on ``x``."""
-    return capability(x) >= 89 and not INTERPRETED
+    return chip_of(x).capability >= 89 and not INTERPRETED
 
 
 @triton.jit

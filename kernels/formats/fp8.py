@@ -15,12 +15,12 @@ blocks that the part touches, so that ``scale_inv[0, 0]`` belongs to ``weight[0,
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, decode_e4m3
 from dsa_engine.kernels.formats.quantize import E4M3_MAX, scales_of
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -77,7 +77,7 @@ def quantize_blocks_reference(
     return padded[:rows, :columns].to(torch.float8_e4m3fn), scale
 
 
-@triton.jit
+@kernel
 def dequantize_blocks_kernel(
     codes, scales, out, rows, columns, row_start, column_start, row_stride, down_tiles, across_tiles,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,

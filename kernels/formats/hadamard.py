@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.runtime.launch import config_for
+from dsa_engine.kernels.runtime.launch import chip_of, config_for
 
 LARGEST = 128  # a program holds all signs of the transform, in float32 too
 
@@ -77,7 +77,7 @@ def hadamard_of_parts(
 
 def rows_for(x: torch.Tensor) -> int:
     """Rows of a tile of a product with the signs, for rows of the dtype and device of ``x``."""
-    return config_for(ROWS, x) if x.element_size() == 2 else _ROWS_FLOAT32
+    return config_for(ROWS, chip_of(x)) if x.element_size() == 2 else _ROWS_FLOAT32
 
 
 def check_size(size: int) -> None:

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.formats.division import divide
 from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -50,7 +51,7 @@ def nearest_int8(x):
     return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
 
-@triton.jit
+@kernel
 def quantize_rows_int8_kernel(
     x, largest, codes, scales, width, x_stride, GIVEN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import SMALLEST_AMAX, converts_e4m3, quantize_tile
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -58,7 +58,7 @@ def quantize_rows_reference(values: torch.Tensor, block: int, power_of_two: bool
     return scaled.to(torch.float8_e4m3fn).flatten(-2)[..., :width].contiguous(), scales
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def quantize_rows_kernel(
     x, codes, scales, count, x_stride, code_stride, scale_stride,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
@@ -124,12 +124,14 @@ def quantize_rows(
     if codes is None or scales is None:
         codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
         scales = torch.empty(shape, dtype=torch.float32, device=values.device)
+        strides = width, shape[-1]
+    else:
+        strides = codes.stride(0), scales.stride(0)
     rows = values if values.dim() == 2 and values.stride(1) == 1 else values.contiguous().view(-1, width)
-    if scales.numel():
+    if count := scales.numel():
         blocks = max(1, _TILE // block)
-        quantize_rows_kernel[(cdiv(scales.numel(), blocks),)](
-            rows, codes.view(torch.uint8), scales, scales.numel(), rows.stride(0),
-            codes.view(-1, width).stride(0), scales.view(-1, shape[-1]).stride(0),
+        quantize_rows_kernel[(cdiv(count, blocks),)](
+            rows, codes.view(torch.uint8), scales, count, rows.stride(0), *strides,
             WIDTH=width, SIZE=block, BLOCKS=blocks,
             POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(values), num_warps=_WARPS,
         )  # fmt: skip

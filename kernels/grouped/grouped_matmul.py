@@ -24,7 +24,8 @@ from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
 from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.kernels.runtime import cpu
-from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, is_batch_invariant
+from dsa_engine.kernels.runtime.kernel import kernel
+from dsa_engine.kernels.runtime.launch import chip_of, config_for, dot_precision, is_batch_invariant
 
 # Largest average number of rows of a group for which products are bound by reading the weights.
 FEW_ROWS = 64
@@ -57,7 +58,7 @@ def multiply_tile(
     return total
 
 
-@triton.jit
+@kernel
 def grouped_matmul_kernel(
     x, source, row_ends, weight, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -86,7 +87,7 @@ def _choices(x: torch.Tensor) -> tuple[Tiles, ...]:
     """Tiles for products with rows like those of ``x``, by the number of rows in a group."""
     lengths = (x.shape[1],) if is_batch_invariant() else (x.shape[1], x.stride(0))
     aligned = all(length * x.element_size() % 16 == 0 for length in lengths)
-    return config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, x)
+    return config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, chip_of(x))
 
 
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +133,7 @@ def takes_torch_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether PyTorch's own grouped product applies: on sm_90 or sm_100, in bfloat16, with strides of 16 bytes.
     On other chips it copies the ends of the groups to the host, which a CUDA graph does not allow."""
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
-    there = x.is_cuda and capability(x) // 10 in (9, 10)
+    there = x.is_cuda and chip_of(x).capability // 10 in (9, 10)
     return there and not is_batch_invariant() and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 

@@ -11,6 +11,7 @@ is a byte. Bits of a row: as of :mod:`.grouped_matmul`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -21,7 +22,8 @@ from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
 from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import config_for
+from dsa_engine.kernels.runtime.kernel import kernel
+from dsa_engine.kernels.runtime.launch import chip_of, config_for
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
@@ -139,7 +141,7 @@ def multiply_block_scaled_tile(
     return total
 
 
-@triton.jit
+@kernel
 def block_scaled_experts_kernel(
     x, source, row_ends, x_scale, x_scale_stride, weight, weight_scale, out_scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -196,11 +198,17 @@ def grouped_matmul_fp8(
     if gated:
         out_scale = torch.empty(out.shape[0], cdiv(out.shape[1], BLOCK), device=x.device)
     launch_grouped(
-        block_scaled_experts_kernel, config_for(_GATED if gated else _PLAIN, x), x,
+        block_scaled_experts_kernel, config_for(_GATED if gated else _PLAIN, chip_of(x)), x,
         (x_scale, x_scale.stride(0), weight, weight_scale, out_scale), out.view(torch.uint8) if gated else out, groups,
         POWER_OF_TWO=power_of_two and gated, CONVERTS=converts_e4m3(x),
     )  # fmt: skip
     return out if out_scale is None else (out, out_scale)
+
+
+@lru_cache(maxsize=256)
+def scales_shape(shape: torch.Size) -> tuple[int, ...]:
+    """Shape of the scales of a weight ``[..., out, in]``."""
+    return (*shape[:-2], *(cdiv(size, BLOCK) for size in shape[-2:]))
 
 
 def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
@@ -210,8 +218,8 @@ def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
             f"block-scaled products need float8_e4m3fn weights and float32 scales, not {weight.dtype} and "
             f"{weight_scale.dtype}"
         )
-    needed = (*weight.shape[:-2], *(cdiv(size, BLOCK) for size in weight.shape[-2:]))
-    if tuple(weight_scale.shape) != needed:
+    needed = scales_shape(weight.shape)
+    if weight_scale.shape != needed:
         raise ValueError(
             f"scales of a weight {list(weight.shape)} must be {list(needed)}, not {list(weight_scale.shape)}"
         )

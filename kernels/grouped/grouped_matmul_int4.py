@@ -24,7 +24,8 @@ import triton.language as tl
 from dsa_engine.kernels.formats.int4 import check_groups, dequantize_int4, planes_for, unpack_codes, unpack_numbers
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
 from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
-from dsa_engine.kernels.runtime.launch import config_for, dot_precision
+from dsa_engine.kernels.runtime.kernel import kernel
+from dsa_engine.kernels.runtime.launch import chip_of, config_for, dot_precision
 
 # Rows of a matrix that the reference expands at a time.
 _REFERENCE_ROWS = 1024
@@ -117,7 +118,7 @@ def multiply_int4_tile(
     return tl.trans(total)
 
 
-@triton.jit
+@kernel
 def grouped_matmul_int4_kernel(
     x, source, row_ends, x_scale, packed, packed_stride, scale, columns, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -173,7 +174,7 @@ def grouped_matmul_int4(
     out = empty_product(x, packed, groups, dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = x_scale is not None
-    choices = config_for(_CODES if codes else _SMALL if x.dtype == torch.float32 else _CONFIGS, x)
+    choices = config_for(_CODES if codes else _SMALL if x.dtype == torch.float32 else _CONFIGS, chip_of(x))
     units = packed.contiguous().view(torch.uint8 if codes else torch.int16)
     orders = 0 if columns is None else columns.numel() // (len(packed) * x.shape[1])
     order = groups.row_ends if columns is None else columns.contiguous()

@@ -19,7 +19,8 @@ import triton.language as tl
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
 from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import config_for
+from dsa_engine.kernels.runtime.kernel import kernel
+from dsa_engine.kernels.runtime.launch import chip_of, config_for
 
 # Rows of x that the reference multiplies at a time: their sums take 4 bytes, and 4 more on the way to the result.
 _REFERENCE_ROWS = 4096
@@ -72,7 +73,7 @@ def multiply_int8_tile(
     return total.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
 
 
-@triton.jit
+@kernel
 def grouped_matmul_int8_kernel(
     x, source, row_ends, x_scale, weight, scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -118,7 +119,7 @@ def grouped_matmul_int8(
     """
     out = empty_product(x, weight, groups, dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
-    choices = config_for(_CONFIGS if x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, x)
+    choices = config_for(_CONFIGS if x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, chip_of(x))
     operands = (x_scale, weight.contiguous(), scale.contiguous())
     launch_grouped(grouped_matmul_int8_kernel, choices, x, operands, out, groups)
     return out

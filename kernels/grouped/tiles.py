@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import is_batch_invariant, multiprocessors
+from dsa_engine.kernels.runtime.launch import chip_of, is_batch_invariant
 
 
 class Tiles(NamedTuple):
@@ -100,7 +100,7 @@ def launch_grouped(
     (rows, width), count = out.shape, len(row_ends)
     tiles = fitting(choices, (rows if expected is None else expected) / count)
     programs = max_tiles(rows, count, tiles.rows) * cdiv(width * (1 + gated), tiles.columns)
-    kernel[(min(programs, tiles.resident * multiprocessors(x)),)](
+    kernel[(min(programs, tiles.resident * chip_of(x).multiprocessors),)](
         x, row_ends if source is None else source, row_ends.contiguous(), *operands, out, x.stride(0), width,
         x.shape[1], count, GATHER=source is not None, GATED=gated, WHOLE=x.shape[1] % tiles.depth == 0,
         ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, SWAPPED=tiles.swapped, BAND=16,

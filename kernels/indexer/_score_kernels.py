@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import decode_e4m3
+from dsa_engine.kernels.runtime.kernel import kernel
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _store_sums(products, w, key_scale, line, line_stride, exists, second_exists
     tl.store(line, first, mask=exists)
 
 
-@triton.jit
+@kernel
 def score_tile_kernel(
     q, weights, keys, key_scales, block_tables, tiles, sequences, visible, scores,
     table_stride, page_stride, scale_stride, score_stride,
@@ -87,7 +88,7 @@ def score_tile_kernel(
         _store_sums(products, w, key_scales, line_scores, score_stride, exists, i + 1 < count, QUERIES)
 
 
-@triton.jit
+@kernel
 def score_span_kernel(
     q, weights, keys, key_scales, block_tables, tiles, sequences, visible, scores,
     table_stride, page_stride, scale_stride, score_stride, span,

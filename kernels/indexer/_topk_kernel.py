@@ -24,6 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.runtime.kernel import kernel
+
 MINUS_INF = tl.constexpr(-2139095041)  # keys
 NAN = tl.constexpr(0x7F800001)
 
@@ -158,7 +160,7 @@ def _guess(row, length, scores, k, PIECE: tl.constexpr, SAMPLE: tl.constexpr):
 
 
 # These change from step to step and are no addresses: one compiled kernel serves all.
-@triton.jit(do_not_specialize=["rows", "width", "max_kept", "table_stride"])
+@kernel(do_not_specialize=["rows", "width", "max_kept", "table_stride"])
 def select_topk_kernel(
     scores, lengths, candidate_scores, candidate_columns, positions, counts, tables, sequences,
     rows, width, row_stride, k, max_kept, table_stride,

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.runtime.kernel import kernel
+
 MINUS_INF = tl.constexpr(-2139095041)
 NAN = tl.constexpr(0x7F800001)
 GROUP = tl.constexpr(16)
@@ -62,7 +64,7 @@ def _sampled_floor(row, length, aim, SAMPLE: tl.constexpr):
 
 
 # These change from step to step and are no addresses: one compiled kernel serves all.
-@triton.jit(do_not_specialize=["width", "aim", "table_stride"])
+@kernel(do_not_specialize=["width", "aim", "table_stride"])
 def select_topk_spans_kernel(
     scores, lengths, keys, columns, held, finished, positions, counts, tables, sequences,
     width, row_stride, k, aim, table_stride,

@@ -26,14 +26,7 @@ from dsa_engine.kernels.indexer._arguments import check_indexer_arguments, read_
 from dsa_engine.kernels.indexer._score_kernels import score_span_kernel, score_tile_kernel
 from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import (
-    capability,
-    config_for,
-    dot_precision,
-    is_batch_invariant,
-    multiprocessors,
-    runs_triton,
-)
+from dsa_engine.kernels.runtime.launch import chip_of, config_for, dot_precision, is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # The per-head products of one tile on a CPU stay within a core's cache.
@@ -126,11 +119,11 @@ def _launch(
     if not rows:
         return scores
     keys, key_scales = key_format.views(pool)
-    if key_scales is not None and capability(q) < 89:
+    if key_scales is not None and chip_of(q).capability < 89:
         q, keys = q.view(torch.uint8), keys.view(torch.uint8)
-    max_length = _MANY_QUERIES if is_batch_invariant() else max(s.length for s in segments)
+    max_length = _MANY_QUERIES if is_batch_invariant() else segments.max_length
     streams_keys = max_length <= 2
-    config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, q)
+    config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, chip_of(q))
     if q.dtype == torch.float32:
         config = _FLOAT32_CONFIG
     block_heads, block_dim = max(16, next_power_of_2(heads)), max(32, next_power_of_2(dim))
@@ -138,7 +131,7 @@ def _launch(
     # Wider queries than those of the known models take fewer keys at a time, and keys 64 KiB at most.
     fitting = min((64 << 10) // (block_dim * q.element_size()), config.keys * config.lanes // block_heads)
     block_keys = max(16, min(config.keys, fitting))
-    programs = 8 * multiprocessors(q)  # at least, if that leaves them enough to do
+    programs = 8 * chip_of(q).multiprocessors  # at least, if that leaves them enough to do
     if streams_keys:
         span = block_keys * min(32, max(4, sum(s.end for s in segments) // (programs * block_keys)))
         size, kernel, extra = queries, score_span_kernel, {"span": span, "STAGES": config.stages}

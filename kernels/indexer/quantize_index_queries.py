@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
@@ -31,7 +30,8 @@ from dsa_engine.kernels.rows.rope import (
     turn,
 )
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.kernel import kernel
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Programs to a multiprocessor: each makes the signs once and takes tile after tile, loading the next while it works.
@@ -47,7 +47,7 @@ def quantize_index_queries_reference(
     return codes, weights * scales.squeeze(-1)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def quantize_index_queries_kernel(
     q, weights, cos, sin, codes, weighted, tokens, heads,
     q_token, q_head, weights_stride, cos_stride, sin_stride, head_tiles,
@@ -132,7 +132,7 @@ def quantize_index_queries(
         tokens_at_once = rows // heads_at_once
         head_tiles = cdiv(heads, heads_at_once)
         tiles = cdiv(tokens, tokens_at_once) * head_tiles
-        quantize_index_queries_kernel[(min(tiles, _PROGRAMS * multiprocessors(q)),)](
+        quantize_index_queries_kernel[(min(tiles, _PROGRAMS * chip_of(q).multiprocessors),)](
             q, weights, cos, sin, codes.view(torch.uint8), weighted, tokens, heads,
             q.stride(0), q.stride(1), weights.stride(0), cos.stride(0), sin.stride(0), head_tiles,
             **row_parts(dim, rotated, 16), TOKENS=tokens_at_once, HEADS=heads_at_once,

@@ -27,7 +27,7 @@ from dsa_engine.kernels.indexer._topk_kernel import select_topk_kernel
 from dsa_engine.kernels.indexer._topk_spans_kernel import select_topk_spans_kernel
 from dsa_engine.kernels.rows.segment import Paging, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import config_for, multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.launch import chip_of, config_for, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 LARGEST_K = 4096  # the kernels' largest k
@@ -118,7 +118,7 @@ def select_by_kernel(
     """:func:`select_topk` by the kernel of many rows; k at most ``config.largest_k``."""
     scores, lengths, (tables, sequences, page_size) = _contiguous(scores, lengths, paging)
     (rows, width), device = scores.shape, scores.device
-    programs = min(rows, config.resident * multiprocessors(scores))
+    programs = min(rows, config.resident * chip_of(scores).multiprocessors)
     staged = 2 * config.chunk + config.piece
     candidates = torch.empty(programs, config.capacity + staged, dtype=torch.float32, device=device)
     columns = torch.empty(programs, config.capacity + staged // 4, dtype=torch.int32, device=device)
@@ -230,5 +230,5 @@ def select_topk(
         return selected if out is None else out.copy_(selected), counts
     if takes_spans(rows, width):
         return select_by_spans(scores, k, lengths, Spans(), paging, out, finished)
-    configs = A_ROW_EACH if rows <= multiprocessors(scores) else MANY_ROWS
-    return select_by_kernel(scores, k, lengths, config_for(configs, scores), paging, out)
+    configs = A_ROW_EACH if rows <= chip_of(scores).multiprocessors else MANY_ROWS
+    return select_by_kernel(scores, k, lengths, config_for(configs, chip_of(scores)), paging, out)

@@ -24,7 +24,7 @@ from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_order import expert_order
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import capability
+from dsa_engine.kernels.runtime.launch import chip_of
 from dsa_engine.kernels.runtime.libraries import FEW_ROWS, adapter
 
 _BLOCK = 128  # the weights' scales have such blocks, and masked tiles such rows
@@ -46,7 +46,7 @@ def _takes(
         and (dtype or x.dtype) == torch.bfloat16
         and weight.shape[1] % _BLOCK == weight.shape[2] % _BLOCK == 0
         and (local_pairs is not None or local_fraction == 1 or topk_ids.numel() <= _UNCOUNTED_PAIRS)
-        and capability(x) // 10 == 9
+        and chip_of(x).capability // 10 == 9
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import capability
+from dsa_engine.kernels.runtime.launch import chip_of
 from dsa_engine.kernels.runtime.libraries import adapter
 from dsa_engine.kernels.runtime.transfer import upload
 
@@ -37,7 +37,7 @@ def _takes(
         and pool.shape[1] == _PAGE_SIZE
         and pool.is_contiguous()
         and (max(s.length for s in segments) <= _FEW_QUERIES) == few
-        and capability(q) // 10 in (9, 10)
+        and chip_of(q).capability // 10 in (9, 10)
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.rows.segment import CuSeqlens
-from dsa_engine.kernels.runtime.launch import capability
+from dsa_engine.kernels.runtime.launch import chip_of
 from dsa_engine.kernels.runtime.libraries import adapter
 
 
@@ -26,12 +26,12 @@ def _takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
         and q.shape[-1] % 8 == 0
         and v.shape[-1] <= q.shape[-1]
         and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        and capability(q) >= 80
+        and chip_of(q).capability >= 80
     )
 
 
 def _takes_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> bool:
-    return _takes(q, k, v) and capability(q) // 10 == 9 and v.shape[-1] % 8 == 0
+    return _takes(q, k, v) and chip_of(q).capability // 10 == 9 and v.shape[-1] % 8 == 0
 
 
 @adapter("dense_attention", "FlashAttention-2", "flash_attn", _takes)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
-from dsa_engine.kernels.runtime.launch import capability, multiprocessors
+from dsa_engine.kernels.runtime.launch import chip_of
 from dsa_engine.kernels.runtime.libraries import adapter
 
 # Largest number of tokens whose schedule is reused: a few KB each, which depend on shapes alone.
@@ -35,7 +35,7 @@ def _takes(
         and q.shape[1] in (64, 128)
         and slots.shape[1] % 128 == 0 < slots.shape[1]  # the sparse prefill of sm_90; others take 64
         and pool.is_contiguous()
-        and capability(q) // 10 in (9, 10)
+        and chip_of(q).capability // 10 in (9, 10)
     )
 
 
@@ -57,7 +57,7 @@ def sparse_decode(
     """Each token is a request of one query. Its float32 parts are one a token and one a multiprocessor at most: tokens
     are taken in pieces for which the workspace has room."""
     tokens, heads = q.shape[:2]
-    step = min(max(1, workspace // (4 * heads * row_format.rank) - multiprocessors(q)), _CALL_TOKENS)
+    step = min(max(1, workspace // (4 * heads * row_format.rank) - chip_of(q).multiprocessors), _CALL_TOKENS)
     parts = [
         _decode(q[first : first + step], pool, slots[first : first + step], row_format, scale)
         for first in range(0, tokens, step)

@@ -17,6 +17,9 @@ Bits of a row: they depend on the row, the weight, and the tiles and splits that
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -34,13 +37,8 @@ from dsa_engine.kernels.grouped.tiles import Tiles, fitting
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import (
-    capability,
-    config_for,
-    is_batch_invariant,
-    multiprocessors,
-    runs_triton,
-)
+from dsa_engine.kernels.runtime.kernel import kernel
+from dsa_engine.kernels.runtime.launch import Chip, chip_of, config_for, is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -55,7 +53,7 @@ FEW_ROWS = 64
 QUANTISED_ROWS = 16
 
 
-@triton.jit
+@kernel
 def block_scaled_matmul_kernel(
     x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x_stride, part_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr,
@@ -127,16 +125,21 @@ _CONFIGS = {
 _CONFIGS[120] = _CONFIGS[89]  # products by single warps, and 99 KB of shared memory
 
 
-def tiles_for(x: torch.Tensor, rows: float) -> Tiles:
-    """Tiles for a product of about ``rows`` rows on the device of ``x``."""
-    choices = config_for(_CONFIGS, x)
-    return fitting(choices, rows)
-
-
 def splits_for(tiles: int, blocks: int, resident: int) -> int:
     """Number of programs that share a tile's inner dimension, so that ``tiles`` tiles keep ``resident`` programs busy;
     each has at least 4 blocks."""
     return max(1, min(resident // tiles, blocks // 4))
+
+
+@lru_cache(maxsize=4096)
+def _plan(rows: int, width: int, inner: int, chip: Chip, fixed: bool) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid of a product, whose second size is the number of splits, and the constants that follow from its shape;
+    ``fixed``: under :func:`.launch.batch_invariance`."""
+    tiles = fitting(config_for(_CONFIGS, chip), rows)
+    count = cdiv(rows, tiles.rows) * cdiv(width, tiles.columns)
+    splits = splits_for(count, cdiv(inner, BLOCK), 1 if fixed else tiles.resident * chip.multiprocessors)
+    constants = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "WHOLE": inner % BLOCK == 0, "SWAPPED": tiles.swapped}
+    return (count, splits), constants | {"BAND": 16, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 def no_program_finished(like: torch.Tensor) -> torch.Tensor:
@@ -144,9 +147,9 @@ def no_program_finished(like: torch.Tensor) -> torch.Tensor:
 
     A product leaves zeros there. Products that may run at the same time need their own.
     """
-    resident = max(tiles.resident for tiles in config_for(_CONFIGS, like))
+    resident = max(tiles.resident for tiles in config_for(_CONFIGS, chip_of(like)))
     # A sum has several parts only if two programs of each tile are resident at once (splits_for).
-    return torch.zeros(resident * multiprocessors(like) // 2, dtype=torch.int32, device=like.device)
+    return torch.zeros(resident * chip_of(like).multiprocessors // 2, dtype=torch.int32, device=like.device)
 
 
 def block_scaled_matmul_triton(
@@ -163,24 +166,20 @@ def block_scaled_matmul_triton(
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
     if not out.numel():
         return out
-    tiles = tiles_for(x, rows)
-    count = cdiv(rows, tiles.rows) * cdiv(width, tiles.columns)
-    resident = 1 if is_batch_invariant() else tiles.resident * multiprocessors(x)
-    splits = splits_for(count, cdiv(inner, BLOCK), resident)
-    parts = None if splits == 1 else torch.empty(splits, rows, width, device=x.device)
+    grid, constants = _plan(rows, width, inner, chip_of(x), is_batch_invariant())
+    parts = None if grid[1] == 1 else torch.empty(grid[1], rows, width, device=x.device)
     if parts is not None and finished is None:
         finished = no_program_finished(x)
-    block_scaled_matmul_kernel[(count, splits)](
+    block_scaled_matmul_kernel[grid](
         x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x.stride(0), rows * width,
-        ROWS=tiles.rows, COLUMNS=tiles.columns, WHOLE=inner % BLOCK == 0, SWAPPED=tiles.swapped, BAND=16,
-        POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(x), num_warps=tiles.warps, num_stages=tiles.stages,
+        POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(x), **constants,
     )  # fmt: skip
     return out
 
 
 def packs_scales(like: torch.Tensor) -> bool:
     """Whether a library may pack scales as ue8m0 on the device of ``like``."""
-    return capability(like) >= 100
+    return chip_of(like).capability >= 100
 
 
 def are_powers_of_two(scales: torch.Tensor) -> bool:
@@ -190,7 +189,7 @@ def are_powers_of_two(scales: torch.Tensor) -> bool:
 
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether a device has FP8 tensor cores."""
-    return device.type == "cuda" and capability(torch.empty(0, device=device)) >= 89
+    return device.type == "cuda" and chip_of(torch.empty(0, device=device)).capability >= 89
 
 
 @operation(runs=cpu.runs_kernel)
@@ -226,14 +225,14 @@ def block_scaled_linear(
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
     if (
-        cpu.takes(x.numel(), FEW_ROWS_ON_A_CPU * x.shape[-1])
-        and cpu.serves(x)
+        cpu.serves(x)
+        and cpu.takes(x.numel(), FEW_ROWS_ON_A_CPU * x.shape[-1])
         and cpu.serves(weight, dtype=weight.dtype)
     ):
         return run_native(x, weight, weight_scale, 4, power_of_two)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     ours = runs_triton(x)
-    if ours and len(rows) <= QUANTISED_ROWS and not is_batch_invariant():
+    if ours and rows.shape[0] <= QUANTISED_ROWS and not is_batch_invariant():
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = block_scaled_matmul_triton(rows, None, weight, weight_scale, x.dtype, power_of_two, finished)
     else:
@@ -242,4 +241,4 @@ def block_scaled_linear(
             out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype, finished=finished)
         else:
             out = block_scaled_matmul_reference(codes, scales, weight, weight_scale).to(x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])

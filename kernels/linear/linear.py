@@ -70,8 +70,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = No
         rows = x.reshape(-1, width)
         one = Groups(torch.full((1,), len(rows), dtype=torch.int32, device=x.device))
         return grouped_matmul_triton(rows, weight[None], one, dtype).view(*x.shape[:-1], weight.shape[0])
-    few = cpu.takes(x.numel(), FEW_ROWS_ON_A_CPU * width)
-    if few and dtype in (None, x.dtype) and weight.is_contiguous() and cpu.serves(x, weight):
+    fits = dtype in (None, x.dtype) and weight.is_contiguous() and cpu.serves(x, weight)
+    if fits and cpu.takes(x.numel(), FEW_ROWS_ON_A_CPU * width):
         return run_native(x, weight)
     cpu.refuse_variant(x, f"a weight {weight.dtype} with strides {weight.stride()}")
     if dtype not in (None, x.dtype):

@@ -44,10 +44,13 @@ def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) ->
     (tokens, heads, inner), outer = x.shape, weight.shape[-1]
     if weight.shape != (heads, inner, outer) or out.shape != (tokens, heads, outer):
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)} do not fit")
-    suits = weight.stride(2) == 1 or (weight.stride(1) == 1 and cpu.takes(tokens, _FEW_TOKENS_ON_A_CPU))
     if tokens and is_batch_invariant() and runs_triton(x):
         out.copy_(_by_head(x, weight))
-    elif suits and x.stride(2) == out.stride(2) == 1 and cpu.serves(x, weight, out):
+    elif (
+        cpu.serves(x, weight, out)
+        and x.stride(2) == out.stride(2) == 1
+        and (weight.stride(2) == 1 or (weight.stride(1) == 1 and cpu.takes(tokens, _FEW_TOKENS_ON_A_CPU)))
+    ):
         cpu.kernels().dsa_per_head_matmul(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), cpu.TYPES[x.dtype], tokens, heads, inner, outer,
             x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),

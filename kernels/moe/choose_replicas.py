@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -47,7 +48,7 @@ def physical_expert(expert, row, replicas, WIDTH: tl.constexpr):
     return tl.load(replicas + expert * WIDTH + number, mask=expert >= 0, other=-1)
 
 
-@triton.jit(do_not_specialize=["count", "first"])
+@kernel(do_not_specialize=["count", "first"])
 def choose_replicas_kernel(
     topk_ids, replicas, physical, count, first, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
 ):

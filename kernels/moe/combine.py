@@ -8,10 +8,10 @@ Bits of a token: they depend on its rows in the order of j alone.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -26,7 +26,7 @@ def combine_reference(y: torch.Tensor, pair_rows: torch.Tensor, topk_weights: to
     return out.to(y.dtype)
 
 
-@triton.jit
+@kernel
 def combine_kernel(y, pair_rows, topk_weights, out, width, weight_stride, K: tl.constexpr, BLOCK: tl.constexpr):
     """Part of one token a program: its K rows are loaded at once."""
     token = tl.program_id(0).to(tl.int64)

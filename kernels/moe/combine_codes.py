@@ -8,12 +8,12 @@ Bits of a token: they depend on its rows in the order of j, each of which is a r
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, decode_e4m3
 from dsa_engine.kernels.formats.quantize import BLOCK, codes_and_scales, quantized_words
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -32,7 +32,7 @@ def combine_codes_reference(
     return out.to(dtype)
 
 
-@triton.jit
+@kernel
 def combine_codes_kernel(
     codes, scales, pair_rows, out, row_bytes, row_words, width,
     K: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, CONVERTS: tl.constexpr,

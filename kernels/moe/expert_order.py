@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -63,7 +64,7 @@ def _keys(topk_ids, pair, pairs, count, first, stride, K: tl.constexpr):
     return tl.where((expert >= 0) & (expert < count), expert, count)
 
 
-@triton.jit(do_not_specialize=["first"])
+@kernel(do_not_specialize=["first"])
 def order_kernel(
     topk_ids, tokens, row_ends, pair_rows, pairs, count, first, stride,
     K: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,7 +87,7 @@ def order_kernel(
     tl.store(row_ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
 
 
-@triton.jit(do_not_specialize=["pairs", "count", "blocks", "first"])
+@kernel(do_not_specialize=["pairs", "count", "blocks", "first"])
 def order_count_kernel(
     topk_ids, counts, pairs, count, blocks, first, stride, K: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr
 ):
@@ -100,7 +101,7 @@ def order_count_kernel(
         tl.store(counts + number.to(tl.int64) * blocks + block, here, mask=number <= count)
 
 
-@triton.jit(do_not_specialize=["pairs", "count", "blocks", "first"])
+@kernel(do_not_specialize=["pairs", "count", "blocks", "first"])
 def order_row_kernel(
     topk_ids, upto, tokens, row_ends, pair_rows, pairs, count, blocks, first, stride,
     K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,

@@ -11,11 +11,11 @@ Bits: exact.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas_reference, physical_expert
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -68,7 +68,7 @@ def pack_tokens_reference(
     return packed
 
 
-@triton.jit(do_not_specialize=["count", "first"])
+@kernel(do_not_specialize=["count", "first"])
 def pack_tokens_kernel(
     tokens, topk_ids, topk_weights, source, replicas, token_part, packed,
     count, token_stride, expert_stride, weight_stride, first,

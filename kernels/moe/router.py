@@ -19,6 +19,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -87,7 +88,7 @@ def _number(key):
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
-@triton.jit
+@kernel
 def route_kernel(
     logits, bias, token_mask, topk_ids, topk_weights, factor,
     TOP_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISE: tl.constexpr,

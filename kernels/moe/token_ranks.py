@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -49,7 +50,7 @@ def _rank(topk_ids, rank_of, token, column, known, stride):
     return tl.load(rank_of + expert, mask=expert >= 0, other=-1)
 
 
-@triton.jit(do_not_specialize=["tokens", "size"])
+@kernel(do_not_specialize=["tokens", "size"])
 def token_ranks_kernel(
     topk_ids, rank_of, ranks, first, counts, tokens, size, expert_stride,
     K: tl.constexpr, TOKENS: tl.constexpr, K_PAD: tl.constexpr, RANKS: tl.constexpr,

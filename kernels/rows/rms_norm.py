@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -22,7 +22,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return weight * F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
 
 
-@triton.jit
+@kernel
 def rms_norm_kernel(
     x, also, residual, weight, normed, summed, x_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

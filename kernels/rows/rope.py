@@ -19,6 +19,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -87,7 +88,7 @@ def turn(a, b, cos, sin):
     return (x * cos - y * sin).to(a.dtype), (y * cos + x * sin).to(b.dtype)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def rope_kernel(
     x, out, cos, sin, tokens, heads,
     x_token, x_head, out_token, out_head, cos_stride, sin_stride,

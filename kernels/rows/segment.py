@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 from dsa_engine.kernels.runtime.transfer import upload
@@ -57,6 +58,7 @@ class Segments:
     visible: torch.Tensor  # [rows] int32, the number of tokens that each row sees: its position + 1
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     _parts: dict[tuple[int, int], Segments] = field(default_factory=dict, compare=False, repr=False)
+    _checked: set[tuple[torch.Size, int]] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def of(cls, segments: Iterable[Segment], device: torch.device | str = "cpu") -> Segments:
@@ -86,10 +88,15 @@ class Segments:
     def rows(self) -> int:
         return self.visible.shape[0]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Largest number of tokens that a row sees; 0 without rows."""
         return max((s.end for s in self.segments), default=0)
+
+    @cached_property
+    def max_length(self) -> int:
+        """Largest number of rows of a segment."""
+        return max((s.length for s in self.segments), default=0)
 
     def part(self, first: int, last: int) -> Segments:
         """The rows ``first … last-1``, numbered from 0; on the device these are views. The same object each time, with
@@ -122,6 +129,8 @@ class Segments:
         """Raises ``ValueError`` unless these are ``rows`` rows, each within its block table."""
         if self.rows != rows:
             raise ValueError(f"the segments have {self.rows} rows, the batch has {rows}")
+        if (block_tables.shape, page_size) in self._checked:
+            return
         for s in self.segments:
             if not 0 <= s.sequence < block_tables.shape[0]:
                 raise ValueError(f"{s} names a sequence outside of the block table with {block_tables.shape[0]} rows")
@@ -130,6 +139,7 @@ class Segments:
                     f"{s} ends at token {s.end}, its block table holds {block_tables.shape[1]} pages of "
                     f"{page_size} tokens"
                 )
+        self._checked.add((block_tables.shape, page_size))
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,7 @@ def slots_of_reference(
     return torch.where(known, pages * page_size + at % page_size, -1).int()
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def slots_of_kernel(
     positions, tables, sequences, slots, count, per_row, table_stride,
     PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

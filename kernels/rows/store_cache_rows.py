@@ -11,12 +11,12 @@ Bits: rows are copied.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.rows.paged import as_pool, copy_tile, page_and_offset, rows_at_once, store_rows_reference
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -39,7 +39,7 @@ def store_cache_rows_reference(
         store_rows_reference(as_bytes, rows[:, border + key_format.dim : border + key_format.columns], slots)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def store_cache_rows_kernel(
     rows, slots, latents, keys, count, row_stride, latent_page_stride, key_page_stride,
     LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, KEY: tl.constexpr, KEY_PADDED: tl.constexpr,
@@ -92,7 +92,7 @@ def store_cache_rows(
     fp8 = key_format.fp8
     latent_pool = as_pool(latent_pool, slots, count, latent)
     key_pool = as_pool(key_pool, slots, count, index_key)
-    if fp8 and any(n % 4 for n in (rows.data_ptr(), rows.stride(0), latent, index_key, key_pool.stride(0))):
+    if fp8 and (rows.data_ptr() | rows.stride(0) | latent | index_key | key_pool.stride(0)) % 4:
         raise ValueError(f"FP8 rows and their parts must begin at multiples of 4 bytes; the stride is {rows.stride(0)}")
     if not runs_triton(rows):
         store_cache_rows_reference(latent_pool, key_pool, rows, slots, key_format)

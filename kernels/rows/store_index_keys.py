@@ -38,6 +38,7 @@ from dsa_engine.kernels.rows.rope import (
 )
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -101,7 +102,7 @@ def layer_norm_parts(
     return a, b, rest
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def store_index_keys_kernel(
     x, weight, bias, cos, sin, pool, slots, count, eps, x_stride, cos_stride, sin_stride, page_stride,
     DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,

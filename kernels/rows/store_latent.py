@@ -25,6 +25,7 @@ from dsa_engine.kernels.rows.rms_norm import rms_norm_reference
 from dsa_engine.kernels.rows.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -55,7 +56,7 @@ def to_bfloat16(x, CONVERTS: tl.constexpr):
     return full.to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def store_latent_kernel(
     x, weight, cos, sin, pool, slots, count, eps, x_stride, cos_stride, sin_stride, page_stride,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,

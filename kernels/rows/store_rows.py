@@ -6,18 +6,18 @@ Bits: rows are copied.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from dsa_engine.kernels.rows.paged import as_pool, copy_tile, page_and_offset, rows_at_once, store_rows_reference
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 _WARPS = 4
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def store_rows_kernel(
     rows, slots, pool, count, row_stride, page_stride,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,

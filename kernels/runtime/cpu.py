@@ -61,7 +61,7 @@ ROUNDED = 3  # float32 that has been rounded as FP8 products ask for
 def serves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether operations on these run the CPU's kernels, which are compiled if they have not been: on CPU tensors of
     one dtype, by default any of ``TYPES``, without a gradient, where neither Triton nor the references are to run."""
-    if not launch.runs_native():
+    if not tensors[0].is_cpu or not launch.runs_native():
         return False
     if dtype is None and (dtype := tensors[0].dtype) not in TYPES:
         return False

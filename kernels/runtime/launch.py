@@ -41,7 +41,9 @@ Config = TypeVar("Config")
 
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether the operation on ``x`` launches its kernel; if not, it runs its reference."""
-    return (x.is_cuda or INTERPRETED or _compiling_for is not None) and not runs_references()
+    if _of_thread.references or (_references_always and not _of_thread.batch_invariant):
+        return False
+    return x.is_cuda or INTERPRETED or _compiling_for is not None
 
 
 def runs_native() -> bool:
@@ -53,36 +55,28 @@ def runs_native() -> bool:
 class Chip(NamedTuple):
     """What launches depend on."""
 
-    capability: int
-    multiprocessors: int
+    capability: int  # as in sm_90
+    multiprocessors: int  # smallest number of programs that run at a time
 
 
 @cache
-def chip(device: torch.device) -> Chip:
+def chip_of_device(device: torch.device) -> Chip:
     """The chip of a CUDA device; a step asks hundreds of times."""
     properties = torch.cuda.get_device_properties(device)
     return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
-def capability(x: torch.Tensor) -> int:
-    """Compute capability of the device of ``x``, as in ``sm_90``."""
+def chip_of(x: torch.Tensor) -> Chip:
+    """The chip of the device of ``x``; in the interpreter with few multiprocessors, so that splits stay small."""
     if _compiling_for is not None:
-        return _compiling_for
-    return chip(x.device).capability if x.is_cuda else _INTERPRETED_AS
+        return Chip(_compiling_for, 132)
+    return chip_of_device(x.device) if x.is_cuda else Chip(_INTERPRETED_AS, _INTERPRETED_MULTIPROCESSORS)
 
 
-def multiprocessors(x: torch.Tensor) -> int:
-    """Smallest number of programs that the device of ``x`` runs at a time; few in the interpreter, so that splits stay
-    small."""
-    if _compiling_for is not None:
-        return 132
-    return chip(x.device).multiprocessors if x.is_cuda else _INTERPRETED_MULTIPROCESSORS
-
-
-def config_for(table: Mapping[int, Config], x: torch.Tensor) -> Config:
-    """The entry of a launch table ``{capability: configuration}`` for the device of ``x``: that of its chip, else of
-    the nearest older chip, else the oldest."""
-    here = capability(x)
+def config_for(table: Mapping[int, Config], chip: Chip) -> Config:
+    """The entry of a launch table ``{capability: configuration}`` for a chip: its own, else that of the nearest older
+    one, else the oldest."""
+    here = chip.capability
     if here in table:
         return table[here]
     return table[max((known for known in table if known <= here), default=min(table))]

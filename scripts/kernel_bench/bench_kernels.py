@@ -81,7 +81,7 @@ def measure_all(
     try:
         for case in CASES[name](make, Sizes.small() if small else Sizes()):
             what = f"{case.kernel}: {case.shape}"
-            if make.device.type == "cuda" and launch.capability(torch.empty(0, device=make.device)) < case.needs:
+            if make.device.type == "cuda" and launch.chip_of_device(make.device).capability < case.needs:
                 print(f"{case.kernel}: left out, it needs compute capability {case.needs / 10:g}")
                 continue
             try:

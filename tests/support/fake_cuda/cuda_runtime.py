@@ -127,7 +127,7 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         ),
     }
     with ExitStack() as stack:
-        stack.callback(launch.chip.cache_clear)
+        stack.callback(launch.chip_of_device.cache_clear)
         for name, value in instead.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         on_host = torch.Generator  # a device has a generator of another type

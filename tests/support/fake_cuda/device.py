@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from triton.runtime.jit import JITFunction
 
 from dsa_engine.checkpoint import DummyReader
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.kernel import Kernel
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.kv_cache import KVCache
 from fake_cuda import cuda_runtime
@@ -113,7 +113,7 @@ class FakeDevice:
         with ExitStack() as stack:
             stack.enter_context(self._fake)  # first, as it checks for CUDA
             for where, name, instead in (
-                (JITFunction, "run", lambda kernel, *args, **how: self._run_kernel(kernel, *args, **how)),
+                (Kernel, "launch", lambda kernel, *args, **how: self._run_kernel(kernel, *args, **how)),
                 (DummyReader, "load", lambda *_: None),
                 (KVCache, "fill_random", lambda *_: None),
                 (atexit, "register", lambda *_: None),
@@ -312,7 +312,7 @@ class FakeDevice:
         address = values.data_ptr()
         return id(values) in self._pinned or any(0 <= address - at < n for at, n in self.pinned_ranges.items())
 
-    def _run_kernel(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def _run_kernel(self, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_cuda:
                 raise ValueError(f"{kernel.__name__} is given a tensor on the CPU, {tuple(value.shape)}")

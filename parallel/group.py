@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -96,7 +97,7 @@ class Group:
     bytes_sent: int = 0  # payload of this rank in collectives
     levels: Levels | None = None  # carries all-gathers and reduce-scatters of few bytes
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -20,6 +20,7 @@ class SideStream:
 
     def __init__(self, device: torch.device, *, enabled: bool = True):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and enabled else None
+        self._before = None if self._stream is None else torch.cuda.Event()
 
     def run(self, work: Callable[[], Result], *inputs: torch.Tensor) -> Callable[[], Result]:
         """Starts ``work`` after everything that the current stream has been given so far.
@@ -31,15 +32,19 @@ class SideStream:
         Returns:
             a function that makes the current stream wait for the result and returns it; called once.
         """
-        stream = self._stream
-        if stream is None:
+        stream, before = self._stream, self._before
+        if stream is None or before is None:
             result = work()
             return lambda: result
-        stream.wait_stream(torch.cuda.current_stream())
-        done = torch.cuda.Event()
-        with torch.cuda.stream(stream):
+        current, done = torch.cuda.current_stream(), torch.cuda.Event()
+        before.record(current)
+        stream.wait_event(before)  # as recorded now: the event serves again
+        torch.cuda.set_stream(stream)
+        try:
             result = work()
             done.record(stream)
+        finally:
+            torch.cuda.set_stream(current)
         # No record_stream, which would keep freed memory until a capture ends. The inputs are held until the current
         # stream has waited, so their memory is not reused before. The result's memory belongs to the side stream: its
         # next user there comes after a wait for everything that the current stream was given before.

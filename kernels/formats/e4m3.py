@@ -1,26 +1,20 @@
 """Numbers in e4m3 inside kernels: 4 bits of exponent, 3 of mantissa, ±448, no infinity.
 
 Chips from sm_89 on convert by an instruction. Older ones, and the interpreter (whose conversion rounds ties and
-subnormals wrongly), compute the code from the bits of the float32: two ways to the same bytes.
+subnormals wrongly), compute the code from the bits of the float32: two ways to the same bytes. The constexpr CONVERTS
+says which, :attr:`.launch.Chip.converts_e4m3`.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.division import divide
-from dsa_engine.kernels.runtime.launch import INTERPRETED, chip_of
 
 SMALLEST_AMAX = 1e-4  # a block of smaller numbers is quantised as if it held one of this size
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 _PER_LARGEST = tl.constexpr(1 / 448)  # rounded to float32, like every number of a kernel
-
-
-def converts_e4m3(x: torch.Tensor) -> bool:
-    """The constexpr ``CONVERTS`` of the functions below for a kernel that works on ``x``."""
-    return chip_of(x).capability >= 89 and not INTERPRETED
 
 
 @triton.jit

@@ -17,11 +17,11 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3, decode_e4m3
+from dsa_engine.kernels.formats.e4m3 import decode_e4m3
 from dsa_engine.kernels.formats.quantize import E4M3_MAX, scales_of
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Largest tile of a program: with 4 warps, 4 loads of 16 bytes a thread.
@@ -114,7 +114,7 @@ def _launch(
             weight.view(torch.uint8), scale_inv.contiguous(), out, rows, columns,
             start[0] % block_rows, start[1] % block_columns, weight.stride(0), down, across,
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, ROWS=tile_rows, COLUMNS=tile_columns,
-            CONVERTS=converts_e4m3(weight), num_warps=_WARPS,
+            CONVERTS=chip_of(weight).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip
     return out
 

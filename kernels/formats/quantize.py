@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import SMALLEST_AMAX, converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.e4m3 import SMALLEST_AMAX, quantize_tile
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.kernel import kernel
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 FP8 = torch.float8_e4m3fn
@@ -133,7 +133,7 @@ def quantize_rows(
         quantize_rows_kernel[(cdiv(count, blocks),)](
             rows, codes.view(torch.uint8), scales, count, rows.stride(0), *strides,
             WIDTH=width, SIZE=block, BLOCKS=blocks,
-            POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(values), num_warps=_WARPS,
+            POWER_OF_TWO=power_of_two, CONVERTS=chip_of(values).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip
     return codes, scales
 

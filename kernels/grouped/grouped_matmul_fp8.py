@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.e4m3 import quantize_tile
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
 from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
@@ -200,7 +200,7 @@ def grouped_matmul_fp8(
     launch_grouped(
         block_scaled_experts_kernel, config_for(_GATED if gated else _PLAIN, chip_of(x)), x,
         (x_scale, x_scale.stride(0), weight, weight_scale, out_scale), out.view(torch.uint8) if gated else out, groups,
-        POWER_OF_TWO=power_of_two and gated, CONVERTS=converts_e4m3(x),
+        POWER_OF_TWO=power_of_two and gated, CONVERTS=chip_of(x).converts_e4m3,
     )  # fmt: skip
     return out if out_scale is None else (out, out_scale)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.e4m3 import quantize_tile
 from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
 from dsa_engine.kernels.formats.quantize import quantize_rows_reference
 from dsa_engine.kernels.rows.rope import (
@@ -136,7 +136,7 @@ def quantize_index_queries(
             q, weights, cos, sin, codes.view(torch.uint8), weighted, tokens, heads,
             q.stride(0), q.stride(1), weights.stride(0), cos.stride(0), sin.stride(0), head_tiles,
             **row_parts(dim, rotated, 16), TOKENS=tokens_at_once, HEADS=heads_at_once,
-            INTERLEAVED=interleaved, POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(q),
+            INTERLEAVED=interleaved, POWER_OF_TWO=power_of_two, CONVERTS=chip_of(q).converts_e4m3,
             num_warps=_WARPS,
         )  # fmt: skip
     return codes, weighted

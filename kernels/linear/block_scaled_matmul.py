@@ -24,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3
 from dsa_engine.kernels.formats.quantize import quantize_rows
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
     BLOCK,
@@ -138,8 +137,10 @@ def _plan(rows: int, width: int, inner: int, chip: Chip, fixed: bool) -> tuple[t
     tiles = fitting(config_for(_CONFIGS, chip), rows)
     count = cdiv(rows, tiles.rows) * cdiv(width, tiles.columns)
     splits = splits_for(count, cdiv(inner, BLOCK), 1 if fixed else tiles.resident * chip.multiprocessors)
-    constants = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "WHOLE": inner % BLOCK == 0, "SWAPPED": tiles.swapped}
-    return (count, splits), constants | {"BAND": 16, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    return (count, splits), {
+        "ROWS": tiles.rows, "COLUMNS": tiles.columns, "WHOLE": inner % BLOCK == 0, "SWAPPED": tiles.swapped, "BAND": 16,
+        "CONVERTS": chip.converts_e4m3, "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
 
 
 def no_program_finished(like: torch.Tensor) -> torch.Tensor:
@@ -172,7 +173,7 @@ def block_scaled_matmul_triton(
         finished = no_program_finished(x)
     block_scaled_matmul_kernel[grid](
         x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x.stride(0), rows * width,
-        POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(x), **constants,
+        POWER_OF_TWO=power_of_two, **constants,
     )  # fmt: skip
     return out
 

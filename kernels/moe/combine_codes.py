@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3, decode_e4m3
+from dsa_engine.kernels.formats.e4m3 import decode_e4m3
 from dsa_engine.kernels.formats.quantize import BLOCK, codes_and_scales, quantized_words
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 
@@ -82,6 +82,6 @@ def combine_codes(words: torch.Tensor, pair_rows: torch.Tensor, hidden: int, dty
         block = min(1024, next_power_of_2(hidden))
         combine_codes_kernel[(tokens, cdiv(hidden, block))](
             codes.view(torch.uint8), scales, pair_rows.contiguous(), out, codes.stride(0), scales.stride(0), hidden,
-            K=k, BLOCK=block, SCALED=BLOCK, CONVERTS=converts_e4m3(words), num_warps=max(1, block // 256),
+            K=k, BLOCK=block, SCALED=BLOCK, CONVERTS=chip_of(words).converts_e4m3, num_warps=max(1, block // 256),
         )  # fmt: skip
     return out

@@ -97,7 +97,8 @@ def token_ranks(topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int) -> Tok
     if not runs_triton(topk_ids):
         return token_ranks_reference(topk_ids, rank_of, size)
     (tokens, k), device = topk_ids.shape, topk_ids.device
-    ranks, first = (torch.empty(tokens, k, dtype=torch.int32, device=device) for _ in range(2))
+    ranks = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    first = torch.empty_like(ranks)
     counts = torch.zeros(size, 2, dtype=torch.int32, device=device)
     if topk_ids.numel():
         topk_ids = topk_ids if topk_ids.stride(1) == 1 else topk_ids.contiguous()

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.e4m3 import quantize_tile
 from dsa_engine.kernels.formats.fp8_cache import index_key_views
 from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
 from dsa_engine.kernels.formats.quantize import quantize_rows_reference
@@ -39,7 +39,7 @@ from dsa_engine.kernels.rows.rope import (
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.kernel import kernel
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Keys a program, where no product with signs asks for more: 16 are enough loads in flight.
@@ -227,5 +227,5 @@ def store_index_keys(
             projected.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
             **row_parts(dim, rotated, 16 if fp8 else 1), PAGE_SIZE=0 if slots is None else pool.shape[1], ROWS=rows,
             INTERLEAVED=interleaved, FP8=fp8, SCALES_AT=key_format.scales_at(pool.shape[1]), POWER_OF_TWO=power_of_two,
-            CONVERTS=converts_e4m3(projected), num_warps=_WARPS,
+            CONVERTS=chip_of(projected).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.cache_format import LatentFormat
-from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.e4m3 import quantize_tile
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_native, store_rows_reference
 from dsa_engine.kernels.rows.rms_norm import rms_norm_reference
@@ -26,7 +26,7 @@ from dsa_engine.kernels.rows.rope import apply_rope_reference, check_angles, loa
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Values of the latent part a program: a row of 512 in one warp, which sums it by itself. A multiprocessor holds 32 such
@@ -183,5 +183,5 @@ def store_latent(
             RANK=rank, RANK_PADDED=padded, HALF=rope // 2, HALF_PADDED=next_power_of_2(rope // 2),
             PAGE_SIZE=0 if slots is None else pool.shape[1], ROW=row_format.columns,
             ROTATED_AT=row_format.rotated_at, ROWS=at_once, INTERLEAVED=interleaved, FP8=row_format.fp8,
-            POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(compressed), num_warps=_WARPS,
+            POWER_OF_TWO=power_of_two, CONVERTS=chip_of(compressed).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip

@@ -57,20 +57,25 @@ class Chip(NamedTuple):
 
     capability: int  # as in sm_90
     multiprocessors: int  # smallest number of programs that run at a time
+    converts_e4m3: bool  # by an instruction; the interpreter's conversion is wrong
+
+    @classmethod
+    def of(cls, capability: int, multiprocessors: int) -> Chip:
+        return cls(capability, multiprocessors, capability >= 89 and not INTERPRETED)
 
 
 @cache
 def chip_of_device(device: torch.device) -> Chip:
     """The chip of a CUDA device; a step asks hundreds of times."""
     properties = torch.cuda.get_device_properties(device)
-    return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
+    return Chip.of(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
 def chip_of(x: torch.Tensor) -> Chip:
     """The chip of the device of ``x``; in the interpreter with few multiprocessors, so that splits stay small."""
     if _compiling_for is not None:
-        return Chip(_compiling_for, 132)
-    return chip_of_device(x.device) if x.is_cuda else Chip(_INTERPRETED_AS, _INTERPRETED_MULTIPROCESSORS)
+        return Chip.of(_compiling_for, 132)
+    return chip_of_device(x.device) if x.is_cuda else Chip.of(_INTERPRETED_AS, _INTERPRETED_MULTIPROCESSORS)
 
 
 def config_for(table: Mapping[int, Config], chip: Chip) -> Config:

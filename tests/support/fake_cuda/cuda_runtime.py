@@ -103,6 +103,7 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         "current_stream": lambda *_: _Stream(device, device.stream),
         "Stream": new_stream,
         "stream": lambda s: s,
+        "set_stream": lambda s: setattr(device, "stream", s.number),
         "Event": Event,
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: (0, next(pools)),

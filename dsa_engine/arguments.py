@@ -134,9 +134,9 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
 
 
-def parallel_from(args: argparse.Namespace, **changes: Any) -> ParallelConfig:
-    """The :class:`ParallelConfig` that the arguments describe; ``changes`` add to them."""
-    return ParallelConfig(**(options_from(args, ParallelConfig) | changes))
+def parallel_from(args: argparse.Namespace) -> ParallelConfig:
+    """The :class:`ParallelConfig` that the arguments describe."""
+    return ParallelConfig(**options_from(args, ParallelConfig))
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

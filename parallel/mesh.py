@@ -223,7 +223,7 @@ class Mesh:
         numbers = range(1 + max(self.nodes))
         inside = [[rank for rank, node in enumerate(self.nodes) if node == number] for number in numbers]
         node, rail = self._part(inside, EXPERTS), self._part(rails_of(self.nodes), EXPERTS)
-        return NodeGroups(node, rail, self.nodes, *(SideStream(self.device) for _ in range(2)))
+        return NodeGroups(node, rail, self.nodes, *(SideStream(self.device, priority=-1) for _ in range(2)))
 
     def _exchange_nodes(self) -> list[int]:
         """Gathers digests of host names; nodes are numbered in the order of their first rank."""

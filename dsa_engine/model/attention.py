@@ -136,6 +136,7 @@ class Attention(Weighted):
         if batch.recorder is not None:
             more = (latent_pool, topk_slots, cache_format.latent, self.config.softmax_scale)
             batch.recorder.record(q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *more)
+        batch.send_tokens()  # before o_proj's exchange, as collectives begin in the order of the host
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             attended = head_parallel_projection(out, self.o, batch.tp_rows, self.tp)

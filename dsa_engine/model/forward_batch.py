@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from bisect import bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -229,6 +229,8 @@ class ForwardBatch:
     micro_batches: MicroBatchPair | None = None  # the layers run these instead
     recorder: SelectionRecorder | None = None  # gets what rows attend to
     first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
+    # In a micro-batch on CUDA: sends of tokens that wait for their counts, of both micro-batches; None: none waits.
+    unsent: list[Callable[[], None]] | None = None
 
     @property
     def mha_rows(self) -> int:
@@ -239,6 +241,11 @@ class ForwardBatch:
     def first_sparse(self) -> int:
         """Rows [mha_rows, first_sparse) attend in dense MQA form, rows [first_sparse, T) in sparse MQA form."""
         return self.mha_rows + self.dense_mqa.rows
+
+    def send_tokens(self) -> None:
+        """Sends the tokens that wait for their counts; called when the device has work while the host waits."""
+        while self.unsent:
+            self.unsent.pop()()
 
 
 def run_interleaved(passes: Sequence[Pass[Result]]) -> list[Result]:

@@ -108,8 +108,11 @@ class MoE(Weighted):
                 tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
                 topk_weights = topk_weights.new_ones(topk_ids.shape)
             dispatch = self.expert_parallel.dispatch(
-                tokens, topk_ids, topk_weights, method, batch.ep_rows * copies, max_pairs, sum_bytes
-            )
+                tokens, topk_ids, topk_weights, method, batch.ep_rows * copies, max_pairs, sum_bytes,
+                beside=batch.unsent is not None,
+            )  # fmt: skip
+            if batch.unsent is not None:
+                batch.unsent.append(dispatch.send)
         shared = None
         if (mlp := self.shared) is not None:
             with stage("MoE shared"):
@@ -118,7 +121,7 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             rounds = dispatch.rounds  # it may wait for the tokens
         for number in range(rounds):
-            self._run_round(dispatch, number, counts=batch.token_mask is None)
+            self._run_round(dispatch, number, batch)
         yield "MoE combine"
         with stage("MoE combine"):
             sums = dispatch.combine()
@@ -127,17 +130,14 @@ class MoE(Weighted):
                 sums = combine(sums, pair_rows, weights_of_pairs)
             return [sums, *([shared()] if shared else [])]
 
-    def _run_round(self, dispatch: Dispatch, number: int, counts: bool) -> None:
-        """Runs one round.
-
-        Args:
-            counts: whether the host may ask the device how many pairs are local; not in a padded step.
-        """
+    def _run_round(self, dispatch: Dispatch, number: int, batch: ForwardBatch) -> None:
         with stage("MoE dispatch"):
             received = dispatch.receive(number)
         with stage("MoE experts"):
-            sums = self.experts(received, UNCOUNTED_BYTES if counts else sys.maxsize)
+            # In a padded step the host may not ask the device how many pairs are local.
+            sums = self.experts(received, UNCOUNTED_BYTES if batch.token_mask is None else sys.maxsize)
         del received  # room for what comes back
+        batch.send_tokens()  # before the sums, which would hold them up
         with stage("MoE combine"):
             dispatch.send_back(number, sums)
 

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from dsa_engine.kernels.moe.expert_order import local_topk_ids
 from dsa_engine.kernels.moe.pack_tokens import tokens_of, topk_of
+from dsa_engine.parallel.side_stream import SideStream
 
 
 class Received(NamedTuple):
@@ -38,11 +41,14 @@ class Received(NamedTuple):
 class Dispatch(ABC):
     """Tokens on their way to their experts and back, in one round or several.
 
-    A dispatch is made with the tokens of its first round on their way. In each round a rank calls :meth:`receive`, runs
+    A dispatch is made with the tokens of its first round on their way, or sends them when :meth:`send` is called. In each round a rank calls :meth:`receive`, runs
     its experts, and calls :meth:`send_back`; after the last one it calls :meth:`combine`. What travels does so beside
     the work that is launched between these calls, on the stream of the collective. Every rank of the group takes part
     in each transfer, and makes all calls of all its dispatches in the same order.
     """
+
+    def send(self) -> None:
+        """Sends the tokens, if they wait for it; it may wait for their counts."""
 
     @property
     @abstractmethod
@@ -79,6 +85,47 @@ class NoDispatch(Dispatch):
 
     def combine(self) -> torch.Tensor:
         return self._sums
+
+
+class DispatchBeside(Dispatch):
+    """Tokens that travel beside what the main stream is given between the making of the dispatch and :meth:`send`, so
+    that the device has work while the host waits for counts.
+
+    Args:
+        steps: starts to exchange counts; then waits for them and makes the dispatch. It holds what the dispatch reads.
+        side: the stream on which tokens are packed, sent and received.
+    """
+
+    def __init__(self, steps: Iterator[Dispatch | None], side: SideStream):
+        self._steps, self._side = steps, side
+        next(steps)
+        side.mark()
+
+    def send(self) -> None:
+        def work() -> tuple[Dispatch, Received]:
+            dispatch = next(one for one in self._steps if one is not None)
+            return dispatch, dispatch.receive(0)
+
+        self._sent = self._side.run(work, from_mark=True)
+
+    @cached_property
+    def rounds(self) -> int:
+        self._dispatch, self._first = self._sent()
+        del self._sent
+        return self._dispatch.rounds
+
+    def receive(self, number: int) -> Received:
+        return self._dispatch.receive(number) if number else self._first
+
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        if number == 0:
+            del self._first  # not before: its memory belongs to the side stream, which may have been given more
+        self._dispatch.send_back(number, sums)
+
+    def combine(self) -> torch.Tensor:
+        sums = self._dispatch.combine()
+        self._side.mark()  # the last use of what the side stream has made
+        return sums
 
 
 def unpacked(packed: torch.Tensor, like: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

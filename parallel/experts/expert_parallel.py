@@ -17,7 +17,7 @@ once, even if it has chosen several of that rank's experts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 
 import torch
@@ -44,10 +44,11 @@ from dsa_engine.parallel.experts.by_node import (
     way_numbers,
 )
 from dsa_engine.parallel.experts.deep_ep import DeepEP, LowLatencyDispatch
-from dsa_engine.parallel.experts.dispatch import Dispatch, NoDispatch, Received, unpacked
+from dsa_engine.parallel.experts.dispatch import Dispatch, DispatchBeside, NoDispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.side_stream import SideStream
 
 
 class ExpertParallel:
@@ -64,6 +65,7 @@ class ExpertParallel:
             (:meth:`.layer_placements.ExpertDivision.even_routing`).
         quantized_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail;
             None: sums travel in the tokens' dtype.
+        beside: the stream of tokens that are sent beside other work.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ExpertParallel:
         self.groups, self.top_groups = 1, 1
         self.even = False
         self.quantized_sum_bytes: int | None = None
+        self.beside = SideStream(torch.device("cpu"))
         self._tables = NodeTables(nodes, placement) if nodes else None
 
     @property
@@ -97,6 +100,7 @@ class ExpertParallel:
         max_tokens: int,
         max_pairs: int = sys.maxsize,
         sum_bytes: int | None = None,
+        beside: bool = False,
     ) -> Dispatch:
         """Brings each of ``tokens [T, width]`` to its experts ``topk_ids [T, k]``; every rank of the group takes part.
 
@@ -110,6 +114,7 @@ class ExpertParallel:
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
                 if there may be more, the host waits for their number.
             sum_bytes: of a token's sum in the tokens' dtype; default: those of the token.
+            beside: tokens whose counts the host has to know are not sent before :meth:`.Dispatch.send`.
         """
         if self.group.size == 1:
             return NoDispatch(Received(tokens, self.to_physical(topk_ids), topk_weights, 1.0))
@@ -126,8 +131,14 @@ class ExpertParallel:
             received, add = library.normal(tokens, topk_ids, topk_weights, fraction)
             return AllGatherDispatch(received, partial(self._parts, max_pairs), add, len(tokens))
         if method == "by_node" and self.nodes is not None:
-            return self._by_node(tokens, topk_ids, topk_weights, max_pairs, self.nodes)
-        return self._all_to_all(tokens, topk_ids, topk_weights, max_pairs)
+            steps = self._by_node(tokens, topk_ids, topk_weights, max_pairs, self.nodes)
+        else:
+            steps = self._all_to_all(tokens, topk_ids, topk_weights, max_pairs)
+        if beside:
+            return DispatchBeside(steps, self.beside)
+        *_, dispatch = steps
+        assert dispatch is not None
+        return dispatch
 
     def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """The physical experts ``[T, k]`` for this rank's logical ones."""
@@ -140,9 +151,9 @@ class ExpertParallel:
         """What :func:`.pack_tokens` does the same with as it packs; None: only :meth:`to_physical` does it."""
         return None if self.even else self.placement.choosing(self.group.index)
 
-    def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
-        """Tells every rank what comes to it, and the number of pairs of the most loaded rank. In a dispatch
-        of one round, the host waits for nothing else.
+    def _counts(self, sent: torch.Tensor) -> Generator[None, None, tuple[RecvPlan, int]]:
+        """Tells every rank what comes to it, and the number of pairs of the most loaded rank; stops before it waits. In
+        a dispatch of one round, the host waits for nothing else.
 
         Args:
             sent: int32 ``[size, 2]``, to each rank: tokens, and its pairs in them.
@@ -150,7 +161,9 @@ class ExpertParallel:
         size, index = self.group.size, self.group.index
         all_ranks = self.group.all_gather(sent).view(size, size, 2)  # from, to
         largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
-        rows = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))()
+        read = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))
+        yield
+        rows = read()
         return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
 
     def _plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
@@ -160,15 +173,19 @@ class ExpertParallel:
         both = download(torch.stack((sent, received), dim=1))()
         return [RecvPlan.of(*one) for one in both]
 
-    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> list[Way]:
-        """Tells every rank what comes to it along its rail and inside its node, in every round along the rail.
+    def _ways(
+        self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor
+    ) -> Generator[None, None, list[Way]]:
+        """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; stops
+        before it waits.
 
         Args:
             sent: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`).
         """
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
-        rows = download(way_numbers(by_pair, self.group.index, takers))()
-        return [Way.of(row, groups) for row in rows]
+        read = download(way_numbers(by_pair, self.group.index, takers))
+        yield
+        return [Way.of(row, groups) for row in read()]
 
     def _gather(
         self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int, by_rail: bool
@@ -204,10 +221,11 @@ class ExpertParallel:
 
     def _all_to_all(
         self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_pairs: int
-    ) -> Dispatch:
+    ) -> Iterator[Dispatch | None]:
+        """Stops before the host waits for counts; then gives the dispatch."""
         group, k = self.group, topk_ids.shape[1]
         plan = SendPlan.of(topk_ids, self.placement.rank_of, group.size)
-        whole, largest = self._counts(plan.counts)
+        whole, largest = yield from self._counts(plan.counts)
         rows, rounds = sum(whole.send), rounds_needed(largest, max_pairs, group.size, k)
         if rounds == 1:
             source, pair_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
@@ -215,7 +233,7 @@ class ExpertParallel:
             source, pair_rows, counts = in_rounds(plan, rows, rounds)
             plans = self._plans(group, counts)
         quantized = self.quantized_sum_bytes is not None
-        return AllToAllDispatch(
+        yield AllToAllDispatch(
             group, self.placement, tokens, topk_ids, topk_weights, source, pair_rows, plans, quantized_sums=quantized
         )
 
@@ -226,17 +244,18 @@ class ExpertParallel:
         topk_weights: torch.Tensor,
         max_pairs: int,
         groups: NodeGroups,
-    ) -> Dispatch:
+    ) -> Iterator[Dispatch | None]:
+        """As :meth:`_all_to_all`."""
         placement, tables, (size, k) = self.placement, self._tables, (self.group.size, topk_ids.shape[1])
         assert tables is not None
         along, final = SendPlan.of(topk_ids, tables.peers, size), SendPlan.of(topk_ids, placement.rank_of, size)
-        ways = self._ways(torch.cat((final.counts, along.counts), dim=1)[None], groups, tables.takers)
+        ways = yield from self._ways(torch.cat((final.counts, along.counts), dim=1)[None], groups, tables.takers)
         rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
         source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
         if rounds > 1:
             cut = in_rounds(along, rows, rounds)
             source, pair_rows, _ = cut
-            ways = self._ways(counts_in_rounds(final, along, cut), groups, tables.takers)
+            ways = yield from self._ways(counts_in_rounds(final, along, cut), groups, tables.takers)
         inner_rounds = [rounds_needed(way.busiest, max_pairs, tables.largest_node, k) for way in ways]
 
         def pass_on(number: int, brought: Received) -> Dispatch:
@@ -249,7 +268,7 @@ class ExpertParallel:
                 groups.rail, tables.whole, tokens, topk_ids, topk_weights, source, pair_rows, plans, 0, quantized
             )
 
-        return ByNodeDispatch(groups, rail, pass_on, inner_rounds)
+        yield ByNodeDispatch(groups, rail, pass_on, inner_rounds)
 
     def _inside(self, node: Group, rank_of: torch.Tensor, brought: Received, whole: RecvPlan, rounds: int) -> Dispatch:
         """Passes tokens on inside the node.

@@ -21,6 +21,7 @@ from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
 from dsa_engine.parallel.experts.traffic import DispatchChoice
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.side_stream import SideStream
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig
@@ -171,7 +172,8 @@ class ExpertDivision:
         key = held, layer if changes else None
         if key not in self._made:
             made = self._make(ExpertPlacement(held, self._mesh.device, changes))
-            made.groups, made.top_groups, made.deep_ep = groups, top_groups, self.deep_ep
+            made.groups, made.top_groups = groups, top_groups
+            made.deep_ep, made.beside = self.deep_ep, self._beside
             self._made[key] = made
         return self._made[key]
 
@@ -198,6 +200,11 @@ class ExpertDivision:
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:
         return ExpertParallel(self._mesh.ep, placement, self._mesh.node_groups, self._choice)
+
+    @cached_property
+    def _beside(self) -> SideStream:
+        groups = self._mesh.node_groups
+        return SideStream(self._mesh.device, priority=-1) if groups is None else groups.there
 
     @cached_property
     def _choice(self) -> DispatchChoice:

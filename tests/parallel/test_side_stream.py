@@ -63,6 +63,32 @@ class TestOnCuda:
             second()
             assert device.reached[0][1] == 2
 
+    def test_work_from_a_mark_waits_for_nothing_later(self) -> None:
+        with FakeDevice() as device:
+            side, early = SideStream(CUDA), torch.zeros(4, device=CUDA)
+            side.mark()
+            late = torch.zeros(4, device=CUDA)
+            join = side.run(early.clone, from_mark=True)
+            assert device.launches[-1].before == {0: 1}
+            join().add(1)
+            with pytest.raises(RuntimeError, match="stream 1 has not waited for what stream 0 writes"):
+                side.run(late.clone, from_mark=True)
+
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_a_mark_after_the_last_use_frees_a_result(self, marked: bool) -> None:
+        with FakeDevice():
+            side = SideStream(CUDA)
+            side.mark()
+            result = side.run(lambda: torch.zeros(4, device=CUDA), from_mark=True)()
+            result.add(1)
+            del result
+            if marked:
+                side.mark()
+                side.run(lambda: torch.zeros(4, device=CUDA), from_mark=True)
+            else:
+                with pytest.raises(RuntimeError, match="stream 1 takes memory that .* stream 0 may still use"):
+                    side.run(lambda: torch.zeros(4, device=CUDA), from_mark=True)
+
     def test_memory_of_the_main_stream_is_used_after_what_that_has_done(self) -> None:
         with FakeDevice():
             torch.zeros(4, device=CUDA)  # freed at once

@@ -77,12 +77,12 @@ def stored(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
 DBO: dict[str, Any] = {"enable_dbo": True}
 
 
-def micro_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
-    """Every step that can be cut is."""
+def micro_batches(model: str, cp: int, dispatch: str, chunk: int | None = None, **keys: Any) -> dict[str, Any]:
+    """Every step that can be cut is; with ``chunk`` tokens travel in rounds."""
     options = DBO | {"max_num_batched_tokens": 48}
-    name = f"micro-batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
+    name = f"micro-batches of {model} cp{cp} {dispatch} {chunk or ''} {' '.join(keys)}"
     more = {"options": options, "lengths": [2, 5, 301], "ragged": RAGGED}
-    return case(name, model, parallel=parallel(cp, 1, dispatch), **more, **keys)
+    return case(name, model, parallel=parallel(cp, 1, dispatch) | {"moe_chunk_size": chunk}, **more, **keys)
 
 
 def fp8_caches(cp: int, dispatch: str) -> dict[str, Any]:
@@ -115,6 +115,8 @@ def by_node(nodes: list[int]) -> list[dict[str, Any]]:
         case("replicas, in rounds", "v32", parallel=in_rounds, lengths=[2, 301], ragged=RAGGED),
         case("chosen by size", "glm", parallel=parallel(cp, 1, "auto"), lengths=[17, 333], ragged=RAGGED),
         micro_batches("v32", cp, "by_node", preempts=True),
+        micro_batches("v32", cp, "by_node", waiting=True),
+        micro_batches("v32", cp, "by_node", chunk=16, waiting=True),
         stored(cp, 1, "by_node"),
         rebalanced("v32", cp, "by_node"),
     ]
@@ -142,6 +144,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *others(2, cp=2, tp=1),
         *(micro_batches("v32", 2, dispatch) for dispatch in DISPATCHES),
         micro_batches("v32", 2, "all_gather", padded=True),
+        micro_batches("v32", 2, "all_to_all", waiting=True),
+        micro_batches("v32", 2, "all_to_all", chunk=16, waiting=True),
         micro_batches("fp8 weights", 2, "all_to_all"),
         stored(2, 1, "all_to_all"),
         stored(2, 2, "all_gather"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +32,9 @@ def build_batch(
     if step.micro_batches is not None:
         first, second = (build_batch(one, config, mesh, tables, sampled) for one in step.micro_batches)
         order = upload(row_order(step, step.micro_batches), device)
-        pair = MicroBatchPair((replace(first, first_micro_batch=True), second), order)
+        unsent: list[Callable[[], None]] | None = [] if device.type == "cuda" else None
+        both = replace(first, first_micro_batch=True, unsent=unsent), replace(second, unsent=unsent)
+        pair = MicroBatchPair(both, order)
     # At least one row: no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = [max(1, int(rows[[*group.ranks]].max())) for group in (mesh.tp, mesh.cp, mesh.ep)]
     pages = [chunk.request.pages for chunk in plan.chunks]

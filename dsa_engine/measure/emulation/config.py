@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,16 +84,19 @@ class EmulatedExpertParallel(ExpertParallel):
 
         return received
 
-    def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
+    def _counts(self, sent: torch.Tensor) -> Generator[None, None, tuple[RecvPlan, int]]:
         self.group.all_gather(sent)
-        rows = download(sent)()
+        read = download(sent)
+        yield
+        rows = read()
         plan = RecvPlan.of(rows, rows)
         return plan, plan.local_pairs
 
     def _all_to_all(
         self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_pairs: int
-    ) -> Dispatch:
-        return _Dealt(super()._all_to_all(tokens, topk_ids, topk_weights, max_pairs), len(self.held))
+    ) -> Iterator[Dispatch | None]:
+        for one in super()._all_to_all(tokens, topk_ids, topk_weights, max_pairs):
+            yield None if one is None else _Dealt(one, len(self.held))
 
 
 class _Dealt(Dispatch):

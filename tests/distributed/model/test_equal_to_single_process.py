@@ -49,7 +49,7 @@ class Runs:
             "folder": str(folder),
             "parallel": described.get("parallel", {}),
             "options": OPTIONS | described["options"],
-            **{key: described[key] for key in ("padded", "preempts", "nodes") if key in described},
+            **{key: described[key] for key in ("padded", "preempts", "nodes", "waiting") if key in described},
             "prompts": [self._ids(n, 204) for n in described["lengths"]],
             "generate": [{"prompts": prompts, "params": params}] if prompts else [],
         }
@@ -70,7 +70,7 @@ class Runs:
         same, options = ("load_format", "seed", "kv_cache_dtype", "quantization"), described["options"]
         used = {key: options[key] for key in same if key in options}
         result: dict[str, Any] = {"last": [], "all": [], "tokens": [], "prompt_logprobs": [], "selections": []}
-        alone = {key: value for key, value in described.items() if key != "nodes"}
+        alone = {key: value for key, value in described.items() if key not in ("nodes", "waiting")}
         wanted = self.case(alone | {"options": used, "parallel": {}})
         for prompt in wanted["prompts"]:
             one = self._once(wanted | {"prompts": [prompt], "generate": []})

@@ -8,6 +8,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``broken_seed``: requests with this seed get logits that are not finite.
 * ``ahead``: decode steps are launched before the previous tokens are read.
 * ``padded``: decode steps have the shapes of CUDA graphs.
+* ``waiting``: micro-batches send their tokens when the other one computes, as on CUDA.
 * ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
 * ``preempts``: requests lose their pages now and then.
 * ``max_fetched``: maximum number of pages that a rank sends, or receives, in a step.
@@ -23,6 +24,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -39,10 +41,12 @@ from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
+from dsa_engine.engine.steps import batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.measure.across_ranks import barrier
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 from dsa_engine.parallel import Mesh
 
@@ -52,6 +56,9 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     if "threads" in case:
         torch.set_num_threads(case["threads"])
     parallel = parallel or ParallelConfig(**case.get("parallel", {}))
+    if case.get("waiting"):
+        with patch.object(batch, "MicroBatchPair", waiting_pair):
+            return run_case(case | {"waiting": False}, parallel)
     with patch.object(Mesh, "_exchange_nodes", lambda _: case["nodes"]) if "nodes" in case else nullcontext():
         llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
@@ -117,6 +124,13 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
     result["own_pages_lost"] = engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank]
     return result
+
+
+def waiting_pair(both: Sequence[ForwardBatch], order: torch.Tensor | None) -> MicroBatchPair:
+    """A pair whose tokens wait for their counts."""
+    unsent: list[Any] = []
+    first, second = (replace(one, unsent=unsent) for one in both)
+    return MicroBatchPair((first, second), order)
 
 
 def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[CompletionOutput]:

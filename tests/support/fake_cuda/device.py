@@ -72,6 +72,7 @@ class FakeDevice:
     Attributes:
         launches: launches in order; one per operation of PyTorch.
         waits: the host's waits for the device: operation and line of code.
+        waited: number of launches before each wait.
         live, peak: bytes of the existing tensors, and their maximum.
         cached: bytes that PyTorch's allocator holds: the peak since it was last emptied.
         pools: bytes of each pool of CUDA graphs: the peak of its captures.
@@ -92,6 +93,7 @@ class FakeDevice:
         self.memory = memory
         self.launches: list[Launch] = []
         self.waits: list[str] = []
+        self.waited: list[int] = []
         self.live = self.peak = self.cached = self.outside = self.emptied = 0
         self.pools: dict[tuple[int, int] | None, int] = {}
         self.pinnable = memory
@@ -133,7 +135,7 @@ class FakeDevice:
     @contextmanager
     def watched(self) -> Iterator[FakeDevice]:
         """Resets the counts: launches and waits to none, the peak to the existing tensors."""
-        self.launches, self.waits, self.peak = [], [], self.live
+        self.launches, self.waits, self.waited, self.peak = [], [], [], self.live
         yield self
 
     def stream_of(self, ranks: tuple[int, ...], communicator: int) -> Any:
@@ -152,7 +154,7 @@ class FakeDevice:
         Raises:
             RuntimeError: the stream has not waited for one of them.
         """
-        self.launches.append(launch._replace(stream=self.stream))
+        self.launches.append(launch._replace(stream=self.stream, before=self.reached[self.stream].copy()))
         self.reached[self.stream][self.stream] += 1
         number = self.reached[self.stream][self.stream]
         for tensor in uses:
@@ -194,6 +196,7 @@ class FakeDevice:
         if self.capturing:
             raise RuntimeError(f"the host waits for the device while a CUDA graph is captured: {at}")
         self.waits.append(at)
+        self.waited.append(len(self.launches))
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation of PyTorch."""

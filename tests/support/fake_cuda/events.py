@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ class Launch(NamedTuple):
     name: str
     dtypes: tuple[torch.dtype, ...] = ()  # dtypes of the factors of a matrix product of PyTorch
     stream: int = 0  # number of its stream; 0 is the default one
+    before: Mapping[int, int] = MappingProxyType({})  # how many launches of each stream end before it begins
 
 
 class Capture(NamedTuple):

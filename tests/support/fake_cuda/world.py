@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -171,16 +171,19 @@ class FakeExpertParallel(ExpertParallel):
 
     skew = 1.0
 
-    def _counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
-        super()._counts(sent)
+    def _counts(self, sent: torch.Tensor) -> Generator[None, None, tuple[RecvPlan, int]]:
+        yield from super()._counts(sent)
         total, size = self.pairs, self.group.size
         each = [total // size] * size
         local_pairs = self._skewed(total)
         return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
 
-    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> list[Way]:
+    def _ways(
+        self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor
+    ) -> Generator[None, None, list[Way]]:
         """Each pair crosses to another node, if there are so many, and is passed on in its own row."""
-        rounds, rail, inside = len(super()._ways(sent, groups, takers)), groups.rail.size, groups.node.size
+        own = yield from super()._ways(sent, groups, takers)
+        rounds, rail, inside = len(own), groups.rail.size, groups.node.size
         crossing = self.tokens * min(rail, self.pairs // max(1, self.tokens))
         self.passed = [self._skewed(n) for n in _even(self.pairs, rounds)]
         return [

@@ -237,8 +237,7 @@ class Attention(Weighted):
     ) -> torch.Tensor:
         """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: dense rows attend to all visible tokens, the
         sparse rows after them to the selected ones."""
-        scale, workspace = self.config.softmax_scale, self.runtime.workspace
-        border = batch.dense_mqa.rows
+        scale, workspace, border = self.config.softmax_scale, self.runtime.workspace, batch.dense_mqa.rows
         parts = []
         if border:
             tables = batch.block_tables

@@ -16,6 +16,10 @@ MoE layer that is::
                         experts                                      and of the second
     combine, attention, gate, dispatch                               tokens of the first, in the next layer
 
+On CUDA the host waits for the counts of an all-to-all when the device has other work: for those of the first
+micro-batch when the second one's attention is launched, and for those of the second when the first one's experts are.
+The tokens then travel beside that work (`ForwardBatch.send_tokens`). A CPU sends them at once.
+
 The first micro-batch is always ahead, so its cache rows of a layer are stored before the second one reads them. A step
 that is not cut is one pass, and its stages follow one another.
 """
@@ -35,6 +39,7 @@ import torch
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_of
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.selection import SelectionRecorder
 
 _INITIAL_SIZE = 64  # rows of the block tables, and pages of a row
@@ -245,7 +250,8 @@ class ForwardBatch:
     def send_tokens(self) -> None:
         """Sends the tokens that wait for their counts; called when the device has work while the host waits."""
         while self.unsent:
-            self.unsent.pop()()
+            with stage("MoE dispatch"):
+                self.unsent.pop()()
 
 
 def run_interleaved(passes: Sequence[Pass[Result]]) -> list[Result]:

@@ -77,7 +77,7 @@ class MoE(Weighted):
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
         """``x [T, hidden]`` -> the routed experts' sums and, if it is not among them, the shared expert's output,
         ``[T, hidden]`` each, which are to be added. The shared expert is launched when the tokens are on their way, so
-        that they do not wait for it.
+        that they do not wait for it, or while their counts are.
         """
         config = self.config
         with stage("MoE gate"):
@@ -107,12 +107,10 @@ class MoE(Weighted):
                 copies, weights_of_pairs = shape[1], topk_weights
                 tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
                 topk_weights = topk_weights.new_ones(topk_ids.shape)
+            sizes = batch.ep_rows * copies, max_pairs, sum_bytes
             dispatch = self.expert_parallel.dispatch(
-                tokens, topk_ids, topk_weights, method, batch.ep_rows * copies, max_pairs, sum_bytes,
-                beside=batch.unsent is not None,
-            )  # fmt: skip
-            if batch.unsent is not None:
-                batch.unsent.append(dispatch.send)
+                tokens, topk_ids, topk_weights, method, *sizes, unsent=batch.unsent
+            )
         shared = None
         if (mlp := self.shared) is not None:
             with stage("MoE shared"):

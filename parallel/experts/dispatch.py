@@ -41,14 +41,12 @@ class Received(NamedTuple):
 class Dispatch(ABC):
     """Tokens on their way to their experts and back, in one round or several.
 
-    A dispatch is made with the tokens of its first round on their way, or sends them when :meth:`send` is called. In each round a rank calls :meth:`receive`, runs
-    its experts, and calls :meth:`send_back`; after the last one it calls :meth:`combine`. What travels does so beside
-    the work that is launched between these calls, on the stream of the collective. Every rank of the group takes part
-    in each transfer, and makes all calls of all its dispatches in the same order.
+    A dispatch is made with the tokens of its first round on their way, but for :class:`DispatchBeside`. In each round a
+    rank calls :meth:`receive`, runs its experts, and calls :meth:`send_back`; after the last one it calls
+    :meth:`combine`. What travels does so beside the work that is launched between these calls, on the stream of the
+    collective. Every rank of the group takes part in each transfer, and makes all calls of all its dispatches in the
+    same order.
     """
-
-    def send(self) -> None:
-        """Sends the tokens, if they wait for it; it may wait for their counts."""
 
     @property
     @abstractmethod
@@ -102,6 +100,8 @@ class DispatchBeside(Dispatch):
         side.mark()
 
     def send(self) -> None:
+        """Waits for the counts, and sends the tokens."""
+
         def work() -> tuple[Dispatch, Received]:
             dispatch = next(one for one in self._steps if one is not None)
             return dispatch, dispatch.receive(0)

@@ -100,7 +100,7 @@ class ExpertParallel:
         max_tokens: int,
         max_pairs: int = sys.maxsize,
         sum_bytes: int | None = None,
-        beside: bool = False,
+        unsent: list[Callable[[], None]] | None = None,
     ) -> Dispatch:
         """Brings each of ``tokens [T, width]`` to its experts ``topk_ids [T, k]``; every rank of the group takes part.
 
@@ -114,7 +114,7 @@ class ExpertParallel:
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
                 if there may be more, the host waits for their number.
             sum_bytes: of a token's sum in the tokens' dtype; default: those of the token.
-            beside: tokens whose counts the host has to know are not sent before :meth:`.Dispatch.send`.
+            unsent: gets :meth:`.DispatchBeside.send` of tokens whose counts the host has to know; None: they are sent.
         """
         if self.group.size == 1:
             return NoDispatch(Received(tokens, self.to_physical(topk_ids), topk_weights, 1.0))
@@ -134,8 +134,10 @@ class ExpertParallel:
             steps = self._by_node(tokens, topk_ids, topk_weights, max_pairs, self.nodes)
         else:
             steps = self._all_to_all(tokens, topk_ids, topk_weights, max_pairs)
-        if beside:
-            return DispatchBeside(steps, self.beside)
+        if unsent is not None:
+            beside = DispatchBeside(steps, self.beside)
+            unsent.append(beside.send)
+            return beside
         *_, dispatch = steps
         assert dispatch is not None
         return dispatch
@@ -173,9 +175,7 @@ class ExpertParallel:
         both = download(torch.stack((sent, received), dim=1))()
         return [RecvPlan.of(*one) for one in both]
 
-    def _ways(
-        self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor
-    ) -> Generator[None, None, list[Way]]:
+    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Generator[None, None, list[Way]]:
         """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; stops
         before it waits.
 

@@ -26,11 +26,12 @@ def begun(launches: list[Launch], send: int) -> Counter[int]:
 
 
 def micro_batches(device: FakeDevice) -> Iterator[tuple[int, int]]:
-    """Of each micro-batch in each layer: number of launches before its gate, and before the host waits for counts."""
+    """For each micro-batch in each layer: number of launches before its gate, and before the host waits for counts."""
     launches = device.launches
     gates = [at for at, one in enumerate(launches) if one.name == "route_kernel"]
     reads = [
-        next(at for at in device.waited if at > max(gate, other)) for gate, other in zip(gates, [0, *gates], strict=False)
+        next(at for at in device.waited if at > max(gate, other))
+        for gate, other in zip(gates, [0, *gates], strict=False)
     ]
     return zip(gates, reads, strict=True)
 
@@ -40,8 +41,8 @@ def micro_batches(device: FakeDevice) -> Iterator[tuple[int, int]]:
 def test_the_device_works_beside_the_wait_and_the_tokens(
     fake_engine: Callable[..., Any], method: str, skew: float
 ) -> None:
-    """Between the exchange of a micro-batch's counts and the host's wait for them, the other one's attention is launched,
-    or its experts. Tokens are packed and begin to travel beside these. With skew they travel in rounds."""
+    """Between the exchange of a micro-batch's counts and the host's wait for them, the other one's attention or experts
+    are launched. Tokens are packed and begin to travel beside these. With skew they travel in rounds."""
     parallel = {"node_size": 4, "tp_size": 4, "moe_dispatch": method, "skew": skew}
     with FakeDevice() as device:
         engine = fake_engine(device, "deepseek_v32", 8, parallel, quantization="dequantize", enable_dbo=True)

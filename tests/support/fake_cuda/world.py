@@ -178,9 +178,7 @@ class FakeExpertParallel(ExpertParallel):
         local_pairs = self._skewed(total)
         return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
 
-    def _ways(
-        self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor
-    ) -> Generator[None, None, list[Way]]:
+    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Generator[None, None, list[Way]]:
         """Each pair crosses to another node, if there are so many, and is passed on in its own row."""
         own = yield from super()._ways(sent, groups, takers)
         rounds, rail, inside = len(own), groups.rail.size, groups.node.size

@@ -22,7 +22,8 @@ class SideStream:
     def __init__(self, device: torch.device, *, enabled: bool = True, priority: int = 0):
         on_side = device.type == "cuda" and enabled
         self._stream = torch.cuda.Stream(device, priority=priority) if on_side else None
-        self._before, self._marked = (torch.cuda.Event(), torch.cuda.Event()) if on_side else (None, None)
+        self._before = torch.cuda.Event() if on_side else None
+        self._marked = torch.cuda.Event() if on_side else None
 
     def mark(self) -> None:
         """Marks what the current stream has been given so far, for :meth:`run` with ``from_mark``. Work from a mark may
@@ -30,9 +31,7 @@ class SideStream:
         if self._marked is not None:
             self._marked.record()
 
-    def run(
-        self, work: Callable[[], Result], *inputs: torch.Tensor, from_mark: bool = False
-    ) -> Callable[[], Result]:
+    def run(self, work: Callable[[], Result], *inputs: torch.Tensor, from_mark: bool = False) -> Callable[[], Result]:
         """Starts ``work`` after everything that the current stream has been given so far.
 
         Args:

@@ -29,7 +29,6 @@ class _Stream:
     def __init__(self, device: FakeDevice, number: int):
         self._device = device
         self.number = number
-        self._before: list[int] = []  # the streams of the contexts around
 
     def wait_stream(self, stream: _Stream) -> None:
         self.wait(self._device.reached[stream.number])
@@ -41,12 +40,12 @@ class _Stream:
         self._device.reached[self.number] |= reached
 
     def __enter__(self) -> _Stream:
-        self._before.append(self._device.stream)
+        self._before = self._device.stream
         self._device.stream = self.number
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._device.stream = self._before.pop()
+        self._device.stream = self._before
 
 
 @contextmanager

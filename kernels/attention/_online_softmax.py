@@ -198,9 +198,12 @@ def store_results(
     columns = value_columns(BLOCK_VALUE, FP8)[None, :]
     known = head < HEADS
     row = (tl.program_id(1) * tokens + token) * HEADS + head
+    if FP8:  # first, as top then needs no more registers: else, with Triton 3.7, the loop has spilled ones on sm_120
+        tl.store(lse + row, (top + tl.log2(total)) * LN_2, mask=known)
     result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * VALUE + columns, result, mask=known[:, None] & (columns < VALUE))
-    tl.store(lse + row, (top + tl.log2(total)) * LN_2, mask=known)
+    if not FP8:
+        tl.store(lse + row, (top + tl.log2(total)) * LN_2, mask=known)
 
 
 @triton.jit

@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+import networkx  # type: ignore[import-untyped]  # torch needs it
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from dsa_engine.kernels.runtime.launch import INTERPRETED, compiling_for
+
+_LOOP = 16  # instructions; a loop of fewer only waits
 
 
 class Resources(NamedTuple):
@@ -30,6 +33,7 @@ class Resources(NamedTuple):
     warps: int
     registers: int  # a thread
     spilled: int  # bytes of stack a thread
+    looped: int  # instructions in innermost loops that read or write the stack
     shared: int  # bytes a program
     wgmma: int  # warpgroup products: Hopper's tensor cores at full rate
     mma: int  # other products: mma.sync by a single warp, and Blackwell's tcgen05
@@ -43,14 +47,40 @@ def resources(kernel: Any) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = dict(re.findall(r"(REG|STACK):(\d+)", said))
+
+        def read(*options: str) -> str:
+            command = [triton.knobs.nvidia.cuobjdump.path, *options, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage = dict(re.findall(r"(REG|STACK):(\d+)", read("-res-usage")))
+        looped = spills_in_loops(read("-sass")) if int(usage["STACK"]) else 0
     products = re.findall(r"(?:wgmma\.mma_async|mma\.sync\.aligned|tcgen05\.mma)[\w.:]*", ptx)
     wgmma = sum(product.startswith("wgmma") for product in products)
     fp8 = sum("e4m3" in product or "f8f6f4" in product for product in products)
     registers, spilled, about = int(usage["REG"]), int(usage["STACK"]), kernel.metadata
-    return Resources(about.name, about.num_warps, registers, spilled, about.shared, wgmma, len(products) - wgmma, fp8)
+    resources = about.name, about.num_warps, registers, spilled, looped, about.shared, wgmma
+    return Resources(*resources, len(products) - wgmma, fp8)
+
+
+def spills_in_loops(sass: str) -> int:
+    """Number of instructions in innermost loops that read or write the stack, of machine code as cuobjdump prints it.
+    Loops that only wait, for a barrier, do not count."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass)
+    code = {int(address, 16): text for address, text in lines}
+    flow = networkx.DiGraph()
+    for address, then in zip(code, [*code][1:], strict=False):
+        target = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)$", code[address])
+        if target:
+            flow.add_edge(address, int(target[1], 16))
+        if not re.match(r"(BRA 0x|EXIT|RET)", code[address]):  # without a condition
+            flow.add_edge(address, then)
+
+    def innermost(part: Any) -> Iterator[set[int]]:
+        for loop in networkx.strongly_connected_components(part):
+            if len(loop) >= _LOOP:
+                yield from list(innermost(part.subgraph(loop - {min(loop)}))) or [loop]
+
+    return sum(re.search(r"\b(STL|LDL)\b", code[address]) is not None for loop in innermost(flow) for address in loop)
 
 
 class _Utils:

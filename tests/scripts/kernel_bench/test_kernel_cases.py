@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import timing
-from compile_only import Resources
+from compile_only import Resources, spills_in_loops
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure import device
 from dsa_engine.measure.ceilings import Ceilings
-from inspect_kernels import SHARED_LIMIT, Inspection, faults, inspect
+from inspect_kernels import SHARED_LIMIT, Inspection, add_counts, faults, inspect
 from kernel_cases.cases import CASES
 from kernel_cases.inputs import KernelCase
 from timing import measure, rows
@@ -47,7 +48,7 @@ def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
     assert kernels and all(capability == 80 and "needs instructions of sm_89" in reason for reason in missing)
     for kernel, case in kernels:
         print(kernel)
-        assert kernel.spilled <= spilled
+        assert kernel.spilled <= spilled and not kernel.looped
         assert faults(kernel._replace(spilled=0), case.product, capability) == []
 
 
@@ -96,11 +97,39 @@ def test_kernels_fit_other_chips(name: str, capability: int) -> None:
 
 
 def test_faults_are_named() -> None:
-    sound = Resources("a_kernel", 8, 255, spilled=0, shared=SHARED_LIMIT[90], wgmma=4, mma=3, fp8=0)
+    sound = Resources("a_kernel", 8, 255, spilled=0, looped=0, shared=SHARED_LIMIT[90], wgmma=4, mma=3, fp8=0)
     assert faults(sound, True, 90) == faults(sound._replace(wgmma=0), False, 90) == []
     assert faults(sound._replace(spilled=8), True, 90) == ["spills 8 bytes a thread"]
     assert faults(sound, True, 80) == ["needs 232,448 bytes of shared memory, a program has 166,912"]
     assert faults(sound._replace(wgmma=0), True, 90) == ["multiplies with mma.sync instead of wgmma"]
+
+
+STEP = "/*{:04x}*/ FADD R0, R0, R1 ;"
+
+
+@pytest.mark.parametrize(("spilling", "counted"), [(5, 0), (40, 1), (60, 0), (70, 0)])
+def test_spills_in_innermost_loops(spilling: int, counted: int) -> None:
+    """A loop over tiles from 3 to 64, in it one of products from 32 to 56, and before that a wait, whose retry lies
+    behind the end and comes back to 24."""
+    code = [STEP.format(16 * number) for number in range(80)]
+    jumps = {23: "@!P0 BRA 0x460", 56: "@P1 BRA 0x200", 64: "@P2 BRA 0x30", 66: "EXIT", 71: "@!P0 BRA 0x460",
+             72: "BRA 0x180", 79: "BRA 0x4f0"}  # fmt: skip
+    for number, jump in jumps.items():
+        code[number] = f"/*{16 * number:04x}*/ {jump} ;"
+    code[spilling] = f"/*{16 * spilling:04x}*/ @P3 LDL.LU R3, [R1+0x8] ;"
+    assert spills_in_loops("\n".join(code)) == counted
+
+
+def test_sums_of_several_versions_lie_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = KernelCase("sum", "3 rows", lambda: None, bytes=1.0)
+    spills = Resources("a_kernel", 8, 255, spilled=8, looped=2, shared=100, wgmma=4, mma=3, fp8=0)
+    for version in ("3.6.0", "3.7.1"):
+        monkeypatch.setattr(triton, "__version__", version)
+        add_counts(tmp_path / "k.json", 90, Inspection([(spills, case), (spills._replace(spilled=0), case)], ["why"]))
+    report = json.loads((tmp_path / "k.json").read_text())["triton"]
+    spill = {"kernel": "a_kernel", "case": "sum: 3 rows", "bytes": 8, "in_loop": 2}
+    assert report["3.6.0"] == report["3.7.1"]
+    assert report["3.7.1"]["sm_90"]["kernels"] == 2 and report["3.7.1"]["sm_90"]["spill"] == [spill]
 
 
 def test_a_measurement() -> None:

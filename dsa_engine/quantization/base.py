@@ -172,8 +172,8 @@ class GroupedExperts(Weights):
         return self._mlp(tokens, topk_ids, topk_weights, local_fraction=fraction, **counts)
 
     def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[T, hidden]`` as they travel to the rank of these experts, ``[T, width]``: as the products take
-        them."""
+        """Tokens ``[T, hidden]`` as they travel to the rank of these experts, ``[T, width]``: as they are or, where the
+        products quantise them, in words with codes and scales: half the bytes, and the same bits."""
         return tokens
 
     def _mlp(

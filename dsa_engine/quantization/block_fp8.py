@@ -115,7 +115,6 @@ class BlockFP8Experts(GroupedExperts):
         self.tensors = (gate_up, gate_up_scale, down, down_scale)
 
     def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Codes and scales: half the bytes, and the same bits as if the experts' rank quantised them."""
         if quantized_words(tokens.shape[1]) is None:
             return tokens
         return quantize_tokens(tokens, self._power_of_two)

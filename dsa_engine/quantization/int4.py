@@ -26,6 +26,7 @@ from dsa_engine.kernels.formats.int4 import (
     dequantize_int4,
     planes_for,
 )
+from dsa_engine.kernels.formats.int8 import int8_words
 from dsa_engine.kernels.grouped.product_formats import W4A8, W4A16
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
@@ -171,13 +172,15 @@ class Int4Experts(GroupedExperts):
         if self._packing.ordered:
             self._orders = self.tensors[2], self.tensors[5]
 
+    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
+        return int8_words(tokens) if self._packing.int8_activations else tokens
+
     def _mlp(
         self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
     ) -> torch.Tensor:
         product, (of_gate_up, of_down) = W4A8 if self._packing.int8_activations else W4A16, self._orders
-        return expert_mlp(
-            tokens, topk_ids, topk_weights, (*self.gate_up, of_gate_up), (*self.down, of_down), product, **counts
-        )
+        gate_up, down = (*self.gate_up, of_gate_up), (*self.down, of_down)
+        return expert_mlp(tokens, topk_ids, topk_weights, gate_up, down, product, dtype=self._packing.dtype, **counts)
 
 
 class Int4(StoredFormat):

@@ -12,6 +12,7 @@ import torch
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.quantization import WeightScheme
+from dsa_engine.kernels.formats.int8 import int8_words
 from dsa_engine.kernels.grouped.product_formats import INT8
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
@@ -51,8 +52,10 @@ class Int8Experts(GroupedExperts):
     """``gate_up [count, 2 · intermediate, hidden]`` and ``down [count, hidden, intermediate]``, int8, with a float32
     scale for each row."""
 
-    def __init__(self, prefixes: Sequence[str], hidden: int, intermediate: int, device: torch.device):
-        count = len(prefixes)
+    def __init__(
+        self, prefixes: Sequence[str], hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
+    ):
+        count, self._dtype = len(prefixes), dtype
         self.gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=torch.int8, device=device)
         self.gate_up_scale = torch.empty(count, 2 * intermediate, dtype=torch.float32, device=device)
         self.down = torch.empty(count, hidden, intermediate, dtype=torch.int8, device=device)
@@ -60,11 +63,14 @@ class Int8Experts(GroupedExperts):
         gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
         super().__init__(prefixes, hidden, intermediate, gate_up, down, _sources)
 
+    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
+        return int8_words(tokens)
+
     def _mlp(
         self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
     ) -> torch.Tensor:
         gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
-        return expert_mlp(tokens, topk_ids, topk_weights, gate_up, down, INT8, **counts)
+        return expert_mlp(tokens, topk_ids, topk_weights, gate_up, down, INT8, dtype=self._dtype, **counts)
 
 
 class Int8(StoredFormat):
@@ -84,7 +90,7 @@ class Int8(StoredFormat):
         return Int8Linear(parts, self.dtype, self.device)
 
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> Int8Experts:
-        return Int8Experts(prefixes, hidden, intermediate, self.device)
+        return Int8Experts(prefixes, hidden, intermediate, self.dtype, self.device)
 
     @staticmethod
     def is_default_on(device: torch.device) -> bool:

@@ -74,7 +74,7 @@ def multiply_int4_tile(
 ):  # fmt: skip
     """The product is transposed: weights are the left operand, which a warpgroup's product takes from registers, where
     they are unpacked. A step is one group of SIZE columns."""
-    x_scale, packed, packed_stride, scale, columns = operands
+    x_scale, x_scale_stride, packed, packed_stride, scale, columns = operands
     CODES: tl.constexpr = CONSTANTS[0]
     SIZE: tl.constexpr = CONSTANTS[1]
     PRECISION: tl.constexpr = CONSTANTS[2]
@@ -114,13 +114,15 @@ def multiply_int4_tile(
         scale_at += 1
     if CODES:
         # Codes of weights were 16 times as large.
-        total *= tl.load(x_scale + source_row, mask=inside, other=0.0)[None, :] * 0.0625
+        row_scale = tl.load(x_scale + source_row.to(tl.int64) * x_scale_stride, mask=inside, other=0.0)
+        total *= row_scale[None, :] * 0.0625
     return tl.trans(total)
 
 
 @kernel
 def grouped_matmul_int4_kernel(
-    x, source, row_ends, x_scale, packed, packed_stride, scale, columns, out, x_stride, width, inner, groups,
+    x, source, row_ends, x_scale, x_scale_stride, packed, packed_stride, scale, columns, out, x_stride, width, inner,
+    groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, CODES: tl.constexpr,
     SIZE: tl.constexpr, PRECISION: tl.constexpr, ORDERS: tl.constexpr,
@@ -129,8 +131,9 @@ def grouped_matmul_int4_kernel(
     orders of columns of a group's matrix: 0 where x is read in order, 1, or 2 of gate and of up. WHOLE, DEPTH and
     SWAPPED are not used: a step is SIZE columns."""
     multiply_groups(
-        x, source, row_ends, (x_scale, packed, packed_stride, scale, columns), out, None, x_stride, width, inner,
-        groups, multiply_int4_tile, (CODES, SIZE, PRECISION, ORDERS), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+        x, source, row_ends, (x_scale, x_scale_stride, packed, packed_stride, scale, columns), out, None, x_stride,
+        width, inner, groups, multiply_int4_tile, (CODES, SIZE, PRECISION, ORDERS), GATHER, GATED, ROWS, COLUMNS, BAND,
+        GROUPS_PAD,
     )  # fmt: skip
 
 
@@ -160,7 +163,7 @@ def grouped_matmul_int4(
 
     Args:
         x: ``[S, in]``: floating point, or int8 codes.
-        x_scale: float32, one for each row of x; None where x is floating point.
+        x_scale: float32, one for each row of x, with any stride; None where x is floating point.
         packed: int32 ``[groups, out, in / 8]``, in 2 planes for codes and else in 4; gated: ``[groups, 2 · out,
             in / 8]``, gate before up.
         scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
@@ -178,7 +181,8 @@ def grouped_matmul_int4(
     units = packed.contiguous().view(torch.uint8 if codes else torch.int16)
     orders = 0 if columns is None else columns.numel() // (len(packed) * x.shape[1])
     order = groups.row_ends if columns is None else columns.contiguous()
-    operands = (x_scale if codes else x, units, units.shape[2], scale.contiguous(), order)
+    scales = x if x_scale is None else x_scale
+    operands = (scales, scales.stride(0), units, units.shape[2], scale.contiguous(), order)
     launch_grouped(
         grouped_matmul_int4_kernel, choices, x, operands, out, groups, CODES=codes,
         SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype), ORDERS=orders,

@@ -58,7 +58,7 @@ def multiply_int8_tile(
     x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    x_scale, weight, scale = operands
+    x_scale, x_scale_stride, weight, scale = operands
     WHOLE: tl.constexpr = CONSTANTS[0]
     DEPTH: tl.constexpr = CONSTANTS[1]
     SWAPPED: tl.constexpr = CONSTANTS[2]
@@ -66,7 +66,7 @@ def multiply_int8_tile(
         x, source_row, inside, weight, weight_row, x_stride, inner, tl.int32, WHOLE, ROWS, COLUMNS, DEPTH, SWAPPED,
         "tf32",
     )  # fmt: skip
-    row_scale = tl.load(x_scale + source_row, mask=inside, other=0.0)
+    row_scale = tl.load(x_scale + source_row.to(tl.int64) * x_scale_stride, mask=inside, other=0.0)
     column_scale = tl.load(scale + weight_row)
     if SWAPPED:
         total = tl.trans(total)
@@ -75,13 +75,13 @@ def multiply_int8_tile(
 
 @kernel
 def grouped_matmul_int8_kernel(
-    x, source, row_ends, x_scale, weight, scale, out, x_stride, width, inner, groups,
+    x, source, row_ends, x_scale, x_scale_stride, weight, scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr,
 ):  # fmt: skip
     multiply_groups(
-        x, source, row_ends, (x_scale, weight, scale), out, None, x_stride, width, inner, groups, multiply_int8_tile,
-        (WHOLE, DEPTH, SWAPPED), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+        x, source, row_ends, (x_scale, x_scale_stride, weight, scale), out, None, x_stride, width, inner, groups,
+        multiply_int8_tile, (WHOLE, DEPTH, SWAPPED), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
     )  # fmt: skip
 
 
@@ -108,8 +108,8 @@ def grouped_matmul_int8(
     """The kernel: rows are gathered, and results scaled and gated, on the way.
 
     Args:
-        x: int8 ``[S, in]``.
-        x_scale: float32, one for each row of x.
+        x: int8 ``[S, in]``, with any row stride.
+        x_scale: float32, one for each row of x, with any stride.
         weight: int8 ``[groups, out, in]``; gated: ``[groups, 2 · out, in]``, gate before up.
         scale: float32, one for each row of each matrix.
         dtype: dtype of the result.
@@ -120,7 +120,7 @@ def grouped_matmul_int8(
     out = empty_product(x, weight, groups, dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
     choices = config_for(_CONFIGS if x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, chip_of(x))
-    operands = (x_scale, weight.contiguous(), scale.contiguous())
+    operands = (x_scale, x_scale.stride(0), weight.contiguous(), scale.contiguous())
     launch_grouped(grouped_matmul_int8_kernel, choices, x, operands, out, groups)
     return out
 

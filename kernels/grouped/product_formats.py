@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsa_engine.kernels.formats.int4 import GROUP_SIZES
-from dsa_engine.kernels.formats.int8 import quantize_rows_int8
+from dsa_engine.kernels.formats.int8 import codes_and_scale, quantize_rows_int8
 from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales, quantize_rows, quantized_words
 from dsa_engine.kernels.grouped.grouped_matmul import check, grouped_matmul, grouped_matmul_reference
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
@@ -43,7 +43,8 @@ class ProductFormat:
     """A weight format, as :func:`.expert_mlp.expert_mlp` and :func:`.quantized_linear.quantized_linear` take it.
 
     Attributes:
-        quantize: ``(rows, …)`` -> the parts of x that products take, of rows or of what a gated product has given.
+        quantize: ``(rows, …)`` -> the parts of x that products take, of rows, of words with codes and scales, or of
+            what a gated product has given.
         check: ``(*parts of x, *weight)``; raises ``TypeError`` or ``ValueError`` where they do not fit.
         product: ``(*parts of x, *weight, groups, dtype)`` -> ``[R, out]``, by kernels.
         reference: ``(*parts of x, *weight, rows of each group, dtype)`` -> ``[R, out]``; of gate and up side by side.
@@ -108,6 +109,10 @@ def _with_no_scales(x: torch.Tensor, largest: torch.Tensor | None = None) -> tup
     return x, None
 
 
+def _rows_int8(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return codes_and_scale(x) if x.dtype == torch.int32 else quantize_rows_int8(x, largest)
+
+
 def _check_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
     check_weight(weight, weight_scale)
     if x.shape[1] != weight.shape[-1]:
@@ -125,11 +130,11 @@ _INT4 = partial(
 
 PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, grouped_matmul_reference, copies=2)
 INT8 = ProductFormat(
-    quantize_rows_int8, check_int8, grouped_matmul_int8, grouped_matmul_int8_reference, native=3, codes=torch.int8,
+    _rows_int8, check_int8, grouped_matmul_int8, grouped_matmul_int8_reference, native=3, codes=torch.int8,
     fits=lambda codes, scales: codes[:-1] == scales,
 )  # fmt: skip
 W4A16 = _INT4(_with_no_scales, native=5)
-W4A8 = _INT4(quantize_rows_int8, native=6)
+W4A8 = _INT4(_rows_int8, native=6)
 
 
 @cache

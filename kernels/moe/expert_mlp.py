@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import dequantize_rows
-from dsa_engine.kernels.grouped.product_formats import PLAIN, ProductFormat, Weight
+from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, ProductFormat, Weight
 from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_order import expert_order, local_topk_ids
@@ -61,15 +61,13 @@ def _run_native(
 ) -> torch.Tensor:  # fmt: skip
     """Runs ``native/expert_mlp.cpp``: a thread takes an expert at a time."""
     x_type = cpu.ROUNDED if x.dtype == torch.int32 else cpu.TYPES[x.dtype]
-    if x.dtype == torch.int32:
-        codes, block_scales = product.quantize(x)
-        assert codes is not None and block_scales is not None
-        x = dequantize_rows(codes, block_scales)
-    x = x.contiguous()
     (tokens, k), (count, hidden, packed) = topk_ids.shape, _part(down).shape
+    if x.dtype == torch.int32:
+        x = _made_rows(x, product, hidden)
+    x = x.contiguous()
     intermediate = packed * product.packed
     library = cpu.kernels()
-    out = torch.empty_like(x, dtype=dtype)
+    out = torch.empty(tokens, hidden, dtype=dtype)
     scales = [None if len(weight) < 2 else weight[1] for weight in (gate_up, down)]
     groups = [0 if s is None else n // s.shape[-1] for s, n in zip(scales, (hidden, intermediate), strict=True)]
     pointers = [None if s is None else s.data_ptr() for s in scales]
@@ -85,6 +83,16 @@ def _run_native(
     if outside:
         raise IndexError(f"topk_ids must be below {count}, the number of experts here, not {int(topk_ids.max())}")
     return out
+
+
+def _made_rows(words: torch.Tensor, product: ProductFormat, hidden: int) -> torch.Tensor:
+    """Rows of tokens that came as codes and scales, as ``make_row`` of ``native/products.h`` makes them."""
+    codes, scales = product.quantize(words)
+    if codes is None or scales is None or codes.shape[1] != hidden:
+        raise ValueError(f"quantised tokens of {hidden} numbers are not {tuple(words.shape)}")
+    if product is INT8:
+        return torch.cat((words, codes.sum(dim=1, dtype=torch.int32)[:, None]), dim=1)
+    return codes * scales[:, None] if scales.dim() == 1 else dequantize_rows(codes, scales)
 
 
 def _of_codes(given: dict[str, Any], result: torch.Tensor | None) -> list[torch.Tensor] | None:
@@ -113,7 +121,8 @@ def expert_mlp(
     average) take the CPU's kernel, which reads the weights as they are stored.
 
     Args:
-        x: ``[T, hidden]``; in FP8 also words of :func:`.quantize.quantize_tokens`, with the same result.
+        x: ``[T, hidden]``; for products of codes also words of :func:`.quantize.quantize_tokens` or
+            :func:`.int8.int8_words`, with the same result.
         topk_ids: ``[T, k]`` int32 numbers within this rank's experts, −1 for experts of other ranks.
         topk_weights: ``[T, k]`` float32.
         gate_up: parts of a weight ``[experts, 2 · intermediate, hidden]``, in FP8 ``[experts, 2, intermediate,

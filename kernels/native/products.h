@@ -34,7 +34,7 @@ struct Weights {
     auto as_kind(const Work& work) const;
 };
 
-constexpr int64_t ROUNDED = 3;  // type of x: floats that have been rounded as FP8 asks for
+constexpr int64_t ROUNDED = 3;  // type of x: rows as `make_row` makes them
 
 // A kind of weight [outputs, width] begins at `at`, its rows `stride` numbers apart. It says of which type a row of x is
 // for it (X), of how many columns a vector is (STEP), and makes such rows of floats: `make_row`, of `row_bytes`.
@@ -136,7 +136,7 @@ struct Int8 {
     typedef int8_t Bytes __attribute__((vector_size(STEP)));
     struct End {  // of a row of x
         float scale;
-        int32_t offset;
+        int32_t total;  // of its codes
     };
     const int8_t* at;
     int64_t stride;
@@ -161,14 +161,13 @@ struct Int8 {
     float result(int32_t sum, const int8_t* x, int64_t width) const {
         End end;
         std::memcpy(&end, x + round_up(width, 4), sizeof end);
-        return (float)(sum - end.offset) * end.scale * *scale;
+        return (float)(sum - OFFSET * end.total) * end.scale * *scale;
     }
 
     // kernels/formats/int8.py
     void make_row(float* x, int64_t width, int8_t* row) const {
         End end{step_of(x, width), 0};
-        for (int64_t i = 0; i < width; i++) end.offset += row[i] = (int8_t)code_of(x[i], end.scale);
-        end.offset *= OFFSET;
+        for (int64_t i = 0; i < width; i++) end.total += row[i] = (int8_t)code_of(x[i], end.scale);
         std::memcpy(row + round_up(width, 4), &end, sizeof end);
     }
     static float step_of(const float* x, int64_t width) {
@@ -280,7 +279,7 @@ struct Rows {
 // Rows of numbers as a weight takes them: those themselves, or made of them in `scratch`, where there is room for one more.
 template <class Weight>
 Rows rows_for(const Weight& weight, Numbers x, int64_t rows, int64_t width, int64_t stride, char* scratch) {
-    if (x.type == ROUNDED || (Weight::TAKES_FLOATS && x.type == 0)) return {x.at, 4 * stride};
+    if (x.type == ROUNDED || (Weight::TAKES_FLOATS && x.type == 0)) return {x.at, Weight::row_bytes(stride)};
     const int64_t bytes = Weight::row_bytes(width);
     float* floats = reinterpret_cast<float*>(scratch + rows * bytes);
     for (int64_t row = 0; row < rows; row++) {

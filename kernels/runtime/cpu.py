@@ -55,7 +55,7 @@ _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._Simple
 
 # Numbers of the types that kernels read and write (``native/tiles.h``).
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ROUNDED = 3  # float32 that has been rounded as FP8 products ask for
+ROUNDED = 3  # rows as products of codes make them (``native/products.h``)
 
 
 def serves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> bool:

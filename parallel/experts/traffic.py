@@ -38,10 +38,10 @@ class RowBytes(NamedTuple):
         return cls(cdiv(words, 4) * 16, plain if quantized is None else quantized, plain)
 
 
-def quantized_bytes(hidden: int) -> int:
-    """Bytes of a token on its way to FP8 experts, and of a sum that comes back so: codes, and a scale for each 128
-    (`quantize.py`)."""
-    return hidden + 4 * cdiv(hidden, 128)
+def quantized_bytes(hidden: int, block: int = 128) -> int:
+    """Bytes of a token on its way to experts that multiply codes, and of a sum that comes back so: codes, and a scale
+    for each ``block`` of them: 128 in FP8 (`quantize.py`), a whole token in INT8 (`int8.py`)."""
+    return hidden + 4 * cdiv(hidden, block)
 
 
 class Routing(NamedTuple):

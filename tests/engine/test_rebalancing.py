@@ -41,7 +41,7 @@ def int4(actorder: str) -> Int4:
 FORMATS: dict[str, Callable[[Sequence[str]], GroupedExperts]] = {
     "bfloat16": lambda names: UnquantizedExperts(names, HIDDEN, INTERMEDIATE, torch.bfloat16, CPU),
     "fp8": lambda names: BlockFP8Experts(names, HIDDEN, INTERMEDIATE, False, torch.bfloat16, CPU),
-    "int8": lambda names: Int8Experts(names, HIDDEN, INTERMEDIATE, CPU),
+    "int8": lambda names: Int8Experts(names, HIDDEN, INTERMEDIATE, torch.bfloat16, CPU),
     "int4": lambda names: int4("").experts(names, HIDDEN, INTERMEDIATE),
     "int4, all orders alike": lambda names: int4("group").experts(names, HIDDEN, INTERMEDIATE),
     "int4, orders of one expert differ": lambda names: int4("group").experts(names, HIDDEN, INTERMEDIATE),

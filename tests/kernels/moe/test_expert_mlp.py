@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.int8 import int8_words, quantize_rows_int8
+from dsa_engine.kernels.grouped.product_formats import INT8, W4A8
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 from operation_cases import CASES, Make
 from operation_cases import EXPERTS as MADE
 
@@ -139,3 +143,32 @@ def test_topk_ids_of_all_ranks(name: str, device: str) -> None:
     seen, carried = rows[:, k : 2 * k], rows[:, :k].view(torch.float32)
     out = expert_mlp(x, seen, carried, *held, *product, first=first)
     assert torch.equal(out, expert_mlp(x, local.to(device), topk_weights.to(device), *held, *product)) and out.any()
+
+
+@pytest.mark.parametrize("tokens", [3, 60])
+@pytest.mark.parametrize("name", ["INT8", "W4A8"])
+def test_tokens_that_came_as_codes(name: str, tokens: int, device: str) -> None:
+    """The same bits as if they were quantised here, for few rows and many, read from the rows of a collective."""
+    make = Make()
+    x, topk_ids, topk_weights = (one[:tokens] for one in make.experts())
+    hidden, product = x.shape[1], INT8 if name == "INT8" else W4A8
+    sizes = (MADE, 64, hidden), (MADE, hidden, 32)
+    held = [make.int8(*size) for size in sizes]
+    if product is W4A8:
+        sizes = (MADE, 256, hidden), (MADE, hidden, 128)
+        held = [(*make.int4(*size, int8_activations=True), None) for size in sizes]
+    topk_ids[1] = -1
+    x, topk_ids, topk_weights, *held = on(device, (x, topk_ids, topk_weights, *held))
+    x[0] = 0
+    words = int8_words(x)
+    assert words.shape[1] == hidden // 4 + 1
+    codes, scales = quantize_rows_int8(x)
+    assert torch.equal(words, torch.cat((codes.view(torch.int32), scales.view(torch.int32)[:, None]), dim=1))
+    packed = pack_tokens(words, topk_ids, topk_weights)
+    assert packed.shape[1] * 4 == RowBytes.of(quantized_bytes(hidden, hidden), topk_ids.shape[1]).there
+    came = tokens_of(packed, words.shape[1], torch.int32)
+    out = expert_mlp(came, topk_ids, topk_weights, *held, product, dtype=x.dtype)
+    assert torch.equal(out, expert_mlp(x, topk_ids, topk_weights, *held, product)) and out.any()
+    with pytest.raises(ValueError, match="quantised tokens|do not fit"):
+        expert_mlp(words[:, 1:], topk_ids, topk_weights, *held, product, dtype=x.dtype)
+    assert int8_words(x[:, 1:]).dtype == x.dtype, "no whole words"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Collective, record
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.by_node import NodeGroups
@@ -20,7 +21,10 @@ from dsa_engine.parallel.experts.rails import peers_of, rails_of
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream
-from dsa_engine.quantization.block_fp8 import BlockFP8Experts
+from dsa_engine.quantization.base import GroupedExperts, StoredFormat
+from dsa_engine.quantization.block_fp8 import BlockFP8
+from dsa_engine.quantization.int4 import Int4
+from dsa_engine.quantization.int8 import Int8
 from gloo_ranks import gloo_group, on_ranks
 
 HIDDEN, K, EXPERTS = 8, 4, 13
@@ -212,14 +216,36 @@ def test_a_sum_is_rounded_once_more_in_bfloat16() -> None:
     assert 5 * errors[1] < errors[3] < 0.04 and 0.8 < errors[4] / errors[3] < 1.25 and errors[5] == errors[2]
 
 
+SCHEMES = {
+    "fp8": WeightScheme("float", 8, "block", block=(128, 128), activation_bits=8, power_of_two=True),
+    "int8": WeightScheme("int", 8, "channel", activation_bits=8, layout="int-quantized"),
+    "w4a8": WeightScheme("int", 4, "group", group_size=32, activation_bits=8, layout="pack-quantized"),
+    "w4a16": WeightScheme("int", 4, "group", group_size=32, layout="pack-quantized"),
+}
+MADE: dict[str, type[StoredFormat]] = {"fp8": BlockFP8, "int8": Int8, "w4a8": Int4, "w4a16": Int4}
+
+
+def made(name: str, count: int, hidden: int) -> GroupedExperts:
+    """Experts with random weights."""
+    experts = MADE[name](SCHEMES[name], torch.bfloat16, CPU).experts([*map(str, range(count))], hidden, 128)
+    g = torch.Generator().manual_seed(0)
+    for stored in experts.tensors:
+        if stored.dtype in (torch.int8, torch.int32):
+            limits = torch.iinfo(stored.dtype)
+            stored.random_(limits.min, limits.max, generator=g)
+        else:
+            numbers = torch.rand(stored.shape, generator=g)
+            stored.copy_(numbers - 0.5 if stored.dtype == FP8 else numbers)
+    return experts
+
+
 @pytest.mark.parametrize("max_pairs", [1000, 20])
 @pytest.mark.parametrize("method", METHODS)
-def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pairs: int) -> None:
-    """The same bits as if bfloat16 had travelled, in fewer bytes."""
+@pytest.mark.parametrize("name", SCHEMES)
+def test_tokens_to_experts_of_codes_travel_quantised(name: str, method: DispatchMethod, max_pairs: int) -> None:
+    """The same bits as if bfloat16 had travelled, in fewer bytes; W4A16 multiplies numbers, which travel."""
     nodes, hidden = (0, 0, 1, 1), 160
-    g = torch.Generator().manual_seed(0)
-    codes = [torch.randn(EXPERTS, *shape, generator=g).to(FP8) for shape in ((2, 128, hidden), (hidden, 128))]
-    scales = [torch.rand(EXPERTS, *shape, generator=g) for shape in ((2, 1, 2), (2, 1))]
+    whole, g = made(name, EXPERTS, hidden), torch.Generator()
 
     def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         _, chosen, topk_weights = inputs(rank)
@@ -229,9 +255,9 @@ def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pair
 
     def work(parallel: ExpertParallel, log: list[Collective]) -> Any:
         held = list(parallel.held)
-        experts = BlockFP8Experts([*map(str, held)], hidden, 128, True, torch.bfloat16, CPU)
-        for stored, whole in zip(experts.tensors, (codes[0], scales[0], codes[1], scales[1]), strict=True):
-            stored.copy_(whole[held])
+        experts = made(name, len(held), hidden)
+        for stored, of_all in zip(experts.tensors, whole.tensors, strict=True):
+            stored.copy_(of_all[held])
         x, chosen, topk_weights = all_given[parallel.group.index]
         results = []
         for tokens in (x, experts.quantize_for_dispatch(x)):
@@ -242,11 +268,13 @@ def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pair
             results.append((dispatch.combine(), rounds, [*log]))
         return results
 
-    rows = RowBytes.of(2 * hidden, K), RowBytes.of(quantized_bytes(hidden), K, 2 * hidden)
-    assert rows[1].there < rows[0].there
+    sent = {"fp8": quantized_bytes(hidden), "w4a16": 2 * hidden}.get(name, quantized_bytes(hidden, hidden))
+    words = whole.quantize_for_dispatch(all_given[0][0])
+    assert words[0].nbytes == sent and (sent < 0.55 * 2 * hidden or name == "w4a16")
     ranks = Case(nodes).run(work)
     assert any(rounds > 1 for results in ranks for _, rounds, _ in results) == (max_pairs == 20)
     for rank, results in enumerate(ranks):
         assert torch.equal(results[0][0], results[1][0]) and results[0][0].any() == (rank != 1)
+        assert results[0][0].isfinite().all()
     plain, quantized = (sum(sum(one.sent) for results in ranks for one in results[i][2]) for i in (0, 1))
-    assert quantized < plain
+    assert quantized == plain if name == "w4a16" else quantized < plain

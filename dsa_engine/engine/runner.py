@@ -55,7 +55,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self._config, self._mesh = self.model.config, self.model.runtime.mesh
         self._sampler = Sampler(self._config, self._mesh, self.relaxed, self.grammars)
-        self.drafter = Drafter(self.model, self.cache, self.hooks) if self.model.mtp else None
+        self.drafter = Drafter(self.model, self.cache, self.hooks, self.relaxed) if self.model.mtp else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,7 +82,7 @@ class ModelRunner:
     def _fits_graph(self, step: DecodeStep) -> bool:
         """Whether a graph can run a step of static shapes. With drafts the graph contains the sampling too, so a step
         whose sampling needs the host runs eagerly; so does one that records selections."""
-        return not step.asks & RECORDS and (self.num_drafts == 0 or not (self.relaxed or step.asks & NEEDS_HOST))
+        return not step.asks & RECORDS and (self.num_drafts == 0 or not step.asks & NEEDS_HOST)
 
     def runs_ahead(self, plan: StepPlan, before: StepResult) -> bool:
         """Whether this step can be launched without waiting for the device.

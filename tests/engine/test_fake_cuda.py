@@ -213,14 +213,16 @@ def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) ->
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01)
 # Maximum launches of a step with three drafts: in its graph, and of a step that replays it.
 WITH_DRAFTS = {(1, "greedy"): (279, 4), (8, "greedy"): (295, 4), (8, "drawn"): (361, 4), (8, "penalised"): (321, 11)}
+WITH_DRAFTS[8, "relaxed"] = (336, 4)
 
 
 @pytest.mark.parametrize(("world", "how"), WITH_DRAFTS)
 def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: str) -> None:
     """One graph, launched before the previous step is read; the host waits only for the tokens that it reads, also with
-    random sampling and penalties."""
-    params = {"greedy": GREEDY, "drawn": DRAWN, "penalised": replace(GREEDY, presence_penalty=0.5)}[how]
-    drafts = {"num_speculative_tokens": 3}
+    random sampling, penalties and relaxed acceptance."""
+    params = {"drawn": DRAWN, "penalised": replace(GREEDY, presence_penalty=0.5)}.get(how, GREEDY)
+    drafts = {"num_speculative_tokens": 3, "relaxed_topk": 10 * (how == "relaxed")}
+    drafts |= {"begin_thinking_token": 5, "end_thinking_token": 6}
     with FakeDevice() as device:
         engine = fake_engine(device, "deepseek_v32", world, speculative_config=drafts)
         for _ in range(2 * world):

@@ -7,7 +7,7 @@ Relaxed acceptance changes outputs and is off by default (``relaxed_topk``). Bet
 model's thinking, a likely draft replaces the chosen token: one that is among the ``relaxed_topk`` most likely tokens,
 and whose probability is at least the highest probability minus ``relaxed_delta``. Probabilities are those after
 forbidden tokens and penalties, before temperature. Elsewhere, and for the token that ends the thinking, the strict rule
-holds.
+holds. The host knows whether a request thinks up to the tokens that it has read; a graph goes on from there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from dsa_engine.config.speculative import SpeculativeConfig
@@ -40,7 +41,7 @@ def count_equal(tokens: torch.Tensor, drafts: torch.Tensor, *_: torch.Tensor) ->
 
 
 class RelaxedAcceptance:
-    """Replaces chosen tokens by likely drafts.
+    """Replaces chosen tokens by likely drafts, in eager steps and in graphs.
 
     Args:
         begin, end: tokens that begin and end the thinking.
@@ -80,35 +81,58 @@ class RelaxedAcceptance:
         return cls(speculation.relaxed_topk, speculation.relaxed_delta, begin, end)
 
     def __call__(self, wanted: Sequence[Wanted], logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens, some of them replaced by drafts.
+        """The tokens of an eager step, some of them replaced by drafts.
 
         Args:
             wanted: request and position of every row's token.
             logits: float32 ``[rows, vocab]``, -inf for forbidden tokens.
             tokens: int64 ``[rows]``, the choices; negative codes of errors stay.
         """
-        candidates = []  # (row, draft)
-        for i, (request, position, _) in enumerate(wanted):
-            number = position - len(request)
-            if 0 <= number < len(request.drafts) and self._thinks(request, number):
-                candidates.append((i, request.drafts[number]))
-        if not candidates:
+        drafts = [self._draft(request, position - len(request)) for request, position, _ in wanted]
+        if max(drafts, default=-1) < 0:
             return tokens
-        at, guessed = upload(torch.tensor(candidates).T.contiguous(), logits.device)
-        probabilities = logits[at].softmax(dim=-1)
-        best = probabilities.topk(min(self._topk, logits.shape[1]), dim=-1).values
-        likely = probabilities.gather(1, guessed[:, None])[:, 0]
-        accepted = (likely >= best[:, -1]) & (likely >= best[:, 0] - self._delta) & (likely > 0) & (tokens[at] >= 0)
-        return tokens.index_copy(0, at, guessed.where(accepted, tokens[at]))
+        return self.replace(logits, tokens, upload(torch.tensor(drafts), logits.device))
 
-    def _thinks(self, request: Request, number: int) -> bool:
-        """Whether a request thinks after ``number`` of its drafts, and the next draft does not end that."""
-        done, thinks = self._seen.get(request, (0, False))
-        thinks = self._thinks_after(request.tokens(done, len(request) - done), thinks)
-        self._seen[request] = len(request), thinks
-        return self._thinks_after(request.drafts[:number], thinks) and request.drafts[number] != self._end
+    def replace(self, logits: torch.Tensor, tokens: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """The tokens, some of them replaced by likely ``drafts``, int64 ``[rows]``, −1 for none; always the same
+        launches."""
+        probabilities = logits.softmax(dim=-1)
+        likely = probabilities.gather(1, drafts.clamp(min=0)[:, None])
+        is_among_best = (probabilities > likely).sum(dim=-1) < self._topk
+        likely = likely[:, 0]
+        is_near_best = (likely > 0) & (likely >= probabilities.amax(dim=-1) - self._delta)
+        return drafts.where((drafts >= 0) & (tokens >= 0) & is_among_best & is_near_best, tokens)
+
+    def replacing(self, thinks: torch.Tensor, unread: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """The drafts of a step that may replace chosen tokens, −1 for others; always the same launches.
+
+        Args:
+            thinks: int64 ``[n]``, 1 if a request thinks after the tokens that the host knows, else 0 (:meth:`thinks`).
+            unread: int64 ``[n, m]``, the tokens after these, −1 for none.
+            drafts: int64 ``[n, count]``, those that follow, −1 for none.
+        """
+        tokens = torch.cat((unread, drafts), dim=1)
+        number = torch.arange(2, 2 + 2 * tokens.shape[1], 2, device=tokens.device)
+        # Each token that begins or ends the thinking has a higher number than those before it, odd where it begins.
+        marks = (number + 1).where(tokens == self._begin, number.where(tokens == self._end, 0))
+        last = torch.cat((thinks[:, None], marks), dim=1).cummax(dim=1).values[:, unread.shape[1] : -1]
+        return drafts.where((last % 2 == 1) & (drafts != self._end), -1)
+
+    def thinks(self, request: Request) -> bool:
+        """Whether a request thinks after the tokens that the host knows."""
+        (done, thinks), known = self._seen.get(request, (0, False)), request.num_known_tokens
+        thinks = self._thinks_after(request.tokens(done, known - done), thinks)
+        self._seen[request] = known, thinks
+        return thinks
+
+    def _draft(self, request: Request, number: int) -> int:
+        """The draft of a request that may replace the token after ``number`` others; −1: none may."""
+        if not 0 <= number < len(request.drafts):
+            return -1
+        *before, draft = request.drafts[: number + 1]
+        return draft if draft != self._end and self._thinks_after(before, self.thinks(request)) else -1
 
     def _thinks_after(self, tokens: Sequence[int], thinks: bool) -> bool:
-        for token in tokens:
-            thinks = token == self._begin or (thinks and token != self._end)
-        return thinks
+        ids = np.asarray(tokens)
+        marks = ids[(ids == self._begin) | (ids == self._end)]
+        return bool(marks[-1] == self._begin) if len(marks) else thinks

@@ -54,7 +54,7 @@ from dsa_engine.engine.requests.samples import (
 from dsa_engine.engine.sampling.grammar import masked
 from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, penalised, penalties_of, with_unread
 from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of, not_finite
-from dsa_engine.engine.speculation.acceptance import AcceptanceRule, count_equal
+from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
@@ -82,14 +82,15 @@ class Inputs(NamedTuple):
     follows: torch.Tensor  # [n], 1 if the request starts from the outcome before, 0 if the host knows its tokens
     source: torch.Tensor  # [n], the request's row of that outcome
     drawn: torch.Tensor  # [n], 1 if tokens are drawn, 0 if they are the most likely
+    thinks: torch.Tensor  # [n], see ``RelaxedAcceptance.replacing``; 0 without it
     draws: torch.Tensor  # [5, n], see ``Draws.of_columns``
     penalties: torch.Tensor  # [3, n], bits of float64, see ``penalties_of``
     chunks: torch.Tensor  # [3 + rows, n], see ``chunk_columns``
 
     @classmethod
     def of(cls, table: torch.Tensor) -> Inputs:
-        """Views of ``table [11 + 3 + rows, n]``."""
-        return cls(table[0], table[1], table[2], table[3:8], table[8:11], table[11:])
+        """Views of ``table [12 + 3 + rows, n]``."""
+        return cls(table[0], table[1], table[2], table[3], table[4:9], table[9:12], table[12:])
 
 
 class _Buffers:
@@ -98,7 +99,7 @@ class _Buffers:
     def __init__(self, bucket: Bucket, passes: Passes):
         requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
         pages = pages_for(bucket.context, passes.cache.page_size)
-        self.inputs = torch.zeros(14 + width, requests, dtype=torch.int64, device=device)  # see Inputs
+        self.inputs = torch.zeros(15 + width, requests, dtype=torch.int64, device=device)  # see Inputs
         # Columns of the outcome before, for the requests that start from it.
         self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
         self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
@@ -113,13 +114,21 @@ class Drafter:
 
     Args:
         hooks: each is called with the plan of each pass whose rows are not the step's.
+        relaxed: replaces chosen tokens by likely drafts in graphs; None accepts drafts strictly.
 
     Attributes:
         passes: runs the MTP modules.
         rule: decides how many drafts are accepted.
     """
 
-    def __init__(self, model: Model, cache: KVCache, hooks: list[Callable[[StepPlan], None]]):
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        hooks: list[Callable[[StepPlan], None]],
+        relaxed: RelaxedAcceptance | None = None,
+    ):
+        self._relaxed = relaxed
         self._model, self._cache, self._mesh = model, cache, model.runtime.mesh
         self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, hooks)
         self.rule: AcceptanceRule = count_equal
@@ -227,8 +236,11 @@ class Drafter:
         if before is not None:
             rows = iter(before.rows_of([chunk.request for chunk in chunks if chunk.starts_on_device]))
             source = [next(rows) if chunk.starts_on_device else 0 for chunk in chunks]
+        drawn, thinks = [p.temperature > 0 for p in params], [False] * len(chunks)
+        if self._relaxed is not None:
+            thinks = [self._relaxed.thinks(request) for request in requests]
         table = (
-            torch.tensor([follows, source, [p.temperature > 0 for p in params]], dtype=torch.int64),
+            torch.tensor([follows, source, drawn, thinks], dtype=torch.int64),
             draws_of(params, [request.draw_key for request in requests], self._model.config.vocab_size),
             penalties_of(params).view(torch.int64),
             chunk_columns(chunks, self._cache.page_size, bucket.rows_per_request).T,
@@ -261,6 +273,11 @@ class Drafter:
             tokens = drawn.where(inputs.drawn[:, None] > 0, tokens)
         if key.has_grammar:
             tokens.masked_fill_(logits.amax(dim=-1).view_as(ids) == float("-inf"), NOTHING_LEFT)
+        if self._relaxed is not None:
+            is_unread = follows[:, None] & (buffers.rows.offsets <= before.accepted[:, None])
+            unread, offered = before.tokens.where(is_unread, -1), ids[:, 1:].where(rows.positions[:, 1:] >= 0, -1)
+            replacing = F.pad(self._relaxed.replacing(inputs.thinks, unread, offered), (0, 1), value=-1)
+            tokens = self._relaxed.replace(logits, tokens.flatten(), replacing.flatten()).view_as(ids)
         tokens.masked_fill_(broken, NOT_FINITE)
         accepted = key.rule(tokens, ids[:, 1:], draws.keys, first).minimum(rows.offered)
         drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)

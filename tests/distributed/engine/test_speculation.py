@@ -150,6 +150,43 @@ def wanted(
     return get
 
 
+def test_relaxed_acceptance(
+    rank_results: Callable[..., list[Any]],
+    worker: SimpleNamespace,
+    random_ids: Callable[..., list[int]],
+    base_config: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """Padded steps on 2 ranks, launched ahead, give the tokens of eager steps of one process; thinking begins and ends
+    anywhere, as there are few tokens."""
+    config = base_config | MODELS["deepseek_v32"] | {"model_type": "deepseek_v32", "vocab_size": 16}
+    write_random_checkpoint(tmp_path / "model", config, fp8=False)
+    thinking = {"relaxed_delta": 0.2, "begin_thinking_token": 8, "end_thinking_token": 9}
+    prompts = [[*random_ids(length, 8, seed=length), 8] for length in LENGTHS]
+    drawn = [GREEDY | {"temperature": 1.5, "seed": seed} for seed in range(4)]
+    params = [GREEDY, GREEDY | {"repetition_penalty": 1.3, "frequency_penalty": 0.4}, *drawn, GREEDY]
+    generate = [{"prompts": prompts, "params": params}]
+    cases = [
+        case("deepseek_v32", 3, name, parallel) | {"folder": str(tmp_path / "model"), "generate": generate}
+        for name, parallel in (
+            ("padded", divided(2, 1, "all_gather")),
+            ("padded, ahead", divided(1, 1, "all_gather")),
+            ("padded, ahead, tp2", divided(2, 2, "all_gather")),
+            ("eager", divided(2, 1, "all_to_all")),
+        )
+    ]
+    tokens = []
+    for topk in (0, 3):
+        for one in cases:
+            one["options"]["speculative_config"] |= thinking | {"relaxed_topk": topk}
+        tokens.append(worker.run_case(cases[-1] | {"parallel": {}})["tokens"])
+    assert tokens[0] != tokens[1]
+    for rank in rank_results(2, "worker.py", cases, tmp_path):
+        for name, actual in rank.items():
+            assert actual["tokens"] == tokens[1], name
+            assert (actual["launched_ahead"] > 3) == ("ahead" in name), name
+
+
 @pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.slow] * (w != 2)) for w in CASES])
 def test_the_same_tokens(
     world: int,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Wanted
 
 BEGIN, END = 8, 9
@@ -86,6 +92,85 @@ def test_requests_that_think_and_that_do_not(
     assert free[1].token_ids[1:] != strict[1].token_ids[1:] and free[1].token_ids[0] == strict[1].token_ids[0]
     assert free[1].metrics.speculation.acceptance_rates == [1.0] * 3
     assert strict[1].metrics.speculation.mean_acceptance_length < 2
+
+
+@given(st.data())
+def test_a_graph_knows_what_the_host_knows(data: st.DataObject) -> None:
+    """The drafts that may replace tokens, from what the host has read and what only the device knows."""
+    relaxed, count = RelaxedAcceptance(10, 1.0, BEGIN, END), data.draw(st.integers(1, 5))
+    tokens = st.sampled_from([5, BEGIN, END])
+    rows = []
+    for _ in range(3):
+        read, unread = data.draw(st.lists(tokens, min_size=1)), data.draw(st.lists(tokens, max_size=count + 1))
+        rows.append((read, unread, data.draw(st.lists(tokens, max_size=count))))
+    wanted = [
+        [relaxed._draft(Request(0, read + unread, SamplingParams(), drafts=drafts), i) for i in range(count)]
+        for read, unread, drafts in rows
+    ]
+    thinks = torch.tensor([relaxed.thinks(Request(0, read, SamplingParams())) for read, *_ in rows]).long()
+    unread, drafts = (
+        torch.tensor([row[part] + [-1] * (width - len(row[part])) for row in rows])
+        for part, width in ((1, count + 1), (2, count))
+    )
+    assert relaxed.replacing(thinks, unread, drafts).tolist() == wanted
+
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 96,
+    "page_size": 4,
+    "cache_memory": "2MiB",
+    "progress": False,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+PENALISED = replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3)
+
+
+def thoughts(tokens: Sequence[int]) -> list[bool]:
+    """Whether the model thinks after each token."""
+    return [*accumulate(tokens, lambda thinks, t: t == BEGIN or (thinks and t != END), initial=False)][1:]
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+def test_graphs_and_launching_ahead(
+    modules: int, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
+) -> None:
+    """Steps of static shape, launched before the step before is read, give the tokens of eager steps. With few tokens
+    to choose from, thinking begins and ends anywhere: in prompts, in accepted drafts, in the step in flight."""
+    folder = drafting_oracle("deepseek_v32", index_topk=16, vocab_size=16, modules=modules).folder
+    prompts = [random_ids(n, 8, seed=n) for n in (3, 14, 17, 40, 22, 9)]
+    for number in (0, 2, 3):
+        prompts[number].append(BEGIN)
+    prompts[3] += [END, 4]
+    forbidden = [replace(GREEDY, allowed_token_ids=[*range(2, 16)]), replace(PENALISED, logit_bias={7: 1.0})]
+    drawn = [replace(GREEDY, temperature=1.5, seed=seed, top_p=0.99) for seed in range(3)]
+    on_device = [GREEDY, PENALISED, *drawn, replace(drawn[0], repetition_penalty=1.2, seed=9)]
+    of_both = [*on_device[:4], *(replace(one, max_tokens=12) for one in forbidden)]
+    outputs: dict[str, list[list[int]]] = {}
+    for how in ("strict", "eager", "padded", "ahead"):
+        relaxed = {"relaxed_topk": 0 if how == "strict" else 3, "relaxed_delta": 0.2}
+        thinking = {"begin_thinking_token": BEGIN, "end_thinking_token": END}
+        config = {"num_speculative_tokens": 3} | relaxed | thinking
+        llm = LLM(folder, **OPTIONS, speculative_config=config)
+        engine, ran = llm.engine, list[Any]()
+        engine.async_scheduling = how == "ahead"
+        if how in ("padded", "ahead"):
+            contexts = ContextBuckets(fewest=32)
+            graphs = engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=False, contexts=contexts)
+            graphs.run = lambda name, function, ran=ran: ran.append(name) or function()  # type: ignore[method-assign]
+        done = llm.generate(prompts, on_device)
+        steps, ahead = len(ran), engine.launched_ahead
+        outputs[how] = [output.token_ids for output in (*done, *llm.generate(prompts, of_both))]
+        assert (steps > 10) == (how in ("padded", "ahead")) and (ahead > 8) == (how == "ahead")
+        assert (len(ran) > steps) == (how in ("padded", "ahead")), "and graphs again when no request needs the host"
+    assert outputs["padded"] == outputs["ahead"] == outputs["eager"] != outputs["strict"]
+    changes = [
+        tuple(thoughts([*prompt, *output])[i : i + 2])
+        for prompt, output in zip(prompts, outputs["eager"], strict=False)
+        for i in range(len(prompt), len(prompt) + len(output) - 1)
+    ]
+    assert min(changes.count((False, True)), changes.count((True, False))) > 3, "it begins and ends while it decodes"
 
 
 def test_tokens_that_are_not_known(drafting_oracle: Callable[..., Any]) -> None:

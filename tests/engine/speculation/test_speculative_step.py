@@ -239,14 +239,6 @@ def test_a_step_that_needs_the_host_is_eager_as_a_whole(
     assert actual == steps
 
 
-def test_relaxed_acceptance_needs_the_host(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, prompts, oracle = shared
-    config = {"num_speculative_tokens": 3, "relaxed_topk": 5, "begin_thinking_token": 198, "end_thinking_token": 199}
-    llm, ran = padded_llm(oracle.folder, 3, speculative_config=config), list[Any]()
-    monkeypatch.setattr(llm.engine.runner.graphs, "run", lambda name, function: ran.append(name) or function())
-    assert len(llm.generate(prompts[:1], GREEDY)[0].token_ids) == GREEDY.max_tokens and not ran
-
-
 def test_requests_that_come_and_go(engines: Any) -> None:
     """Some are prefilled while others decode, one is cancelled, one is preempted: nothing else changes."""
     llm, script, plain, prompts, _ = engines

@@ -125,7 +125,7 @@ def quantize_rows_int8(
         values = values if values.stride(1) == 1 else values.contiguous()
         # 16 to 32 values a thread. Compiled for sm_90, not yet measured on a device.
         block = min(_LONGEST, next_power_of_2(width))
-        step = 4 if codes.stride(0) % 4 == 0 else 1  # of which the compiler knows: words are stored
+        step = 4 if codes.stride(0) % 4 == 0 else 1  # that the compiler knows: it stores words
         quantize_rows_int8_kernel[(rows,)](
             values, scales if largest is None else largest.float().contiguous(), codes, scales, width,
             values.stride(0), codes.stride(0) // step, scales.stride(0), GIVEN=largest is not None,

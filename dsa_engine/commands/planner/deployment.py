@@ -66,7 +66,7 @@ class Placed:
             config, replace(_weights_of_one(config, how.weights, how.tp_size), held=held), self.cache
         )
         hidden, top_k = config.hidden_size, config.num_experts_per_tok
-        block = 128 if how.weights == "fp8" else hidden  # of codes with one scale
+        block = 128 if how.weights == "fp8" else hidden  # codes with one scale
         sent = quantized_bytes(hidden, block) if self.narrow else 2 * hidden
         self.row = RowBytes.of(sent, top_k, 2 * hidden)
         self.routing = Routing(config.n_routed_experts, top_k, config.n_group, config.topk_group)

@@ -100,6 +100,7 @@ class MoE(Weighted):
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
             plain = self.expert_parallel.group.size == 1 or method == "low_latency"  # which takes numbers only
+            plain |= method == "deep_ep" and not self.experts.blockwise
             tokens = x if plain else self.experts.quantize_for_dispatch(x)
             sum_bytes, copies, shape = x.shape[1] * x.element_size(), 1, topk_ids.shape
             weights_of_pairs: torch.Tensor | None = None

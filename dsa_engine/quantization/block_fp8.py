@@ -95,6 +95,8 @@ class BlockFP8Experts(GroupedExperts):
     """``gate_up [count, 2, intermediate, hidden]`` and ``down [count, hidden, intermediate]`` in codes, and the scales
     of both, with one element for each block of 128 rows or columns."""
 
+    blockwise = True
+
     def __init__(
         self,
         prefixes: Sequence[str],

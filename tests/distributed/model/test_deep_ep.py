@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from dsa_engine.convert import quantize_checkpoint
+
 OPTIONS = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "cache_memory": "64MiB"}
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 LENGTHS = (3, 40, 130, 17)
@@ -25,12 +27,14 @@ def test_tokens_are_those_of_an_all_to_all(
     bits are the same. Without it the low-latency mode rounds the result of an expert, and an all-to-all the sum of a
     rank's; the normal mode keeps all bits of 2 ranks."""
     folder = oracle("deepseek_v32", hidden_size=2048, num_hidden_layers=3).folder
+    int8 = tmp_path / "int8"  # DeepEP takes no such codes
+    quantize_checkpoint(folder, int8, "int8")
     prompts = [random_ids(length) for length in LENGTHS]
     both = {"all_to_all": {"moe_dispatch": "all_to_all", "decode_dispatch": "all_to_all"}, "deep_ep": LIBRARY}
     cases = [
         {
             "name": f"{dispatch} {kind}",
-            "folder": str(folder),
+            "folder": str(int8 if kind == "INT8" else folder),
             "parallel": config,
             "options": OPTIONS | options,
             "prompts": prompts,
@@ -41,10 +45,11 @@ def test_tokens_are_those_of_an_all_to_all(
             "plain": {},
             "batch-invariant": {"batch_invariant": True},
             "micro-batches": {"enable_dbo": True},
+            "INT8": {},
         }.items()
     ]
     for rank in rank_results(2, "deep_ep_worker.py", cases, tmp_path):
-        for kind in ("plain", "batch-invariant", "micro-batches"):
+        for kind in ("plain", "batch-invariant", "micro-batches", "INT8"):
             theirs, ours = rank[f"deep_ep {kind}"], rank[f"all_to_all {kind}"]
             assert not ours["calls"] and theirs["calls"].keys() == NORMAL | LOW_LATENCY | {"__init__"}
             for a, b in zip(theirs["all"], ours["all"], strict=True):

@@ -32,8 +32,7 @@ pytestmark = [
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SLOW = pytest.mark.slow
 USED = {
-    "FlashMLA": {"sparse_attention, many rows": "FlashMLA's sparse decode",
-                 "sparse_attention, few rows": "FlashMLA's sparse decode"},
+    "FlashMLA": {f"sparse_attention, {rows} rows": "FlashMLA's sparse decode" for rows in ("few", "many")},
     "DeepGEMM": {"block_scaled_linear, many rows": "DeepGEMM's FP8 products",
                  "expert_mlp, many rows": "DeepGEMM's grouped experts",
                  "expert_mlp, few rows": "DeepGEMM's masked experts",
@@ -63,7 +62,7 @@ def counting(device: FakeDevice, calls: list[Any]) -> Iterator[list[Counted]]:
         before = len(device.launches), len(device.waits), len(calls), device.live
         device.peak = device.live
         result = yield from forward(layer, *args)
-        launches = device.launches[before[0] :]
+        launches = [launch for launch in device.launches[before[0] :] if launch.kind != "library"]
         if layer.moe is not None:
             collectives = sum(launch.kind == "collective" for launch in launches)
             streams = len({launch.stream for launch in launches})
@@ -77,16 +76,24 @@ def counting(device: FakeDevice, calls: list[Any]) -> Iterator[list[Counted]]:
         yield seen
 
 
-@pytest.mark.parametrize("library", [None, *(pytest.param(name, marks=SLOW) for name in USED)])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=SLOW), 8, pytest.param(64, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("world", "library"),
+    [
+        (8, None),
+        (8, "DeepEP"),
+        *(pytest.param(n, name, marks=SLOW) for n in (1, 8, 64) for name in (None, *USED) if (n, name) != (8, None)),
+    ],
+)
 def test_a_layer(
     fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, world: int, library: str | None
 ) -> None:
     """128K tokens or 8,192 a rank; then two rows a rank in a graph, or one if the ranks are 64."""
-    calls = install(monkeypatch, "flash_mla", "deep_gemm", "flash_attn_interface")
+    calls = install(monkeypatch, "flash_mla", "deep_gemm", "flash_attn_interface", "deep_ep")
+    dispatches = ("moe_dispatch", "decode_dispatch")
+    parallel = dict.fromkeys(dispatches, "deep_ep") | {"node_size": 8} if library == "DeepEP" else {}
     with FakeDevice() as device:
-        engine = fake_engine(device, "deepseek_v32", world, kv_cache_dtype="fp8")
-        libraries.use(USED[library] if library else {})
+        engine = fake_engine(device, "deepseek_v32", world, parallel, kv_cache_dtype="fp8")
+        libraries.use(USED.get(library or "", {}))
         try:
             request = engine.add([5] * min(8192 * world, 131_072), GREEDY)
             with device.watched(), counting(device, calls) as prefill:
@@ -107,7 +114,8 @@ def test_a_layer(
     assert decode[0][:5] == decode[-1][:5], "the graph as the warm-up"
     assert prefill[-1].waits == (world > 1) and decode[-1].waits == 0, "for the counts of tokens"
     assert (prefill[-1].calls + decode[-1].calls > 0) == (library is not None)
-    assert (prefill[-1].collectives > 0) == (decode[-1].collectives > 0) == (world > 1)
+    assert (prefill[-1].collectives > 0) == (world > 1), "cache rows"
+    assert (decode[-1].collectives > 0) == (world > 1 and not parallel), "tokens"
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])

@@ -82,7 +82,7 @@ def main() -> None:
 def both_sides(
     checkpoint: Checkpoint, threads: int, tokens: int, batch: int, library: str
 ) -> Iterator[list[SideProcess]]:
-    dtype = "bfloat16" if checkpoint.dtype == "bfloat16" else "float32"
+    dtype = "float32" if checkpoint.dtype == "float32" else "bfloat16"
     engine = {"model": str(checkpoint.folder), "dtype": dtype, "tokens": tokens, "requests": batch}
     peer = {"library": library, "gguf": str(checkpoint.gguf), "vocab_size": checkpoint.vocab_size}
     ours, theirs = (

@@ -43,8 +43,7 @@ class ProductFormat:
     """A weight format, as :func:`.expert_mlp.expert_mlp` and :func:`.quantized_linear.quantized_linear` take it.
 
     Attributes:
-        quantize: ``(rows, …)`` -> the parts of x that products take, of rows, of words with codes and scales, or of
-            what a gated product has given.
+        quantize: ``(rows, …)`` -> the parts of x that products take, of rows, words, or what a gated product has given.
         check: ``(*parts of x, *weight)``; raises ``TypeError`` or ``ValueError`` where they do not fit.
         product: ``(*parts of x, *weight, groups, dtype)`` -> ``[R, out]``, by kernels.
         reference: ``(*parts of x, *weight, rows of each group, dtype)`` -> ``[R, out]``; of gate and up side by side.

@@ -62,9 +62,7 @@ def _run_native(
     """Runs ``native/expert_mlp.cpp``: a thread takes an expert at a time."""
     x_type = cpu.ROUNDED if x.dtype == torch.int32 else cpu.TYPES[x.dtype]
     (tokens, k), (count, hidden, packed) = topk_ids.shape, _part(down).shape
-    if x.dtype == torch.int32:
-        x = _made_rows(x, product, hidden)
-    x = x.contiguous()
+    x = _made_rows(x, product, hidden) if x.dtype == torch.int32 else x.contiguous()
     intermediate = packed * product.packed
     library = cpu.kernels()
     out = torch.empty(tokens, hidden, dtype=dtype)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parents[1] / "native"
 # Multiply-adds that are worth another thread, some 10 µs: a thread that is awake takes a few to begin.
 _WORTH_A_THREAD = 1 << 18
-_EXPANDED_NUMBERS = 1 << 22  # of a weight, 16 MiB
+_EXPANDED_NUMBERS = 1 << 22  # 16 MiB of a weight
 
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
     "dsa_expert_mlp_scratch": ([c_int64] * 5, c_int64),

@@ -92,8 +92,8 @@ def run_some() -> None:
             guarded(torch.tensor([[1, 0]], dtype=torch.int32)),
             Segments.of([Segment(0, rows, 0, 0)], "cpu"),
         )
-        keys, shares = make(2, random.randint(rows, 40), width), guarded(torch.rand(rows, heads))
-        lightning_indexer(q, shares, keys, tables, segments, 3, key_format=IndexKeyFormat(width, dtype))
+        keys, by_head = make(2, random.randint(rows, 40), width), guarded(torch.rand(rows, heads))
+        lightning_indexer(q, by_head, keys, tables, segments, 3, key_format=IndexKeyFormat(width, dtype))
 
 
 @pytest.mark.skipif(INTERPRETED or cpu.library() is None or sys.platform != "linux", reason="no kernels of the CPU")

@@ -12,18 +12,29 @@ import ctypes
 import struct
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsa_engine.kernels.runtime import cpu
 
 # Ways to read a tensor that the dispatcher does not see.
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _ALLOCATES = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
+# Without PyTorch's tag of shapes that follow from numbers.
+_BY_NUMBERS = {
+    torch.ops.aten.narrow.Tensor,
+    torch.ops.aten.nonzero_numpy.default,
+    torch.ops.aten.repeat_interleave.self_Tensor,
+    torch.ops.aten.tensor_split.tensor_indices_or_sections,
+    torch.ops.aten.where.default,
+}
+
+Blocks = defaultdict[int, list[torch.UntypedStorage]]
 
 
 class _Kernels(NamedTuple):
@@ -34,12 +45,13 @@ class _Kernels(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """A call of an operation of PyTorch, and the tensors that its results are copied to."""
+    """A call of an operation of PyTorch, and the tensors that its results are copied to. Tensors of the recording are
+    functions that make them (:func:`_tensor`), so that nothing keeps their blocks while it is made."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    into: list[torch.Tensor]
+    into: list[Any]
 
 
 class Recording:
@@ -47,7 +59,10 @@ class Recording:
 
     What it runs must follow from the contents of tensors alone, whose addresses stay: nothing may depend on a number
     that the host reads from a tensor or gets from elsewhere, and no other process may take part. Memory that the
-    function allocates belongs to the recording; blocks that it frees serve its later allocations.
+    function allocates is made of blocks; those that it frees serve its later allocations.
+
+    Args:
+        blocks: by their bytes. Recordings that share them overwrite what others have left there, results too.
 
     Attributes:
         result: what the function returned; :meth:`replay` writes the same tensors again.
@@ -55,10 +70,10 @@ class Recording:
             where there is none.
     """
 
-    def __init__(self, function: Callable[[], torch.Tensor]):
+    def __init__(self, function: Callable[[], torch.Tensor], blocks: Blocks | None = None):
         self.refused: str | None = None
         self._parts: list[_Kernels | _Computed] = []
-        self._blocks: dict[int, list[torch.UntypedStorage]] = defaultdict(list)  # by their bytes
+        self._blocks = Blocks(list) if blocks is None else blocks
         self._held: dict[int, torch.UntypedStorage] = {}  # that others have allocated
         with cpu.watched(self._watched), _Reads(self), _Watch(self):
             self.result = function()
@@ -66,7 +81,7 @@ class Recording:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the blocks that the recording holds."""
+        """Bytes of the blocks."""
         return sum(size * len(blocks) for size, blocks in self._blocks.items())
 
     def replay(self) -> None:
@@ -106,20 +121,32 @@ class Recording:
         if not all(isinstance(x, torch.Tensor) for x in made) or _shapes_by_contents(run, args):
             self.refused = self.refused or str(run)
             return result
-        own = {id_of(block) for blocks in self._blocks.values() for block in blocks}
-        self._held |= {key: storage for key, storage in given.items() if key not in own}
-        if schema.is_mutable:
-            self._parts.append(_Computed(run, args, kwargs, []))
-        elif not all(id_of(x) in given for x in made):
-            self._parts.append(_Computed(run, args, kwargs, made))
+        fresh = [] if schema.is_mutable else [x for x in made if id_of(x) not in given]
+        if len({id_of(x) for x in fresh}) == len(fresh):
+            for x in fresh:
+                self._allocated(x)
+        self._held |= {key: storage for key, storage in given.items() if self._own(storage) is None}
+        if schema.is_mutable or fresh:
+            tensors = args, kwargs, made if fresh else []
+            self._parts.append(_Computed(run, *tree_map_only(torch.Tensor, self._later, tensors)))
         return result
 
+    def _own(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """The block that this is; None if it is none."""
+        return next((one for one in self._blocks[storage.nbytes()] if one._cdata == storage._cdata), None)
+
+    def _later(self, x: torch.Tensor) -> Any:
+        """``x``, or a function that makes it if it lies in a block."""
+        block = self._own(x.untyped_storage())
+        return x if block is None else partial(_tensor, block, x.dtype, x.storage_offset(), x.size(), x.stride())
+
     def _allocated(self, made: torch.Tensor) -> torch.Tensor:
-        """``made``, or the same in a block that nothing else uses any longer."""
+        """``made``, moved to a block that nothing else uses any longer, if there is one."""
         fresh = made.untyped_storage()
         blocks = self._blocks[fresh.nbytes()]
         for block in blocks:
             if torch._C._storage_Use_Count(block._cdata) == 1:
+                block.copy_(fresh)
                 return made.set_(block, made.storage_offset(), made.size(), made.stride())
         blocks.append(fresh)
         return made
@@ -149,14 +176,21 @@ def _shapes_by_contents(run: Any, args: tuple[Any, ...]) -> bool:
     """Whether the shape of the result follows from numbers in tensors."""
     if run is torch.ops.aten.index.Tensor:
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-    if run is torch.ops.aten.repeat_interleave.self_Tensor:
-        return True
-    return torch.Tag.dynamic_output_shape in run.tags
+    return run in _BY_NUMBERS or torch.Tag.dynamic_output_shape in run.tags
 
 
 def id_of(x: torch.Tensor | torch.UntypedStorage) -> int:
     """Names the memory of a tensor."""
     return (x.untyped_storage() if isinstance(x, torch.Tensor) else x)._cdata
+
+
+def _tensor(block: torch.UntypedStorage, dtype: torch.dtype, *at: Any) -> torch.Tensor:
+    """A tensor in a block, which does not count as a use of it: another recording may take the block."""
+    if block.nbytes() == 0:
+        return torch.empty(0, dtype=dtype).set_(block, *at)
+    memory = (ctypes.c_byte * block.nbytes()).from_address(block.data_ptr())
+    memory.block = block  # type: ignore[attr-defined]  # lives as long
+    return torch.empty(0, dtype=dtype).set_(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), *at)
 
 
 def _word(value: Any, kind: Any) -> int:
@@ -168,7 +202,7 @@ def _word(value: Any, kind: Any) -> int:
 
 def _runner(part: _Kernels | _Computed) -> Callable[[], None]:
     if isinstance(part, _Computed):
-        run, args, kwargs, into = part
+        run, args, kwargs, into = tree_map_only(partial, lambda make: make(), tuple(part))
 
         def compute() -> None:
             made = run(*args, **kwargs)

@@ -31,7 +31,7 @@ from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, block_tables_of
-from dsa_engine.kernels.runtime.recording import Recording
+from dsa_engine.kernels.runtime.recording import Blocks, Recording
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -76,6 +76,7 @@ class DecodeGraphs:
         on_cuda = capture and self._mesh.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_cuda else None
         self._stream = torch.cuda.Stream(self._mesh.device) if on_cuda else None
+        self._blocks = Blocks(list)  # shared by recordings: a result is read before another graph runs
         self.memory_bytes = 0  # device memory of the captured graphs
         if on_cuda:
             # NCCL ends a communicator only when no graph uses it: graphs are freed before the mesh at exit.
@@ -90,6 +91,7 @@ class DecodeGraphs:
                 captured.graph.reset()
         self._graphs.clear()
         self._inputs.clear()
+        self._blocks.clear()
         self.memory_bytes = 0
 
     @property
@@ -121,7 +123,7 @@ class DecodeGraphs:
         return self.run(bucket, lambda: self._model(rows.batch(tables, positions, token_ids), cache))
 
     def run(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Runs ``function``; its result is valid until the next call with this name.
+        """Runs ``function``; its result is valid until the next call.
 
         The first call with a name captures the function, later calls replay the graph. So it must launch the same
         kernels on the same tensors every time.
@@ -138,14 +140,14 @@ class DecodeGraphs:
         return captured.result
 
     def _recorded(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        recording = Recording(function)
+        recording = Recording(function, self._blocks)
         if recording.refused:
             rows = _bucket_of(name).rows
             logger.info("steps of %d rows and more are not recorded: %s reads numbers", rows, recording.refused)
             self.contexts = replace(self.contexts, exact_rows=rows - 1)
             return recording.result
         self._graphs[name] = _Captured(recording, recording.result)
-        self.memory_bytes += recording.memory_bytes
+        self.memory_bytes = recording.memory_bytes
         return recording.result
 
     def _captured_once(self, function: Callable[[], torch.Tensor], stream: torch.cuda.Stream) -> _Captured:

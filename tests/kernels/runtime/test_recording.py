@@ -12,7 +12,7 @@ from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.runtime import cpu
-from dsa_engine.kernels.runtime.recording import Recording
+from dsa_engine.kernels.runtime.recording import Blocks, Recording
 
 pytestmark = pytest.mark.skipif(not cpu.serves(torch.empty(0)), reason="needs the CPU's kernels")
 
@@ -51,6 +51,27 @@ def test_freed_blocks_serve_later_allocations() -> None:
     assert torch.equal(many.result, layers(30))
 
 
+@torch.inference_mode()
+def test_results_of_operations_lie_in_blocks_that_serve_again() -> None:
+    x, blocks = torch.randn(2, 1024), Blocks(list)
+
+    def function(count: int) -> torch.Tensor:
+        y = x.cos()
+        for _ in range(count):
+            y = (2 * y[:, :512].repeat(1, 2)).sin_()
+        return y
+
+    few, many = (Recording(lambda n=n: function(n)).memory_bytes for n in (3, 30))  # type: ignore[misc]
+    assert 0 < few == many
+    recordings = {count: Recording(lambda n=count: function(n), blocks) for count in (2, 30, 3)}  # type: ignore[misc]
+    assert recordings[3].memory_bytes == many + 2 * x.nbytes, "the results of the others"
+    for _ in range(2):
+        for count, recording in recordings.items():
+            x.normal_()
+            recording.replay()
+            assert torch.equal(recording.result, function(count))
+
+
 READING: list[Callable[[torch.Tensor], object]] = [
     lambda x: x * float(x[0]),
     lambda x: x if bool((x > 0).any()) else -x,
@@ -58,6 +79,10 @@ READING: list[Callable[[torch.Tensor], object]] = [
     lambda x: x * float(x.numpy()[0]),
     lambda x: x[x > 0],
     lambda x: x.nonzero(),
+    lambda x: x.nonzero(as_tuple=True)[0],
+    lambda x: torch.where(x > 0)[0],
+    lambda x: x.narrow(0, x.argmax(), 1),
+    lambda x: x.tensor_split(x.argmax()[None])[0],
     lambda x: x.repeat_interleave(x.long().clamp(min=0)),
     lambda x: x * len(x.unique()),
 ]

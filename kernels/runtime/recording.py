@@ -168,6 +168,10 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or PyTorch imports its compiler when the first operation runs: a second of a first decode step
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recording.computed(func, args, kwargs or {})
 

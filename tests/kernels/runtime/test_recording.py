@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -70,6 +72,17 @@ def test_results_of_operations_lie_in_blocks_that_serve_again() -> None:
             x.normal_()
             recording.replay()
             assert torch.equal(recording.result, function(count))
+
+
+def test_a_recording_does_not_import_the_compiler() -> None:
+    """Which takes a second, in the first decode step of a process."""
+    program = """
+import sys, torch
+from dsa_engine.kernels.runtime.recording import Recording
+Recording(lambda: torch.ones(2) + 1).replay()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 READING: list[Callable[[torch.Tensor], object]] = [

@@ -39,10 +39,10 @@ class Counted:
         self.crossing = [0, 0]
         layer.expert_parallel, layer.experts = self, self  # type: ignore[assignment]
 
-    def dispatch(self, tokens: torch.Tensor, topk_ids: torch.Tensor, *more: Any) -> Dispatch:
+    def dispatch(self, tokens: torch.Tensor, topk_ids: torch.Tensor, *more: Any, **options: Any) -> Dispatch:
         self.chosen += topk_ids[topk_ids >= 0].bincount(minlength=len(self.chosen))
         self._predict(topk_ids.tolist())
-        return self.parallel.dispatch(tokens, topk_ids, *more)
+        return self.parallel.dispatch(tokens, topk_ids, *more, **options)
 
     def _predict(self, rows: list[list[int]]) -> None:
         """The rank of each pair by the formula of choose_replicas, in floating point."""

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from torch.profiler import record_function
-
 from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.expert_loads import LoadRecorder, Rebalancing
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
@@ -35,7 +33,7 @@ from dsa_engine.engine.sampling.sampler import mixed_seed, seed_key
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.model.profile_stages import has_hook
+from dsa_engine.model.profile_stages import has_hook, profiled_range
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
@@ -174,7 +172,7 @@ class Engine:
         # While stages are timed, each step is read at once: its time must not contain another step.
         ahead = self.async_scheduling and not has_hook()
         read = [] if ahead else self._read_in_flight()
-        with record_function("schedule"):
+        with profiled_range("schedule"):
             step = self.scheduler.schedule()
             plan = self.runner.plan(step)
         before = self._in_flight
@@ -182,7 +180,7 @@ class Engine:
             return self._read_in_flight()  # the next call schedules anew
         if not step:
             return read
-        with record_function("launch"), self._failing(step), self.cache_turns.moving(step.chunks, plan.bucket is None):
+        with profiled_range("launch"), self._failing(step), self.cache_turns.moving(step.chunks, plan.bucket is None):
             launched = self.runner.launch(plan, before)
         self._launched(step, plan, launched)
         self._in_flight = launched if ahead and launched.can_be_followed else None
@@ -216,7 +214,7 @@ class Engine:
         """Reads a step and gives its requests their tokens."""
         if step is None:
             return []
-        with record_function("read tokens"), self._failing(step.samples):
+        with profiled_range("read tokens"), self._failing(step.samples):
             read = step.read()
         taken = [self._take(sampled) for sampled in self.scheduler.decoding.take(read)]
         return [one for one in taken if one.tokens or one.request.finish_reason is not None]

@@ -29,7 +29,6 @@ class StaticRows:
     each: int
     is_cut: bool  # whether batches have two micro-batches, each of half of the requests
     segments: Segments  # on the host rows see their maximum; on the device each batch writes what they see
-    sequences: torch.Tensor  # [requests · each] int64, rows of the block tables
     offsets: torch.Tensor  # [each] int64: 0, 1, …
     frequencies: torch.Tensor
 
@@ -45,7 +44,6 @@ class StaticRows:
             each,
             bucket.is_cut,
             Segments.of(segments, device),
-            torch.arange(bucket.requests, device=device).repeat_interleave(each),
             torch.arange(each, device=device),
             model.config.rope.inverse_frequencies.to(device),
         )
@@ -60,9 +58,10 @@ class StaticRows:
         """
         config, rows = self.model.config, len(positions)
         cos, sin = config.rope.cos_sin(positions.clamp(min=0), self.frequencies)
-        self.segments.visible.copy_(positions + 1)
+        at = positions.int()  # as the CPU's kernel of slots takes them
+        torch.add(at, 1, out=self.segments.visible)
         ids = self.model.runtime.mesh.tp.all_gather(input_ids).view(-1, rows)
-        slots, token_mask = slots_of(positions, tables, self.sequences, self.page_size), positions >= 0
+        slots, token_mask = slots_of(at, tables, self.segments.sequences, self.page_size), positions >= 0
 
         def part(first: int, last: int) -> ForwardBatch:
             count, seen, none = last - first, self.segments.part(first, last), self.segments.part(0, 0)

@@ -52,8 +52,9 @@ class OtherEnd:
         self._requests.send(encode(messages))
 
     def recv(self) -> list[Any]:
+        until = time.monotonic() + 60
         while True:
-            assert self._tokens.poll(60_000)
+            assert time.monotonic() < until and self._tokens.poll(60_000)
             if messages := from_engine(self._tokens.recv()):  # an empty one says that the process is not stopped
                 return messages
 
@@ -108,7 +109,7 @@ def test_log_probabilities_and_parameters_travel(tiny: LLM, other_end: OtherEnd)
 
 def test_requests_end_with_their_caller(tiny: LLM, other_end: OtherEnd) -> None:
     """One is aborted, the others end when the other process has gone; see the fixture."""
-    other_end.send(*requests(SamplingParams(max_tokens=150, ignore_eos=True), 1, 2, 3, first=0))
+    other_end.send(*requests(SamplingParams(max_tokens=590, ignore_eos=True), 1, 2, 3, first=0))
     other_end.recv()
     other_end.send(AbortRequests([1, 77]))
     until = time.monotonic() + 60

@@ -22,7 +22,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.profiler import record_function
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.speculative import SpeculativeConfig
@@ -232,17 +231,16 @@ class HostWorld:
         """Seconds of processor time in each part of a step that the engine names for profilers, medians; "rest" is what
         no part has, and the launch itself is in none."""
         taken: list[dict[str, float]] = []
-        stack: list[tuple[str, float]] = []
 
-        def enter(one: Any) -> Any:
-            stack.append((one.name, time.thread_time()))
-            return one
+        @contextmanager
+        def timed(name: str) -> Iterator[None]:
+            begun = time.thread_time()
+            try:
+                yield
+            finally:
+                taken[-1][name] += time.thread_time() - begun
 
-        def leave(*_: Any) -> None:
-            name, begun = stack.pop()
-            taken[-1][name] += time.thread_time() - begun
-
-        with mock.patch.multiple(record_function, __enter__=enter, __exit__=leave):
+        with mock.patch("dsa_engine.engine.engine.profiled_range", timed):
             for _ in range(steps):
                 before()
                 taken.append(defaultdict(float))

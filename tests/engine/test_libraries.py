@@ -37,6 +37,16 @@ def nothing_stays() -> Iterator[None]:
     libraries.use({})
 
 
+def prefill_once(device: FakeDevice, engine: Any, tokens: int) -> None:
+    """One watched step of a request that ends with it."""
+    request = engine.add([5] * tokens, GREEDY)
+    with device.watched():
+        step = engine.scheduler.schedule()
+        engine.runner.launch(engine.runner.plan(step))
+    engine.scheduler.launched(step)
+    engine.finish(request, "abort")
+
+
 @pytest.mark.parametrize(("world", "cache"), [(1, "bfloat16"), (8, "fp8")])
 def test_a_prefill_and_a_decode(
     fake_engine: Callable[..., Any], world: int, cache: str, monkeypatch: pytest.MonkeyPatch
@@ -51,13 +61,8 @@ def test_a_prefill_and_a_decode(
         with FakeDevice() as device:
             engine = fake_engine(device, "deepseek_v32", world, kv_cache_dtype=cache)
             libraries.use(names if used else {})
-            request = engine.add([5] * 8192 * world, GREEDY)
             calls.clear()
-            with device.watched():
-                step = engine.scheduler.schedule()
-                engine.runner.launch(engine.runner.plan(step))
-            engine.scheduler.launched(step)
-            engine.finish(request, "abort")
+            prefill_once(device, engine, 8192 * world)
             assert device.waits == ["event in expert_parallel.py:_counts"] * (2 if world > 1 else 0)
             launches["prefill", used], prefill = len(device.launches), Counter(call.__name__ for call, _, _ in calls)
             calls.clear()
@@ -102,13 +107,8 @@ def test_deep_ep(
             begun = Counter(call.__name__ for call, _, _ in calls)
             assert begun["__init__"] == 1, "at the start, when ranks connect"
             if prefill == "deep_ep":
-                request = engine.add([5] * 65_536, GREEDY)
                 calls.clear()
-                with device.watched():
-                    step = engine.scheduler.schedule()
-                    engine.runner.launch(engine.runner.plan(step))
-                engine.scheduler.launched(step)
-                engine.finish(request, "abort")
+                prefill_once(device, engine, 65_536)
                 seen = Counter(call.__name__ for call, _, _ in calls)
                 assert seen == dict.fromkeys(("get_dispatch_layout", "dispatch", "combine"), layers)
                 assert [wait for wait in device.waits if "deep_ep" in wait] == device.waits

@@ -7,6 +7,9 @@ result, as float32 has more than twice the digits. Which operations stay in bflo
 quotients) is decided by Triton's own front end, as when it compiles. ``tl.dot`` adds products of bfloat16 numbers,
 exact in float32, to its float32 accumulator.
 
+A row of ``tl.dot`` is the same bits wherever it lies in its block, as on a GPU. The interpreter itself multiplies by
+BLAS, which promises no such thing: OpenBLAS without AVX-512 adds the products of some rows of a block in another order.
+
 Faster: the interpreter replaces all functions of ``triton.language`` at each launch and each call of a function; once a
 module is enough, as nothing is compiled in these processes. It computes every sum and product of integers a second time
 for an assertion about overflow, which it leaves out without ``debug``. Both took three quarters of its time.
@@ -99,6 +102,15 @@ class _Builder(interpreter.InterpreterBuilder):
         if _is_bfloat16(dst_type):
             return interpreter.TensorHandle(widen(bits.view(np.uint16)), tl.bfloat16)
         return interpreter.TensorHandle(bits.view(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+
+    def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        def numbers(factor: Any) -> np.ndarray:
+            if factor.dtype.is_fp8():
+                factor = super(_Builder, self).create_fp_to_fp(factor, tl.float32, None)
+            return np.ascontiguousarray(factor.data, d.data.dtype)
+
+        product = np.einsum("...mk,...kn->...mn", numbers(a), numbers(b), optimize=False)  # optimised it calls BLAS
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     def create_fabs(self, arg: Any) -> Any:
         return self.unary_op(arg, np.abs) if _is_bfloat16(arg.dtype) else super().create_fabs(arg)

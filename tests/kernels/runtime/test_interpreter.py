@@ -1,5 +1,5 @@
 """Bfloat16 as the interpreter of these tests computes it (``support/triton_interpreter.py``), against PyTorch's, bit
-by bit."""
+by bit; and the rows of its products."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def all_numbers(seed: int | None = None) -> torch.Tensor:
     return bits.to(torch.int32).to(torch.uint16).view(torch.bfloat16)
 
 
-def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+def check(got: torch.Tensor, wanted: torch.Tensor, atol: float = 0.0) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=atol, equal_nan=True)
 
 
 @triton.jit
@@ -200,3 +200,25 @@ def test_products_add_up_in_float32(dtype: torch.dtype) -> None:
     out = torch.empty(32, 32, dtype=dtype)
     product_kernel[(1,)](a, b, out, SIZE=32)
     check(out, (a.float() @ b.float() + 1).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_rows_of_a_product_do_not_depend_on_their_place(size: int, dtype: torch.dtype) -> None:
+    """The same rows in another order, and each between rows of zeros. BLAS fails this on processors without AVX-512, or
+    with OPENBLAS_CORETYPE=Haswell."""
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=g).to(dtype) for _ in range(2))
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(size, size)
+        product_kernel[(1,)](rows, b, out, SIZE=size)
+        return out
+
+    wanted, order = product(a), torch.randperm(size, generator=g)
+    check(wanted, (a.double() @ b.double() + 1).float(), atol=1e-4)
+    check(product(a.view(torch.uint8).view(size, -1)[order].view(dtype)), wanted[order])
+    for place in range(0, size, 5):
+        alone = torch.zeros_like(a)
+        alone[place] = a[3]
+        check(product(alone)[place], wanted[3])

@@ -13,7 +13,8 @@ tokens are the same: tests and ``dsa-engine check`` compare the engine with this
     torchrun --nproc-per-node 4 -m dsa_engine.reference.dsa MODEL "Once upon"   # context, data and expert parallel
 
 Tensors are flat: T tokens of several requests are rows ``[T, ...]`` without a batch dimension, and every row knows its
-request and its position. H is the number of heads, k of selected tokens, n of cached tokens of a request.
+request and its position. H is the number of heads, k of selected tokens, n of cached tokens of a request; numbers in
+shapes are those of DeepSeek-V3.2.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434), -V3 (2412.19437), -V3.2-Exp (github.com/deepseek-ai/DeepSeek-V3.2-Exp), YaRN
 (2309.00071), and vLLM's paged attention (2309.06180). "V3 (12)" is equation 12 of the V3 report.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -38,9 +40,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+
 # ---- 1. Ranks -------------------------------------------------------------------------------------------------------
-
-
 class World:
     """All processes. Each runs this program with the same arguments, plans the same steps, and computes its own rows.
 
@@ -51,26 +52,21 @@ class World:
 
     def __init__(self) -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        self.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-        if self.device.type == "cuda":
+        cuda = torch.cuda.is_available()
+        self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+        if cuda:
             torch.cuda.set_device(self.device)
         if self.size > 1 and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
 
     def all_gather(self, rows: Tensor, padded: int) -> Tensor:
-        """``[T, d]`` of each rank -> ``[size * padded, d]``: rank r's rows begin at ``r * padded``, and zeros follow."""
+        """``[T, d]`` of each rank -> ``[size * padded, d]``: rank r's rows begin at ``r * padded``; zeros follow."""
         if self.size == 1:
             return rows
         rows = F.pad(rows, (0, 0, 0, padded - len(rows)))
-        out = rows.new_empty(self.size * padded, rows.shape[1])
-        dist.all_gather_into_tensor(out, rows)
-        return out
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if self.size > 1:
-            dist.all_reduce(x)
-        return x
+        parts = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(parts, rows)
+        return torch.cat(parts)
 
     def union(self, mine: dict[int, Any]) -> dict[int, Any]:
         """What all ranks have found out about requests, by their numbers: a few integers a step."""
@@ -83,29 +79,24 @@ class World:
 
 def head_tail(start: int, end: int, rank: int, size: int) -> list[int]:
     """The positions among ``start ... end - 1`` that a rank prefills: pieces ``rank`` and ``2 * size - 1 - rank`` of
-    ``2 * size``. A token attends to all before it, so a late piece costs more: a cheap and a dear one make ranks even.
-    """
+    ``2 * size``. A token is scored against all before it, so late pieces cost more: each rank has a cheap and a costly
+    one, and all finish together."""
     cut = [start + (end - start) * piece // (2 * size) for piece in range(2 * size + 1)]
     return [p for piece in (rank, 2 * size - 1 - rank) for p in range(cut[piece], cut[piece + 1])]
 
 
 # ---- 2. Configuration, RoPE, weights --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Config:
     """The keys of ``config.json`` that change what is computed: ``deepseek_v32``, ``glm_moe_dsa``, ``deepseek_v3``."""
 
-    model_type: str
     vocab_size: int
-    hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
     q_lora_rank: int
     kv_lora_rank: int  # 512: the latent that stands for all heads' keys and values
     qk_nope_head_dim: int  # 128: part of a head's query and key without position
     qk_rope_head_dim: int  # 64: part with RoPE; the key's is one for all heads
-    v_head_dim: int
     n_routed_experts: int
     num_experts_per_tok: int
     n_group: int
@@ -115,12 +106,11 @@ class Config:
     norm_topk_prob: bool = True
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
-    first_k_dense_replace: int = 0  # layers with a plain MLP
     num_nextn_predict_layers: int = 0  # MTP modules
-    index_topk: int = 0  # 0: V3, R1: dense attention
-    index_n_heads: int = 0
-    index_head_dim: int = 0
-    indexer_types: tuple[str, ...] = ()  # a layer: "full" selects, "shared" takes the selection of the layer before it
+    index_topk: int = 0  # 2048; 0: V3, R1: dense attention
+    index_n_heads: int = 0  # 64
+    index_head_dim: int = 0  # 128
+    indexer_types: tuple[str, ...] = ()  # of a layer: "full" selects, "shared" takes the last selection before it
     rope_interleave: bool = True
     indexer_rope_interleave: bool = False  # GLM-5 rotates pairs in the indexer too
     weight_block_size: tuple[int, int] = (128, 128)
@@ -145,10 +135,10 @@ class Config:
             keys["indexer_types"] = tuple(raw.get("indexer_types") or pattern or by_frequency)
             keys.setdefault("indexer_rope_interleave", kind == "glm_moe_dsa")
         keys["weight_block_size"] = tuple((raw.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
-        generation, ends = folder / "generation_config.json", [raw.get("eos_token_id")]
-        if generation.exists():
-            ends.append(json.loads(generation.read_text()).get("eos_token_id"))
-        keys["eos_token_ids"] = tuple({e for end in ends for e in (end if isinstance(end, list) else [end])} - {None})
+        generation = folder / "generation_config.json"  # may name further end tokens
+        also = json.loads(generation.read_text()) if generation.exists() else {}
+        ids = [raw.get("eos_token_id"), also.get("eos_token_id")]
+        keys["eos_token_ids"] = tuple({i for one in ids for i in (one if isinstance(one, list) else [one])} - {None})
         return cls(**keys)
 
     @property
@@ -178,20 +168,17 @@ def mscale(factor: float, weight: float) -> float:
 def rope_frequencies(c: Config) -> tuple[Tensor, float]:
     """Radians per position of each rotated pair, float32 ``[32]``, and a factor of cos and sin.
 
-    YaRN (section 3.2) keeps pairs that turn often over the original context, slows pairs that turn rarely by its factor,
-    and blends in between along a ramp.
+    YaRN (section 3.2) keeps pairs that turn often over the original context, slows pairs that turn rarely by its
+    factor, and blends in between along a ramp.
     """
     dim, theta, rope, factor = c.qk_rope_head_dim, c.rope["rope_theta"], c.rope, c.yarn_factor
     powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [32]
     if factor == 1.0:
         return 1.0 / powers, 1.0
-    original = rope["original_max_position_embeddings"]
-
-    def pair_turning(times: float) -> float:
-        return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = pair_turning(rope.get("beta_fast") or 32), pair_turning(rope.get("beta_slow") or 1)
-    low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+    original = rope["original_max_position_embeddings"]  # over which a pair turns 32 times, and another one once:
+    periods = original / (rope.get("beta_fast") or 32), original / (rope.get("beta_slow") or 1)
+    fast, slow = (dim * math.log(period / (2 * math.pi)) / (2 * math.log(theta)) for period in periods)
+    low, high = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
     ramp = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)  # 0: keep, 1: slow
     one, every = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
     scale = mscale(factor, one) / mscale(factor, every) if one and every else mscale(factor, 1.0)
@@ -214,7 +201,8 @@ class Weights(dict[Any, Any]):
     """Tensors by the parts of their names in the checkpoint: ``model.layers[3].self_attn.q_a_proj``. None: there is no
     such tensor. A matrix is ``[out, in]``."""
 
-    __getattr__ = dict.get
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
 
     def put(self, name: str, tensor: Tensor) -> None:
         *path, last = name.removesuffix(".weight").split(".")
@@ -251,8 +239,6 @@ def read_weights(folder: Path, c: Config, world: World, dtype: torch.dtype) -> W
 
 
 # ---- 3. MLA and the lightning indexer -------------------------------------------------------------------------------
-
-
 def wide(x: Tensor) -> Tensor:
     """float32 at least: norms, router, index scores, softmax and logits are computed so."""
     return x if x.dtype == torch.float64 else x.float()
@@ -357,7 +343,7 @@ def attend(q: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor | None, ra
 
 
 def output(w: Weights, c: Config, attended: Tensor) -> Tensor:
-    """``[T, H, 512]`` -> ``[T, 7168]``: W_UV makes each head's value of what it attended to, then o_proj, V3 (5, 11)."""
+    """``[T, H, 512]`` -> ``[T, 7168]``: W_UV makes each head's value of its attended latent; o_proj. V3 (5, 11)."""
     values = torch.einsum("thr,hvr->thv", attended, up_projections(w, c)[1])
     return F.linear(values.flatten(1), w.o_proj)
 
@@ -369,8 +355,6 @@ def pieces(rows: int, each: int, limit: int = 2**25) -> Iterator[slice]:
 
 
 # ---- 4. Experts -----------------------------------------------------------------------------------------------------
-
-
 def route(w: Weights, c: Config, x: Tensor) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights, ``[T, 8]`` each, V3 (13-16).
 
@@ -412,16 +396,15 @@ def experts(w: Weights, c: Config, x: Tensor, world: World, padded: int) -> Tens
     ids, weights = world.all_gather(ids, padded), world.all_gather(weights, padded)  # padding: weight 0
     routed = torch.zeros_like(tokens)
     for expert in own_experts(c, world):
-        row, place = (ids == expert).nonzero(as_tuple=True)
-        weighted = ffn(w.experts[expert], tokens[row]) * weights[row, place, None].to(x.dtype)
+        row, column = (ids == expert).nonzero(as_tuple=True)
+        weighted = ffn(w.experts[expert], tokens[row]) * weights[row, column, None].to(x.dtype)
         routed = routed.index_add(0, row, weighted)
-    first = world.rank * padded if world.size > 1 else 0
-    return ffn(w.shared_experts, x) + world.all_reduce(routed)[first : first + len(x)]
+    if world.size > 1:
+        dist.all_reduce(routed)
+    return ffn(w.shared_experts, x) + routed[world.rank * padded :][: len(x)]
 
 
 # ---- 5. A layer, the model, the MTP module --------------------------------------------------------------------------
-
-
 @dataclass
 class Batch:
     """The tokens that one pass computes: of every rank, requests and positions of each. All ranks know all of it."""
@@ -429,10 +412,18 @@ class Batch:
     of_ranks: list[list[tuple[Request, list[int]]]]
     prefill: bool  # the cache rows of all ranks' tokens are written on every rank
 
+    def rows(self, rank: int) -> list[tuple[Request, int]]:
+        """Request and position of each of a rank's T rows."""
+        return [(request, p) for request, positions in self.of_ranks[rank] for p in positions]
+
     @property
     def padded(self) -> int:
-        """The largest number of tokens of a rank, to which exchanges are padded."""
-        return max(sum(len(positions) for _, positions in own) for own in self.of_ranks)
+        """The largest T of a rank, to which exchanges are padded."""
+        return max(len(self.rows(rank)) for rank in range(len(self.of_ranks)))
+
+    @property
+    def requests(self) -> list[Request]:
+        return list(dict.fromkeys(request for own in self.of_ranks for request, _ in own))
 
 
 class Model:
@@ -442,8 +433,7 @@ class Model:
     """
 
     def __init__(self, c: Config, weights: Weights, world: World, pages: int, page_size: int, dtype: torch.dtype):
-        self.c, self.w, self.world, self.page_size, self.dtype = c, weights.model, world, page_size, dtype
-        self.head = weights.lm_head
+        self.c, self.w, self.head, self.world, self.page_size = c, weights.model, weights.lm_head, world, page_size
         frequencies, self.rope_scale = rope_frequencies(c)
         self.frequencies = frequencies.to(world.device)
         slots, layers = pages * page_size, len(self.w.layers)
@@ -478,32 +468,30 @@ class Model:
     def attention(self, layer: int, x: Tensor, batch: Batch, chosen: list[Tensor]) -> Tensor:
         """``x [T, 7168]``, normed -> ``[T, 7168]``. Rows are written first, so that a token sees itself.
 
-        ``chosen`` has the positions that each request's rows attend to; a layer with an indexer renews it, and others
-        ("shared" in GLM-5.2) use it as the layer before them left it.
+        ``chosen`` has the positions that each request's rows attend to. A layer with an indexer renews it; others
+        ("shared" in GLM-5.2) use it as the layer before them left it. In V3 it stays empty.
         """
-        c, w, own = self.c, self.w.layers[layer].self_attn, batch.of_ranks[self.world.rank]
-        positions = torch.tensor([p for _, some in own for p in some], dtype=torch.int64, device=x.device)
+        c, w, rank = self.c, self.w.layers[layer].self_attn, self.world.rank
+        positions = torch.tensor([p for _, p in batch.rows(rank)], dtype=torch.int64, device=x.device)  # [T]
         turn = self.turns(positions)
         rows = latent_rows(w, c, x, turn)
-        keys = index_keys(w.indexer, c, x, turn) if w.indexer else None
+        indexer = None if c.indexer_types[layer : layer + 1] == ("shared",) else w.indexer
+        keys = index_keys(indexer, c, x, turn) if indexer else None
         self.write(layer, batch, rows, keys)
         q, compressed = queries(w, c, x, turn)
-        if w.indexer:
-            q_index, head_weights = index_queries(w.indexer, c, x, compressed, turn)
+        if indexer:
+            q_index, head_weights = index_queries(indexer, c, x, compressed, turn)
             chosen.clear()
         attended, at = [q[:0, :, : c.kv_lora_rank]], 0
-        for number, (request, of_request) in enumerate(own):
+        for number, (request, of_request) in enumerate(batch.of_ranks[rank]):
             some, at = slice(at, at + len(of_request)), at + len(of_request)
-            cached = request.slots(self.world.rank, range(max(of_request) + 1), self.page_size)  # all that it may see
-            if w.indexer:
-                keys = self.keys[layer][cached]
+            cached = request.slots(rank, range(of_request[-1] + 1), self.page_size)  # n slots: all that it may see
+            if indexer:
+                keys = self.keys[layer][cached]  # [n, 128]: the indexer reads all of them ...
                 chosen.append(select(q_index[some], head_weights[some], keys, positions[some], c.index_topk))
-            attended.append(
-                attend(
-                    q[some], self.latent[layer][cached], positions[some],
-                    chosen[number] if c.index_topk else None, c.kv_lora_rank, c.softmax_scale,
-                )
-            )  # fmt: skip
+            best = chosen[number] if chosen else None  # ... and attention reads k of the latent rows
+            rows = self.latent[layer][cached]
+            attended.append(attend(q[some], rows, positions[some], best, c.kv_lora_rank, c.softmax_scale))
         return output(w, c, torch.cat(attended))
 
     def layer(self, number: int, x: Tensor, batch: Batch, chosen: list[Tensor]) -> Tensor:
@@ -538,10 +526,8 @@ class Model:
 
 
 # ---- 6. Pages of the caches -----------------------------------------------------------------------------------------
-
-
 class Pages:
-    """Who has the pages of one rank. Every rank keeps the books of all, as all take the same decisions.
+    """The books of one rank's pages. Every rank keeps those of all ranks, as all take the same decisions.
 
     A full page has a *name*, a hash of its tokens and all tokens before them, by which a later request with the same
     beginning finds it (prefix cache). A page that no request holds keeps its name until its memory is needed.
@@ -549,7 +535,7 @@ class Pages:
 
     def __init__(self, count: int):
         self.free = deque(range(count))
-        self.idle: OrderedDict[int, None] = OrderedDict()  # named and held by nobody, the longest unused first
+        self.idle: OrderedDict[int, None] = OrderedDict()  # named, of no request; the longest unused first
         self.holders = [0] * count
         self.by_name: dict[bytes, int] = {}
         self.names: dict[int, bytes] = {}
@@ -560,12 +546,7 @@ class Pages:
 
     def find(self, names: Iterable[bytes]) -> list[int]:
         """The pages of the longest known beginning."""
-        pages = []
-        for name in names:
-            if name not in self.by_name:
-                break
-            pages.append(self.by_name[name])
-        return pages
+        return [self.by_name[name] for name in itertools.takewhile(self.by_name.__contains__, names)]
 
     def hold(self, page: int) -> int:
         self.holders[page] += 1
@@ -587,35 +568,13 @@ class Pages:
     def release(self, pages: list[int]) -> None:
         for page in reversed(pages):  # a beginning is of more use than what follows it
             self.holders[page] -= 1
-            if self.holders[page] == 0:
-                if page in self.names:
-                    self.idle[page] = None
-                else:
-                    self.free.append(page)
-
-
-def page_names(tokens: list[int], size: int, ahead: int) -> list[bytes]:
-    """Names of the full pages of ``tokens``. With MTP (``ahead`` 1) a page's last row depends on the next token too."""
-    names, digest = [], bytes([ahead])
-    for end in range(size, len(tokens) - ahead + 1, size):
-        digest = hashlib.blake2b(digest + repr(tokens[end - size : end]).encode(), digest_size=16).digest()
-        names.append(digest + repr(tokens[end : end + ahead]).encode())
-    return names
+            if not self.holders[page] and page in self.names:
+                self.idle[page] = None
+            elif not self.holders[page]:
+                self.free.append(page)
 
 
 # ---- 7. Requests and the scheduler ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """What a request asks of the sampler; temperature 0 takes the most likely token."""
-
-    temperature: float = 0.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    seed: int = 0
-
-
 @dataclass(eq=False)
 class Request:
     """Tokens that are known, and how far they are computed.
@@ -627,7 +586,10 @@ class Request:
     number: int  # order of arrival
     tokens: list[int]  # the prompt, then the output
     max_len: int  # of tokens
-    sampling: Sampling
+    temperature: float = 0.0  # 0: the most likely token
+    seed: int = 0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
     state: str = "waiting"
     computed: int = 0  # tokens whose rows are in the caches
     drafts: list[int] = field(default_factory=list)  # guesses of the next tokens
@@ -645,6 +607,9 @@ class Scheduler:
 
     First come, first served. Every request ends: it enters with the pages of its whole prefill, and if it finds no page
     to decode into, the *youngest* request on its rank loses all of its pages. So the oldest always goes on.
+
+    Args:
+        chunk: maximum number of tokens that a rank prefills in a step.
     """
 
     def __init__(self, world: World, pages: int, page_size: int, chunk: int):
@@ -659,6 +624,15 @@ class Scheduler:
             raise ValueError(f"{request.max_len} tokens need {need} pages of {self.page_size}; there are {have}")
         self.requests.append(request)
 
+    def names(self, tokens: list[int]) -> list[bytes]:
+        """Names of the full pages of ``tokens``. An MTP module's row depends on the next token too."""
+        names, digest, ahead = [], b"", int(self.num_drafts > 0)
+        for end in range(self.page_size, len(tokens) - ahead + 1, self.page_size):
+            page, after = tokens[end - self.page_size : end], tokens[end : end + ahead]
+            digest = hashlib.blake2b(digest + repr(page).encode()).digest()
+            names.append(digest + repr(after).encode())
+        return names
+
     def pages_for(self, tokens: int) -> int:
         """Drafts, and what drafting writes ahead of itself, need room too."""
         return -(-(tokens + 2 * self.num_drafts) // self.page_size)
@@ -672,7 +646,7 @@ class Scheduler:
             if request.state == "prefill":
                 end = min(len(request.tokens), request.computed + budget)
                 chunks.append((request, request.computed, end))
-                budget -= end - request.computed
+                budget, request.computed = budget - (end - request.computed), end
         if chunks:
             return self.prefill(chunks)
         self.give_pages()
@@ -685,16 +659,14 @@ class Scheduler:
 
     def prefill(self, chunks: Sequence[tuple[Request, int, int]]) -> Batch:
         """Context parallel: each rank takes a head and a tail piece of every chunk."""
-        size, of_ranks = self.world.size, []
-        for rank in range(size):
-            own = [(request, head_tail(start, end, rank, size)) for request, start, end in chunks]
-            of_ranks.append([(request, positions) for request, positions in own if positions])
-        return Batch(of_ranks, prefill=True)
+        ranks = range(self.world.size)
+        of_ranks = [[(one, head_tail(start, end, r, len(ranks))) for one, start, end in chunks] for r in ranks]
+        return Batch([[(one, positions) for one, positions in own if positions] for own in of_ranks], prefill=True)
 
     def admit(self, request: Request) -> bool:
         """Gives a request pages on every rank: those of a known beginning, and new ones. False: there is no room."""
         tokens = request.tokens  # the last one is always computed, as its logits are wanted
-        names = page_names(tokens, self.page_size, self.ahead)[: (len(tokens) - 1) // self.page_size]
+        names = self.names(tokens)[: (len(tokens) - 1) // self.page_size]
         known = min(len(pages.find(names)) for pages in self.pages)
         request.tables = [[pages.hold(page) for page in pages.find(names[:known])] for pages in self.pages]
         missing = self.pages_for(len(tokens)) - known
@@ -703,14 +675,10 @@ class Scheduler:
             return False
         for pages, table in zip(self.pages, request.tables):
             table.extend(pages.take() for _ in range(missing))
-        requests_of = [sum(r.owner == rank for r in self.requests if r.tables) for rank in range(self.world.size)]
-        request.owner = requests_of.index(min(requests_of))
+        owners = [one.owner for one in self.requests if any(one.tables) and one is not request]
+        request.owner = min(range(self.world.size), key=owners.count)
         request.state, request.computed, request.drafts = "prefill", known * self.page_size, []
         return True
-
-    @property
-    def ahead(self) -> int:
-        return int(self.num_drafts > 0)
 
     def give_pages(self) -> None:
         """A page for every request that decodes beyond its last one; if there is none, the youngest is preempted."""
@@ -720,20 +688,19 @@ class Scheduler:
                 if pages.available:
                     request.tables[request.owner].append(pages.take())
                 else:
-                    decoding = (r for r in self.requests if r.state == "decode" and r.owner == request.owner)
-                    *_, youngest = decoding  # perhaps itself
+                    on_rank = (r for r in self.requests if r.state == "decode" and r.owner == request.owner)
+                    *_, youngest = on_rank  # perhaps the request itself
                     self.release(youngest)
                     youngest.state = "waiting"
 
     def computed(self, request: Request) -> None:
         """After a step: names the pages that are full now. After its prefill a request keeps those of its owner."""
+        names = self.names(request.tokens)[: request.computed // self.page_size]
         for pages, table in zip(self.pages, request.tables):
-            full = page_names(request.tokens, self.page_size, self.ahead)[: request.computed // self.page_size]
-            for page, name in zip(table, full):
+            for page, name in zip(table, names):
                 pages.name(page, name)
-        if request.state in ("decode", "done"):
-            keep = request.owner if request.state == "decode" else None
-            self.release(request, keep)
+        if request.state != "prefill":
+            self.release(request, keep=request.owner if request.state == "decode" else None)
         if request.state == "done":
             self.requests.remove(request)
 
@@ -742,16 +709,12 @@ class Scheduler:
         for rank, table in enumerate(request.tables):
             if rank != keep:
                 self.pages[rank].release(table)
-                request.tables[rank] = []
-        if keep is None:
-            request.tables = []
+                table.clear()
 
 
 # ---- 8. Sampling ----------------------------------------------------------------------------------------------------
-
-
-def sample(logits: Tensor, how: Sampling, position: int) -> int:
-    """The token at ``position``, from ``logits [vocab]``.
+def sample(logits: Tensor, how: Request, position: int) -> int:
+    """The token of a request at ``position``, from ``logits [vocab]``.
 
     Its random numbers follow from the request's seed and the position alone. So a token depends neither on the batch
     nor on the rank, is the same after a preemption, and can be compared with a draft.
@@ -773,34 +736,28 @@ def sample(logits: Tensor, how: Sampling, position: int) -> int:
 def exponential_noise(seed: int, position: int, like: Tensor) -> Tensor:
     """Draws from Exp(1), float32 ``[vocab]``: SplitMix64 (Steele, Lea, Flood, 2014) of a hash of seed and position."""
 
-    def signed(value: int) -> int:
-        return (value + 2**63) % 2**64 - 2**63
-
     def mix(bits: Tensor) -> Tensor:  # int64, modulo 2^64
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * signed(factor)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
+            bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * factor
         return bits ^ ((bits >> 31) & (2**33 - 1))
 
-    key = int.from_bytes(hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest(), "big")
-    state = mix(torch.tensor(signed(key + position * 0xD1B54A32D192ED03), device=like.device))
-    counter = torch.arange(1, len(like) + 1, device=like.device)
-    bits = mix(state + counter * signed(0x9E3779B97F4A7C15))
+    key = int.from_bytes(hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest(), "big", signed=True)
+    state = mix(torch.tensor(position) * (0xD1B54A32D192ED03 - 2**64) + key).to(like.device)
+    bits = mix(state + torch.arange(1, len(like) + 1, device=like.device) * (0x9E3779B97F4A7C15 - 2**64))
     uniform = (((bits >> 33) & (2**31 - 1)).float() + 0.5) * 2.0**-31
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
 
 
 # ---- 9. A step, drafts, generate ------------------------------------------------------------------------------------
-
-
 class Engine:
-    """A model, its caches, and requests."""
+    """A model, its caches, and requests. Made by :func:`load`."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, pages: int, page_size: int, chunk: int):
-        self.world, self.config = World(), Config.read(folder)
+    def __init__(self, folder: Path, dtype: torch.dtype, pages: int = 1024, page_size: int = 64, chunk: int = 2048):
+        self.folder, self.world, self.config = folder, World(), Config.read(folder)
         weights = read_weights(folder, self.config, self.world, dtype)
         self.model = Model(self.config, weights, self.world, pages, page_size, dtype)
         self.scheduler = Scheduler(self.world, pages, page_size, chunk)
-        self.arrivals = 0
+        self.arrivals = itertools.count()
 
     @torch.inference_mode()
     def step(self) -> bool:
@@ -810,11 +767,11 @@ class Engine:
             return False
         states = self.model.forward(self.ids(batch), batch)
         chosen = self.sample(batch, states)  # {request: tokens}, on all ranks
-        for request, end in self.ends(batch).items():
-            self.accept(request, end, chosen.get(request.number, []))
+        for request in batch.requests:
+            self.accept(request, chosen.get(request.number, []))
         if self.scheduler.num_drafts:
             self.draft(batch, states, chosen)
-        for request in self.ends(batch):
+        for request in batch.requests:
             self.scheduler.computed(request)
         return True
 
@@ -822,33 +779,24 @@ class Engine:
         """Ids ``[T]`` of this rank's tokens; with ``after`` 1 of the tokens after them (0 where none is known)."""
         ids = []
         for request, positions in batch.of_ranks[self.world.rank]:
-            known = request.tokens + request.drafts
-            ids += [known[p + after] if p + after < len(known) else 0 for p in positions]
+            known = request.tokens + request.drafts + [0] * after
+            ids += [known[min(p + after, len(known) - 1)] for p in positions]
         return torch.tensor(ids, dtype=torch.int64, device=self.world.device)
-
-    def ends(self, batch: Batch) -> dict[Request, int]:
-        """The requests of a batch, and the position after the last one that is computed."""
-        ends: dict[Request, int] = {}
-        for own in batch.of_ranks:
-            for request, positions in own:
-                ends[request] = max(ends.get(request, 0), positions[-1] + 1)
-        return ends
 
     def sample(self, batch: Batch, states: Tensor) -> dict[int, list[int]]:
         """The token after each row that has no known one: the last row of a prompt, all rows in decode."""
         mine: dict[int, list[int]] = {}
-        own = [(request, p) for request, positions in batch.of_ranks[self.world.rank] for p in positions]
+        own = batch.rows(self.world.rank)
         rows = [row for row, (request, p) in enumerate(own) if p + 1 >= len(request.tokens)]
         for row, logits in zip(rows, self.model.logits(states[rows])):
             request, p = own[row]
-            mine.setdefault(request.number, []).append(sample(logits, request.sampling, p + 1))
+            mine.setdefault(request.number, []).append(sample(logits, request, p + 1))
         return self.world.union(mine)
 
-    def accept(self, request: Request, end: int, chosen: list[int]) -> None:
+    def accept(self, request: Request, chosen: list[int]) -> None:
         """Verifies drafts. A row was computed with the drafts before it, and its token is right if these are. So tokens
-        are taken up to the first that differs from its draft, and that one too: each is the model's own choice, with the
-        random numbers of its position, as without drafts. Later steps overwrite the cache rows of wrong drafts."""
-        request.computed = end
+        are taken up to the first that differs from its draft, and that one too: each is the model's own choice, with
+        the random numbers of its position, as without drafts. Later steps overwrite the cache rows of wrong drafts."""
         for number, token in enumerate(chosen):
             request.tokens.append(token)
             request.computed = len(request.tokens) - 1
@@ -863,20 +811,15 @@ class Engine:
         before the last token gives the first draft. Then it runs on, over its own state and draft, a row a request."""
         for turn in range(self.scheduler.num_drafts):
             states = self.model.mtp(self.ids(batch, after=1), states, batch)
-            rows, after, at, mine = [], Batch([], prefill=False), 0, dict[int, int]()
-            for rank, own in enumerate(batch.of_ranks):
-                after.of_ranks.append([])
-                for request, positions in own:
-                    last = len(request.tokens) + turn - 2  # the position before the last token, or draft
-                    if request.number in chosen and last in positions:
-                        after.of_ranks[rank].append((request, [last + 1]))
-                        rows += [at + positions.index(last)] * (rank == self.world.rank)
-                    at += len(positions) * (rank == self.world.rank)
-            states, batch = states[rows], after
-            for (request, _), guess in zip(after.of_ranks[self.world.rank], self.model.logits(states, mtp=True)):
-                mine[request.number] = int(guess.argmax())
-            guesses = self.world.union(mine)
-            for request in self.ends(after):
+            # Position of the row before the last known token, or draft.
+            last = {one: len(one.tokens) + turn - 2 for one in batch.requests if one.number in chosen}
+            rows = [row for row, (request, p) in enumerate(batch.rows(self.world.rank)) if last.get(request) == p]
+            going = [[(one, [last[one] + 1]) for one, some in own if last.get(one) in some] for own in batch.of_ranks]
+            batch, states = Batch(going, prefill=False), states[rows]
+            likely = self.model.logits(states, mtp=True).argmax(-1).tolist()
+            own = (request.number for request, _ in batch.rows(self.world.rank))
+            guesses = self.world.union(dict(zip(own, likely)))
+            for request in batch.requests:
                 request.drafts.append(guesses[request.number])
 
     def generate(
@@ -896,11 +839,10 @@ class Engine:
         if not all(prompts) or max_tokens < 1:
             raise ValueError("every prompt needs a token, and max_tokens is at least 1")
         self.scheduler.num_drafts = drafts
-        how, requests = Sampling(temperature, top_k, top_p, seed), []
-        for prompt in prompts:
-            requests.append(Request(self.arrivals, [*prompt], len(prompt) + max_tokens, how))
-            self.arrivals += 1
-            self.scheduler.add(requests[-1])
+        how = temperature, seed, top_k, top_p
+        requests = [Request(next(self.arrivals), [*p], len(p) + max_tokens, *how) for p in prompts]
+        for request in requests:
+            self.scheduler.add(request)
         while self.step():
             pass
         return [request.tokens[len(prompt) :] for request, prompt in zip(requests, prompts)]
@@ -908,9 +850,8 @@ class Engine:
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
         """Logits after every token of a prompt, ``[T, vocab]``, in float32 (float64 if the model is); on every rank."""
-        scheduler, world, parts = self.scheduler, self.world, []
-        scheduler.num_drafts = 0
-        request = Request(-1, [*ids], len(ids), Sampling())
+        scheduler, world = self.scheduler, self.world
+        request = Request(-1, [*ids], len(ids))
         request.tables = [[pages.take() for _ in range(scheduler.pages_for(len(ids)))] for pages in scheduler.pages]
         out = torch.empty(len(ids), self.config.vocab_size, dtype=wide(self.model.head[:0]).dtype)
         step = scheduler.chunk * world.size
@@ -924,22 +865,18 @@ class Engine:
         return out
 
 
-def load(
-    folder: str | Path, dtype: torch.dtype | None = None, pages: int = 1024, page_size: int = 64, chunk: int = 2048
-) -> Engine:
+def load(folder: str | Path, dtype: torch.dtype | None = None, **sizes: int) -> Engine:
     """An engine for a checkpoint folder with ``config.json`` and ``*.safetensors``, or for the model "demo".
 
     Args:
         dtype: of weights and activations; default: bfloat16 on CUDA, float32 on a CPU.
-        pages, page_size: of the caches of a rank; ``page_size`` tokens a page.
-        chunk: maximum number of tokens that a rank prefills in a step.
+        sizes: ``pages`` and ``page_size`` (tokens) of a rank's caches; ``chunk``, see :class:`Scheduler`.
 
     Raises:
         ValueError: another kind of model.
     """
     path = Path(__file__).parents[1] / "demo_model" if folder == "demo" else Path(folder)
-    default = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return Engine(path, dtype or default, pages, page_size, chunk)
+    return Engine(path, dtype or (torch.bfloat16 if torch.cuda.is_available() else torch.float32), **sizes)
 
 
 def main() -> None:
@@ -948,16 +885,13 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description="the engine on one page: continues a text")
     parser.add_argument("model", help="a checkpoint folder with tokenizer.json, or 'demo'")
-    parser.add_argument("text")
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("text", help="what is continued")
+    for name, default in (("--max-tokens", 32), ("--drafts", 0)):
+        parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()
-    folder = Path(__file__).parents[1] / "demo_model" if given.model == "demo" else Path(given.model)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    engine = load(folder)
-    ids = tokenizer.encode(given.text).ids
-    (output,) = engine.generate([ids], given.max_tokens, given.temperature, drafts=given.drafts)
+    engine = load(given.model)
+    tokenizer = Tokenizer.from_file(str(engine.folder / "tokenizer.json"))
+    (output,) = engine.generate([ids := tokenizer.encode(given.text).ids], given.max_tokens, drafts=given.drafts)
     if engine.world.rank == 0:
         print(tokenizer.decode(ids + output))
 

@@ -1,4 +1,4 @@
-"""The engine on one page (``dsa_engine/reference/dsa.py``): logits as those of ``transformers``, tokens as the engine's."""
+"""The engine on one page, ``dsa_engine/reference/dsa.py``: logits of ``transformers``, tokens of the engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_is_one_page_that_needs_nothing_of_ours() -> None:
         assert {name.split(".")[0] for name in names} <= {*sys.stdlib_module_names, "torch", "safetensors"}
 
 
-@pytest.mark.parametrize("name", ["v32-small-selection", "v32-tied", "v32-yarn-long", "glm-shared", "glm-pattern", "v3"])
+@pytest.mark.parametrize(
+    "name", ["v32-small-selection", "v32-tied", "v32-yarn-long", "glm-shared", "glm-pattern", "v3"]
+)
 def test_logits_of_transformers(
     name: str, oracle: Callable[..., Any], assert_same_logits: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -92,12 +94,16 @@ def test_drafts_save_steps(engine: dsa.Engine, monkeypatch: pytest.MonkeyPatch) 
 def test_a_known_beginning_is_not_computed_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, computed = dsa.load("demo", torch.float32, page_size=16, chunk=100), []
     forward = dsa.Model.forward
-    monkeypatch.setattr(dsa.Model, "forward", lambda self, ids, batch: (computed.append(len(ids)), forward(self, ids, batch))[1])
+    monkeypatch.setattr(
+        dsa.Model, "forward", lambda self, ids, batch: (computed.append(len(ids)), forward(self, ids, batch))[1]
+    )
     for drafts in (0, 2):
         first, longer = PROMPTS[0], PROMPTS[0][:200] + PROMPTS[2][:100]
         engine.generate([first], 1, drafts=drafts)
         computed.clear()
-        assert engine.generate([longer, first], 20, drafts=drafts) == tokens_of(llm, [longer, first], temperature=0, max_tokens=20)
+        assert engine.generate([longer, first], 20, drafts=drafts) == tokens_of(
+            llm, [longer, first], temperature=0, max_tokens=20
+        )
         assert computed[0] == 100 and sum(computed[:2]) == (300 - 192) + (300 - 288)
 
 

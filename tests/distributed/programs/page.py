@@ -1,5 +1,5 @@
-"""The engine on one page on several ranks: ``page.py CASES FOLDER`` saves each rank's results. A case is the checkpoint,
-what :func:`dsa.load` takes, and the arguments of ``generate``, or the tokens of which logits are wanted."""
+"""The engine on one page on several ranks: ``page.py CASES FOLDER`` saves each rank's results. A case is the
+checkpoint, what :func:`dsa.load` takes, and arguments of ``generate``, or tokens of which logits are wanted."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from itertools import count
 from typing import Any
 
 from dsa_engine.engine.cache.turns import CacheTurns
-from dsa_engine.engine.expert_loads import LoadRecorder, Rebalancing
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens, Samples, StepResult
@@ -31,6 +30,7 @@ from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.sampler import mixed_seed, seed_key
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.rebalancing import LoadRecorder, Rebalancing
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import has_hook, profiled_range

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dsa_engine.checkpoint import Source
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
@@ -33,6 +32,7 @@ from dsa_engine.parallel.tensor_parallel import (
     vocab_parallel_logits,
     vocab_shard,
 )
+from dsa_engine.weights import Source
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 
 YARN = {
     "rope_type": "yarn",

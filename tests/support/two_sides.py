@@ -13,12 +13,12 @@ import torch
 
 from dsa_engine.engine.cache.link import RankPages
 from dsa_engine.engine.cache.turns import CacheTurns
-from dsa_engine.engine.calls import Abort
+from dsa_engine.engine.calls.call import Abort
+from dsa_engine.engine.calls.reply import Receiver
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.limits import Add, Capacity
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.engine.requests.samples import Samples, StepResult

@@ -9,13 +9,13 @@ from itertools import product
 
 import numpy as np
 
-from dsa_engine.arguments import json_object, read_text
+from dsa_engine.commands.arguments import json_object, read_text
 from dsa_engine.commands.bench.generation_benchmark import check_latency, check_lengths, measure_latency
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.commands.bench.report import Report
 from dsa_engine.commands.early import Early
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.arguments import measured_llm
 from dsa_engine.measure.plots import check_plot

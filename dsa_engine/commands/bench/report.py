@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from dsa_engine.arguments import reported
+from dsa_engine.commands.arguments import reported
 from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.result import Result

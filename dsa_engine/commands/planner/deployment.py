@@ -11,7 +11,6 @@ from dsa_engine.commands.planner.devices import Device
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8
-from dsa_engine.convert.schemes import stored_as
 from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes
 from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -22,6 +21,7 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes, exchange, quantized_bytes
 from dsa_engine.parallel.links import Links
+from dsa_engine.weights.convert.schemes import stored_as
 
 _LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a node, between nodes (parallel/links.py)
 

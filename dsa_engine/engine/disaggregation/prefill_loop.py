@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsa_engine.engine.cache.link import RankPages, dealt
-from dsa_engine.engine.calls import Abort, Shutdown, waking_together
+from dsa_engine.engine.calls.call import Abort, Shutdown, waking_together
+from dsa_engine.engine.calls.jobs import Run
 from dsa_engine.engine.disaggregation import messages
 from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import Run
 from dsa_engine.engine.requests.limits import Add, pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens

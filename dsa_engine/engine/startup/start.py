@@ -20,7 +20,6 @@ from dsa_engine.engine.cache.sizes import TierSizes, affordable_pages, page_fold
 from dsa_engine.engine.cache.turns import CacheTurns
 from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.expert_loads import LoadRecorder, Rebalancing, count_loads
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
@@ -41,6 +40,7 @@ from dsa_engine.engine.startup.weights import (
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
+from dsa_engine.engine.steps.rebalancing import LoadRecorder, Rebalancing, count_loads
 from dsa_engine.errors import enough_memory
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU
@@ -54,11 +54,11 @@ from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.deep_ep import DeepEP
-from dsa_engine.quantization import Unquantized, quantization_name
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes
 from dsa_engine.text.tokenizer import Tokenizer
+from dsa_engine.weights.formats import Unquantized, quantization_name
 
 if TYPE_CHECKING:
     from dsa_engine.engine.cache.kv_events import KVEvents

@@ -35,9 +35,9 @@ import torch
 
 from collectives import record
 from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.engine.calls.jobs import prefill
+from dsa_engine.engine.calls.reply import Reply
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import prefill
-from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens

@@ -65,8 +65,8 @@ class LLM(AsyncCalls):
         check_tokenizer(folder)  # before the weights, which may take minutes
         defaults = default_sampling(folder, options.generation_config)
         self.engine, side = start(folder, options)
-        of_part = PrefillLoop if side and side.prefills else DecodeLoop
-        self.loop: EngineLoop = of_part(self.engine, side) if side else EngineLoop(self.engine)
+        loop_class = PrefillLoop if side and side.prefills else DecodeLoop
+        self.loop: EngineLoop = loop_class(self.engine, side) if side else EngineLoop(self.engine)
         weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
         self._spmd, trusts = self.loop.spmd, options.trust_remote_code
         super().__init__(self.loop.calls, self.engine.limits, folder, trusts, defaults, options.stream_interval)

@@ -25,7 +25,7 @@ from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
-from dsa_engine.parallel.experts.loads import LoadCounter
+from dsa_engine.parallel.experts.counts import ExpertCounter
 from dsa_engine.parallel.tensor_parallel import (
     own_vocab_parallel_logits,
     vocab_parallel_embedding,
@@ -199,7 +199,7 @@ class Model(Weighted):
     def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):
         super().__init__(runtime)
         self.config = config
-        self.loads: LoadCounter | None = None
+        self.loads: ExpertCounter | None = None
         self.unread: Set[str] = frozenset()
         # Sharded by vocabulary over the tensor-parallel group.
         rows, padded_rows = vocab_shard(config.vocab_size, runtime.mesh.tp)

@@ -20,7 +20,7 @@ from dsa_engine.measure.stage_timer import mean_stages
 from dsa_engine.system.sizes import format_bytes
 
 
-class Report:
+class BenchReport:
     """The results so far. Every rank makes a report, as the ceilings of its device are measured; rank 0 writes it.
 
     Args:

@@ -57,7 +57,7 @@ class Recall:
     unchanged: dict[str, float]
 
 
-class Comparison:
+class LayerComparison:
     """Compares rows of an engine with the plain model. A layer chains ten operations with the roundings of its formats,
     so its errors may be that much larger than those of one operation."""
 

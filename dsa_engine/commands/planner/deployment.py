@@ -19,7 +19,7 @@ from dsa_engine.measure.costs.weights import WeightBytes, rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.experts import DispatchMethod
-from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes, exchange, quantized_bytes
+from dsa_engine.parallel.experts.traffic import DispatchChoice, RouterShape, RowBytes, exchange, quantized_bytes
 from dsa_engine.parallel.links import Links
 from dsa_engine.weights.convert.schemes import stored_as
 
@@ -69,7 +69,7 @@ class Placed:
         block = 128 if how.weights == "fp8" else hidden  # codes with one scale
         sent = quantized_bytes(hidden, block) if self.narrow else 2 * hidden
         self.row = RowBytes.of(sent, top_k, 2 * hidden)
-        self.routing = Routing(config.n_routed_experts, top_k, config.n_group, config.topk_group)
+        self.routing = RouterShape(config.n_routed_experts, top_k, config.n_group, config.topk_group)
         self._choice = DispatchChoice([rank // device.node_size for rank in range(how.ranks)], links=self.links)
 
     @cached_property

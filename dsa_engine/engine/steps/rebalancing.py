@@ -25,8 +25,8 @@ from dsa_engine.kernels.runtime.transfer import download, upload
 from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.counts import ExpertCounter, ExpertCounts
 from dsa_engine.parallel.experts.layer_placements import with_shared
-from dsa_engine.parallel.experts.loads import ExpertLoads, LoadCounter
 from dsa_engine.parallel.experts.movement import after_round, expert_bytes, move_round, plan_movement
 from dsa_engine.parallel.experts.placement import Held
 from dsa_engine.system.output_files import write_text
@@ -38,7 +38,7 @@ _EVERY = 500  # steps from one writing of the loads to the next
 TURN_BYTES = 64 << 20  # a rank receives no more in a turn, unless a single expert has more
 
 
-def count_loads(model: Model, name: str) -> LoadRecorder | None:
+def count_loads(model: Model, name: str) -> CountRecorder | None:
     """Lets the MoE layers of a model and of its MTP modules count their `topk_ids`, if an option needs that.
 
     Args:
@@ -57,14 +57,14 @@ def count_loads(model: Model, name: str) -> LoadRecorder | None:
     if not layers:
         option = "rebalance_every" if path is None else "record_expert_loads"
         raise ValueError(f"{option}: this model has no routed experts; leave it out")
-    counter = LoadCounter(name, [*layers], model.config.n_routed_experts, mesh.ep, mesh.device)
+    counter = ExpertCounter(name, [*layers], model.config.n_routed_experts, mesh.ep, mesh.device)
     for number, layer in layers.items():
         layer.counts = counter.counts(number)
     model.loads = counter
-    return None if path is None else LoadRecorder(counter, path if mesh.is_leader else None)
+    return None if path is None else CountRecorder(counter, path if mesh.is_leader else None)
 
 
-class LoadRecorder:
+class CountRecorder:
     """Writes all loads since the start; every rank makes one and calls its methods after the same steps.
 
     Args:
@@ -72,7 +72,7 @@ class LoadRecorder:
         every: number of steps from one writing to the next.
     """
 
-    def __init__(self, counter: LoadCounter, path: str | Path | None, every: int = _EVERY):
+    def __init__(self, counter: ExpertCounter, path: str | Path | None, every: int = _EVERY):
         self._counter, self._path, self._every = counter, path, every
         self._steps = 0
 
@@ -110,7 +110,7 @@ class Rebalancing:
             the last loads.
     """
 
-    def __init__(self, model: Model, every: int, loads: Callable[[], ExpertLoads], turn_bytes: int = TURN_BYTES):
+    def __init__(self, model: Model, every: int, loads: Callable[[], ExpertCounts], turn_bytes: int = TURN_BYTES):
         self._mesh, self._every, self._loads, self._turn_bytes = model.runtime.mesh, every, loads, turn_bytes
         self._ranks, self._groups = self._mesh.ep, model.config.n_group
         self._layers = moe_layers(model)

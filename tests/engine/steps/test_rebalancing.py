@@ -14,10 +14,10 @@ import torch
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.engine.steps.rebalancing import Rebalancing
 from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.counts import ExpertCounter, ExpertCounts, count_topk_ids
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
-from dsa_engine.parallel.experts.loads import ExpertLoads, LoadCounter, count_topk_ids
 from dsa_engine.parallel.experts.movement import expert_bytes
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
 from dsa_engine.parallel.group import Group
@@ -122,10 +122,10 @@ def test_after_every_turn_each_slot_has_the_expert_of_the_table(stored: str, rep
     def work(group: Group) -> tuple[list[dict[int, Held]], Rebalancing]:
         layers, calls = Layers(group, stored, replicas), 0
 
-        def loads() -> ExpertLoads:
+        def loads() -> ExpertCounts:
             nonlocal calls
             calls += 1
-            return ExpertLoads("", LAYERS, tuple(skewed(layer, calls) for layer in LAYERS))
+            return ExpertCounts("", LAYERS, tuple(skewed(layer, calls) for layer in LAYERS))
 
         rebalancing = Rebalancing(layers.model, 3, loads, turn_bytes=1)
         addresses = [tensor.data_ptr() for moe in layers.moe.values() for tensor in moe.experts.moved]
@@ -172,7 +172,7 @@ def test_the_busiest_rank_has_what_was_planned(caplog: pytest.LogCaptureFixture)
             return worst
 
         before = measured()
-        rebalancing = Rebalancing(layers.model, 1, lambda: ExpertLoads("", LAYERS, tuple(map(tuple, counts.values()))))
+        rebalancing = Rebalancing(layers.model, 1, lambda: ExpertCounts("", LAYERS, tuple(map(tuple, counts.values()))))
         while not rebalancing.times:
             rebalancing.turn()
         planned = [
@@ -194,8 +194,8 @@ def test_the_busiest_rank_has_what_was_planned(caplog: pytest.LogCaptureFixture)
 
 
 def test_loads_are_those_of_all_ranks_since_the_last_time() -> None:
-    def work(group: Group) -> list[ExpertLoads]:
-        counter = LoadCounter("m", LAYERS, EXPERTS, group, CPU)
+    def work(group: Group) -> list[ExpertCounts]:
+        counter = ExpertCounter("m", LAYERS, EXPERTS, group, CPU)
         count_topk_ids(torch.tensor([[0, group.index], [-1, 6]], dtype=torch.int32), counter.counts(4))
         first = counter.take()
         count_topk_ids(torch.tensor([[5]], dtype=torch.int32), counter.counts(1))
@@ -203,15 +203,15 @@ def test_loads_are_those_of_all_ranks_since_the_last_time() -> None:
 
     none = (0.0,) * EXPERTS
     for first, second in on_ranks(RANKS, work):
-        assert first == ExpertLoads("m", LAYERS, (none, none, (4, 1, 1, 0, 0, 0, 3), none))
-        assert second == ExpertLoads("m", LAYERS, ((0, 0, 0, 0, 0, 3, 0), none, none, none))
+        assert first == ExpertCounts("m", LAYERS, (none, none, (4, 1, 1, 0, 0, 0, 3), none))
+        assert second == ExpertCounts("m", LAYERS, ((0, 0, 0, 0, 0, 3, 0), none, none, none))
 
 
 def test_loads_that_are_even_enough_move_nothing() -> None:
     def work(group: Group) -> int:
         layers = Layers(group, "bfloat16", replicas=2)
         loads = tuple(1.0 + 0.001 * expert for expert in range(EXPERTS))
-        rebalancing = Rebalancing(layers.model, 1, lambda: ExpertLoads("", (1, 2), (loads, (0.0,) * EXPERTS)))
+        rebalancing = Rebalancing(layers.model, 1, lambda: ExpertCounts("", (1, 2), (loads, (0.0,) * EXPERTS)))
         while not rebalancing.times:
             rebalancing.turn()
         return rebalancing.moved_bytes

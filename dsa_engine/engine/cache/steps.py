@@ -18,7 +18,7 @@ from dsa_engine.parallel import Mesh
 _POLL_S = 0.001  # seconds between looks at a running read, while there is nothing to compute
 
 
-class CacheTurns:
+class CacheSteps:
     """In a step :meth:`begin_step`, :meth:`moving` around the forward pass, and :meth:`launched` after it.
 
     Args:

@@ -15,21 +15,21 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.counts import ExpertCounts
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
-from dsa_engine.parallel.experts.loads import ExpertLoads
 
 GOOD: dict[str, Any] = {"version": 1, "model": "m", "layers": [3, 5], "loads": [[1, 2.5, 0], [0, 0, 0]]}
 
 
 def test_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "loads.json"
-    path.write_text(ExpertLoads("m", (3, 5), ((1.0, 2.5, 0.0), (0.0, 0.0, 0.0))).text())
-    loads = ExpertLoads.read(path)
+    path.write_text(ExpertCounts("m", (3, 5), ((1.0, 2.5, 0.0), (0.0, 0.0, 0.0))).text())
+    loads = ExpertCounts.read(path)
     assert json.loads(path.read_text()) == GOOD and [*tmp_path.iterdir()] == [path]
     assert (loads.experts, loads.of_layer(3)) == (3, (1.0, 2.5, 0.0))
     assert loads.of_layer(5) is None and loads.of_layer(4) is None, "equal loads"
     path.write_text(json.dumps(GOOD | {"steps": 7}))
-    assert ExpertLoads.read(path) == loads, "keys of other programs"
+    assert ExpertCounts.read(path) == loads, "keys of other programs"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_bad_content(tmp_path: Path, change: dict[str, Any], message: str) -> No
     path = tmp_path / "loads.json"
     path.write_text(json.dumps(GOOD | change))
     with pytest.raises(ValueError, match=f"expert_loads: .*loads.json.*{message}"):
-        ExpertLoads.read(path)
+        ExpertCounts.read(path)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_no_such_file(tmp_path: Path, text: str | bytes | None, message: str) ->
     if text is not None:
         path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=f"expert_loads: .*{message}"):
-        ExpertLoads.read(path)
+        ExpertCounts.read(path)
 
 
 def placements(ranks: int, **options: Any) -> LayerPlacements:
@@ -79,7 +79,7 @@ def placements(ranks: int, **options: Any) -> LayerPlacements:
 def test_each_layer_has_its_placement(tmp_path: Path) -> None:
     path = tmp_path / "loads.json"
     heavy = [(9.0, *(1.0,) * 11), (*(1.0,) * 11, 9.0)]
-    path.write_text(ExpertLoads("m", (1, 2, 3), (*heavy, heavy[0])).text())
+    path.write_text(ExpertCounts("m", (1, 2, 3), (*heavy, heavy[0])).text())
     options = {"expert_loads": path, "redundant_experts": 4}
     ranks = placements(3, **options)
     for layer, loads in ((1, heavy[0]), (2, heavy[1]), (3, heavy[0]), (4, (1.0,) * 12)):
@@ -149,7 +149,7 @@ def test_ranks_compare_the_content_and_not_the_path(tmp_path: Path) -> None:
     facts = []
     for name, load in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         path = tmp_path / name
-        path.write_text(ExpertLoads("m", (3,), ((1.0, load),)).text())
+        path.write_text(ExpertCounts("m", (3,), ((1.0, load),)).text())
         options = EngineOptions("m", load_format="dummy", parallel=ParallelConfig(expert_loads=path))
         facts.append(start_facts(tmp_path, options))
     assert facts[0] == facts[1] and {key for key in facts[0] if facts[0][key] != facts[2][key]} == {"expert_loads"}

@@ -27,7 +27,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class ExpertLoads:
+class ExpertCounts:
     """Loads of all logical experts of some layers.
 
     Attributes:
@@ -64,7 +64,7 @@ class ExpertLoads:
         return loads if any(loads) else None
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> ExpertLoads:
+    def read(cls, path: str | os.PathLike[str]) -> ExpertCounts:
         """Reads a file.
 
         Raises:
@@ -87,7 +87,7 @@ class ExpertLoads:
         return json.dumps(value) + "\n"
 
 
-class LoadCounter:
+class ExpertCounter:
     """The counts of some layers. Every row is counted on the rank that routes it, so sums over ranks have each token
     once; drafts that are rejected count, padding does not.
 
@@ -110,7 +110,7 @@ class LoadCounter:
         """int64 ``[1 + experts]``, to which :func:`count_topk_ids` adds."""
         return self._counts[self._layers.index(layer)]
 
-    def take(self) -> ExpertLoads:
+    def take(self) -> ExpertCounts:
         """The loads of all ranks together since the last call, the same on every rank; the host waits for the steps
         before."""
         now = self._of_ranks()
@@ -118,7 +118,7 @@ class LoadCounter:
         self._taken.copy_(now)
         return loads()
 
-    def total(self) -> Callable[[], ExpertLoads]:
+    def total(self) -> Callable[[], ExpertCounts]:
         """Starts to read the loads of all ranks together since :meth:`forget`, the same on every rank.
 
         Returns:
@@ -142,8 +142,8 @@ class LoadCounter:
         """int64 ``[layers, experts]``."""
         return self._group.all_gather(self._counts[None]).sum(dim=0)[:, 1:].contiguous()
 
-    def _loads(self, counts: Callable[[], list[list[float]]]) -> Callable[[], ExpertLoads]:
-        return lambda: ExpertLoads(self._model, self._layers, tuple(map(tuple, counts())))
+    def _loads(self, counts: Callable[[], list[list[float]]]) -> Callable[[], ExpertCounts]:
+        return lambda: ExpertCounts(self._model, self._layers, tuple(map(tuple, counts())))
 
 
 def count_topk_ids(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:

@@ -13,10 +13,10 @@ import torch
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.engine.steps.rebalancing import LoadRecorder, moe_layers
+from dsa_engine.engine.steps.rebalancing import CountRecorder, moe_layers
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.model import moe
-from dsa_engine.parallel.experts.loads import ExpertLoads, LoadCounter, count_topk_ids
+from dsa_engine.parallel.experts.counts import ExpertCounter, ExpertCounts, count_topk_ids
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
 
@@ -75,7 +75,7 @@ def test_the_file_has_every_choice_once(
     expected = recounted(llm, routed)
     assert not path.exists(), "an interval has many steps"
     llm.close()
-    loads = ExpertLoads.read(path)
+    loads = ExpertCounts.read(path)
     assert loads.layers == ((1, 2, 3) if drafts else (1, 2))
     assert loads.loads == expected
     if not drafts:
@@ -94,7 +94,7 @@ def test_both_micro_batches_of_a_step_are_counted(routed: dict[int, list[int]], 
     with LLM("demo-random", parallel=EmulatedConfig(emulate_world=2), **OPTIONS, **dbo) as llm:
         model = llm.engine.model
         layers = moe_layers(model)
-        counter = LoadCounter("", [*layers], 24, Group((0,), 0, None), CPU)
+        counter = ExpertCounter("", [*layers], 24, Group((0,), 0, None), CPU)
         for number, layer in layers.items():
             layer.counts = counter.counts(number)
         routed.clear()
@@ -103,11 +103,11 @@ def test_both_micro_batches_of_a_step_are_counted(routed: dict[int, list[int]], 
         assert counter.total()().loads == recounted(llm, routed)
 
 
-def counter_of_one() -> LoadCounter:
-    return LoadCounter("m", (1, 4), 3, Group((0,), 0, None), CPU)
+def counter_of_one() -> ExpertCounter:
+    return ExpertCounter("m", (1, 4), 3, Group((0,), 0, None), CPU)
 
 
-def choose(counter: LoadCounter, *experts: int) -> None:
+def choose(counter: ExpertCounter, *experts: int) -> None:
     count_topk_ids(torch.tensor([experts], dtype=torch.int32), counter.counts(4))
 
 
@@ -121,18 +121,18 @@ def test_two_readers_do_not_disturb_each_other() -> None:
     total = counter.total()
     assert counter.take().loads == (none, (0, 0, 1)) and total().loads == (none, (1, 0, 2))
     counter.forget()
-    assert counter.take() == counter.total()() == ExpertLoads("m", (1, 4), (none, none))
+    assert counter.take() == counter.total()() == ExpertCounts("m", (1, 4), (none, none))
 
 
 def test_a_file_at_intervals_and_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     counter, path = counter_of_one(), tmp_path / "loads.json"
-    recorder, other = LoadRecorder(counter, path, every=2), LoadRecorder(counter, None, every=1)
+    recorder, other = CountRecorder(counter, path, every=2), CountRecorder(counter, None, every=1)
     written = []
     for _ in range(5):
         choose(counter, 1)
         recorder.turn()
         other.turn()
-        written.append(ExpertLoads.read(path).loads[1][1] if path.exists() else None)
+        written.append(ExpertCounts.read(path).loads[1][1] if path.exists() else None)
     assert written[0] is None and None not in written[1:] and list(tmp_path.iterdir()) == [path]
     choose(counter, 1)
     recorder.write()
@@ -148,9 +148,9 @@ def test_a_run_before_a_capture_is_not_counted(
     fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step whose graph is new computes twice."""
-    paused: list[LoadCounter] = []
-    original = LoadCounter.paused
-    monkeypatch.setattr(LoadCounter, "paused", lambda self: paused.append(self) or original(self))
+    paused: list[ExpertCounter] = []
+    original = ExpertCounter.paused
+    monkeypatch.setattr(ExpertCounter, "paused", lambda self: paused.append(self) or original(self))
     with FakeDevice() as device:
         engine = fake_engine(
             device,

@@ -67,7 +67,7 @@ setup(
     package_data={
         "dsa_engine": ["py.typed", "demo_model/*"],
         "dsa_engine.commands": ["lens.html"],
-        "dsa_engine.kernels": ["native/*"],
+        "dsa_engine.kernels": ["cpu/*"],
         "dsa_engine.server": ["page/*"],
     },
     include_package_data=False,

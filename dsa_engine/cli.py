@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from dsa_engine.arguments import Parser, argument_parser, run
+from dsa_engine.commands.arguments import Parser, argument_parser, run
 from dsa_engine.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -43,13 +43,13 @@ class TwoLevels:
 
     Attributes:
         rail, node: the ranks of this rank's rail, and those of its node in the group.
-        beside: the stream of asynchronous ones, on which the second level follows the first.
+        side_stream: the stream of asynchronous ones, on which the second level follows the first.
         max_part: bytes of a rank up to which they are carried; others are the backend's.
     """
 
     rail: Group
     node: Group
-    beside: SideStream
+    side_stream: SideStream
     max_part: int = sys.maxsize
 
     def gather(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]:
@@ -61,7 +61,7 @@ class TwoLevels:
 
         if asynchronous:
             start = partial(rail.all_gather_async, rows)
-            return self.beside.relay(start, lambda wait: inside(wait()), rows)
+            return self.side_stream.relay(start, lambda wait: inside(wait()), rows)
         gathered = inside(rail.all_gather(rows))
         return lambda: gathered
 
@@ -76,7 +76,7 @@ class TwoLevels:
             def start() -> Callable[[], torch.Tensor]:
                 return node.reduce_scatter_async(ordered())
 
-            return self.beside.relay(start, lambda wait: rail.reduce_scatter(wait()), rows)
+            return self.side_stream.relay(start, lambda wait: rail.reduce_scatter(wait()), rows)
         reduced = rail.reduce_scatter(node.reduce_scatter(ordered()))
         return lambda: reduced
 
@@ -119,7 +119,7 @@ def gather_group(
             inside += [[rank] for rank in ranks]
             rails += [[rank] for rank in ranks]
     node, rail = make(inside), make(rails)
-    return group if rail.size == 1 else replace(group, levels=TwoLevels(rail, node, SideStream(device)))
+    return group if rail.size == 1 else replace(group, two_level=TwoLevels(rail, node, SideStream(device)))
 
 
 def with_small_parts(
@@ -134,4 +134,4 @@ def with_small_parts(
     if limit == 0:
         return group
     inside = [[rank for rank, node in enumerate(nodes) if node == one] for one in dict.fromkeys(nodes)]
-    return replace(group, levels=TwoLevels(make(rails_of(nodes)), make(inside), SideStream(device), limit))
+    return replace(group, two_level=TwoLevels(make(rails_of(nodes)), make(inside), SideStream(device), limit))

@@ -95,7 +95,7 @@ class Group:
     index: int
     handle: dist.ProcessGroup | None  # None: alone
     bytes_sent: int = 0  # payload of this rank in collectives
-    levels: Levels | None = None  # carries all-gathers and reduce-scatters of few bytes
+    two_level: Levels | None = None  # carries all-gathers and reduce-scatters of few bytes
 
     @cached_property
     def size(self) -> int:
@@ -108,12 +108,12 @@ class Group:
     @property
     def parts(self) -> tuple[Group, ...]:
         """The groups that carry collectives of this one; none, if it carries all of them itself."""
-        return () if self.levels is None else (self.levels.rail, self.levels.node)
+        return () if self.two_level is None else (self.two_level.rail, self.two_level.node)
 
     def goes_by_rail(self, nbytes: int) -> bool:
         """Whether gathers and sums with so many bytes of a rank go along rails. These bring rows by rail; a copy puts
         them in order, unless the caller takes them by rail."""
-        return self.levels is not None and nbytes <= self.levels.max_part
+        return self.two_level is not None and nbytes <= self.two_level.max_part
 
     def all_gather_async(self, rows: torch.Tensor, by_rail: bool = False) -> Callable[[], torch.Tensor]:
         """Starts gathering ``rows [R, ...]``, R the same on every rank.
@@ -239,8 +239,8 @@ class Group:
         if self.alone:
             return lambda: rows
         rows = rows.contiguous()
-        if self.levels is not None and self.goes_by_rail(rows.nbytes):
-            return self.levels.gather(rows, asynchronous, by_rail)
+        if self.two_level is not None and self.goes_by_rail(rows.nbytes):
+            return self.two_level.gather(rows, asynchronous, by_rail)
         assert not by_rail, "as few bytes as go along rails"
         self.bytes_sent += rows.nbytes * (self.size - 1)
         return self._start_gather(rows, asynchronous)
@@ -249,10 +249,10 @@ class Group:
         if self.alone:
             return lambda: rows
         rows = rows.contiguous()
-        if self.levels is not None:
+        if self.two_level is not None:
             if self.goes_by_rail(rows.nbytes // self.size):
-                return self.levels.reduce(rows, asynchronous, by_rail)
-            rows = self.levels.by_rank(rows) if by_rail else rows
+                return self.two_level.reduce(rows, asynchronous, by_rail)
+            rows = self.two_level.by_rank(rows) if by_rail else rows
         self.bytes_sent += self._bytes_to_others(rows)
         return self._start_reduce(rows, asynchronous)
 

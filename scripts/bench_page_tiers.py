@@ -19,18 +19,18 @@ from functools import partial
 
 import torch
 
-from dsa_engine.arguments import add_json_argument, argument_parser, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, run
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.host import HostPages
 from dsa_engine.engine.cache.pool import PageCopy, PageMoves
 from dsa_engine.engine.cache.transfer import PageTransfer
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model.kv_cache import KVCache, cache_dtype, cache_format
-from dsa_engine.model_folder import resolve_model
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.group import Group
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes
+from dsa_engine.weights.model_folder import resolve_model
 
 
 def parse() -> argparse.Namespace:

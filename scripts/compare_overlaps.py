@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, add_json_argument, argument_parser, lengths, reported, run
+from dsa_engine.commands.arguments import (
+    add_engine_arguments,
+    add_json_argument,
+    argument_parser,
+    lengths,
+    reported,
+    run,
+)
 from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
 from dsa_engine.commands.bench.options import add_emulation_arguments
 from dsa_engine.kernels.runtime.operation import error_line

@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from demo_model.evaluation import held_out, retrieval
-from dsa_engine.arguments import (
+from dsa_engine.commands.arguments import (
     add_engine_arguments,
     add_json_argument,
     argument_parser,

@@ -26,19 +26,19 @@ from typing import Any
 import torch
 import zmq
 
-from dsa_engine.arguments import add_json_argument, argument_parser, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, run
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.reply import RequestRecord
+from dsa_engine.engine.calls.reply import RequestRecord
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.model_folder import resolve_model
 from dsa_engine.server.http import bind, url_of
 from dsa_engine.server.messages import EngineFacts, NewRequest, NewTokens, encode, to_engine
 from dsa_engine.server.options import ServerOptions
 from dsa_engine.server.process import HttpProcesses
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.text.tokenizer import Tokenizer
+from dsa_engine.weights.model_folder import resolve_model
 
 LOADS = {"events": '"stream": true', "whole": '"n": 1', "whole, stop strings": '"stop": ["never", "seen"]'}
 LAST = Ending("length"), RequestRecord()

@@ -16,7 +16,7 @@ from demo_model import recipe
 from demo_model.corpus import documents_of, standard_library
 from demo_model.export import write_checkpoint
 from demo_model.loop import Run
-from dsa_engine.arguments import argument_parser, run
+from dsa_engine.commands.arguments import argument_parser, run
 
 
 def parse() -> argparse.Namespace:

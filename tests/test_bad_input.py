@@ -12,7 +12,7 @@ import pytest
 
 from dsa_engine import LLM, CapacityError, CheckpointError, ParallelConfig, SamplingParams
 from dsa_engine.demo import demo_folder
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 
 NAN = float("nan")
 ONE_TOKEN = SamplingParams(max_tokens=1)

@@ -37,7 +37,7 @@ FOLDERS_OF_PAGES = {
     "model.md": "dsa_engine/model",
     "parallel.md": "parallel",
     "server.md": "dsa_engine/server",
-    "weights.md": "dsa_engine/quantization",
+    "weights.md": "dsa_engine/weights/formats",
 }
 ENDINGS = r"(?:py|md|cpp|json|jsonl|png|sh|toml)"
 

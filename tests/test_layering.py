@@ -22,10 +22,9 @@ LAYERS = (
     ("cli",),
     ("commands",),
     ("measure",),
-    ("arguments", "convert", "server"),
+    ("commands.arguments", "server", "weights.convert"),
     ("llm",),
-    ("async_calls",),
-    ("model_folder",),
+    ("weights.model_folder",),
     ("demo",),
     ("engine.startup",),
     ("engine.disaggregation",),
@@ -35,9 +34,9 @@ LAYERS = (
     ("engine.steps",),
     ("engine.cache", "engine.requests"),
     ("model",),
-    ("quantization",),
-    ("checkpoint", "options", "text"),
-    ("sampling_params", "structured_outputs"),
+    ("weights.formats",),
+    ("options", "text", "weights"),
+    ("sampling_params",),
     ("inputs", "outputs"),
     ("system",),
     ("parallel",),
@@ -204,9 +203,10 @@ def test_the_check_finds_what_it_should(
         assert len(broken) == 1 and complaint in broken[0]
 
 
-def test_a_room_of_the_package_has_at_most_14_modules() -> None:
+def test_a_room_of_the_package_has_few_modules() -> None:
     rooms = Counter(str(path.parent.relative_to(ROOT)) for path in python_files() if "tests" not in path.parts)
-    assert {room: count for room, count in rooms.items() if count > 14} == {}
+    most = {"dsa_engine": 10, "dsa_engine/engine": 5}
+    assert {room: count for room, count in rooms.items() if count > most.get(room, 14)} == {}
 
 
 def test_importing_does_not_bring_torch_compile_along() -> None:

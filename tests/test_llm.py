@@ -13,7 +13,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import demo_folder
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 
 TEXT = "def selection(tokens):\n    return sorted(tokens)[:256]\n" * 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -68,8 +68,8 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Path], tre
     expected |= {f"dsa_engine/server/page/{path.name}" for path in (tree / "dsa_engine" / "server" / "page").iterdir()}
     assert "dsa_engine/server/page/index.html" in expected
     expected |= {"dsa_engine/commands/lens.html"}
-    expected |= {f"dsa_engine/kernels/native/{path.name}" for path in (tree / "kernels" / "native").iterdir()}
-    assert "dsa_engine/kernels/native/tiles.h" in expected
+    expected |= {f"dsa_engine/kernels/cpu/{path.name}" for path in (tree / "kernels" / "cpu").iterdir()}
+    assert "dsa_engine/kernels/cpu/tiles.h" in expected
     for folder, prefix in (("dsa_engine", ""), ("kernels", "dsa_engine/"), ("parallel", "dsa_engine/")):
         expected |= {prefix + path.relative_to(tree).as_posix() for path in (tree / folder).rglob("*.py")}
     packed = {name for name in names if ".dist-info/" not in name}

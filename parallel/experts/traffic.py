@@ -44,7 +44,7 @@ def quantized_bytes(hidden: int, block: int = 128) -> int:
     return hidden + 4 * cdiv(hidden, block)
 
 
-class Routing(NamedTuple):
+class RouterShape(NamedTuple):
     """A token's experts: ``top_k`` of ``experts``, evenly out of ``top_groups`` of ``groups`` equal groups."""
 
     experts: int
@@ -68,7 +68,7 @@ class Routing(NamedTuple):
 
 
 def exchange(
-    method: DispatchMethod, rows: float, ranks: int, nodes: int, row: RowBytes, routing: Routing, links: Links
+    method: DispatchMethod, rows: float, ranks: int, nodes: int, row: RowBytes, routing: RouterShape, links: Links
 ) -> float:
     """Seconds of a layer's way to the experts, with the exchange of counts, and back, for ``rows`` tokens of each rank,
     in one round, with even routing and consecutive experts, if nothing else travels."""
@@ -128,9 +128,9 @@ class DispatchChoice:
         self._methods: list[DispatchMethod] = ["all_gather", "all_to_all"]
         if has_two_levels(nodes):
             self._methods.append("by_node")
-        self._chosen: dict[tuple[int, int, RowBytes, Routing], DispatchMethod] = {}
+        self._chosen: dict[tuple[int, int, RowBytes, RouterShape], DispatchMethod] = {}
 
-    def method(self, tokens: int, max_pairs: int, row: RowBytes, routing: Routing) -> DispatchMethod:
+    def method(self, tokens: int, max_pairs: int, row: RowBytes, routing: RouterShape) -> DispatchMethod:
         """The dispatch of a step.
 
         Args:
@@ -143,12 +143,12 @@ class DispatchChoice:
             self._chosen[key] = self._choose(*key)
         return self._chosen[key]
 
-    def seconds(self, tokens: int, row: RowBytes, routing: Routing) -> dict[DispatchMethod, float]:
+    def seconds(self, tokens: int, row: RowBytes, routing: RouterShape) -> dict[DispatchMethod, float]:
         """Modelled seconds of each dispatch on the way to experts and back."""
         sizes = tokens, self._ranks, self._nodes
         return {method: exchange(method, *sizes, row, routing, self._links) for method in self._methods}
 
-    def _choose(self, tokens: int, max_pairs: int, row: RowBytes, routing: Routing) -> DispatchMethod:
+    def _choose(self, tokens: int, max_pairs: int, row: RowBytes, routing: RouterShape) -> DispatchMethod:
         seconds = self.seconds(tokens, row, routing)
         if tokens * self._ranks > max_pairs:
             del seconds["all_gather"]

@@ -19,7 +19,7 @@ SEED = 1000
 SPACING = 64  # tokens of a document per fact
 
 
-class Conversation(NamedTuple):
+class Examination(NamedTuple):
     """A document followed by its questions; ``answers`` are positions of answers, ``depths`` those of their facts,
     0 to 1."""
 
@@ -33,7 +33,7 @@ def held_out() -> Documents:
     return documents_of(standard_library()[1])
 
 
-def conversation(documents: Documents, length: int, seed: int, questions: int = 10) -> Conversation:
+def conversation(documents: Documents, length: int, seed: int, questions: int = 10) -> Examination:
     """A document of exactly ``length`` tokens and a question for a fact in each of ``questions`` parts of it, in random
     order; the same arguments give the same tokens.
 
@@ -52,7 +52,7 @@ def conversation(documents: Documents, length: int, seed: int, questions: int = 
         starts.append(len(tokens))
         tokens += writer.fact(*fact)[0]
     _fill(documents, rng, tokens, length)
-    made = Conversation(tokens, [], [])
+    made = Examination(tokens, [], [])
     for i, part in enumerate(rng.permutation(questions)):
         inside = [j for j, start in enumerate(starts) if part <= start / length * questions < part + 1]
         asked = int(rng.choice(inside))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dsa_engine.convert import quantize_checkpoint
+from dsa_engine.weights.convert import quantize_checkpoint
 
 # hidden size, layers, width of an expert, vocabulary, heads, width of a dense layer
 MODELS = {"38M": (512, 3, 192, 8192, 8, 1024), "121M": (768, 4, 320, 16384, 12, 2048)}

@@ -58,7 +58,7 @@ class Engine:
         self._max_tokens = tokens
 
     def prefill(self, prompt: list[int]) -> list[float]:
-        from dsa_engine.engine.jobs import prefill
+        from dsa_engine.engine.calls.jobs import prefill
 
         return prefill(self._engine, prompt).tolist()
 

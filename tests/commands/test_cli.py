@@ -12,7 +12,7 @@ import pytest
 
 import dsa_engine
 from dsa_engine import cli
-from dsa_engine.arguments import argument_parser, read_text
+from dsa_engine.commands.arguments import argument_parser, read_text
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tqdm", "matplotlib", "dsa_engine.llm", "dsa_engine.model")
 

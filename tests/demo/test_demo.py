@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import CheckpointReader, Source
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import random_model as demo
 from dsa_engine.kernels.runtime.cpu import user_cache
 from dsa_engine.model.layout import released_tensors
+from dsa_engine.weights import CheckpointReader, Source
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.requests import add_filled
 from dsa_engine.parallel.disaggregation import PageGroups
-from dsa_engine.parallel.experts.loads import ExpertLoads
+from dsa_engine.parallel.experts.counts import ExpertCounts
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
 from fake_cuda.world import FakeGroup
@@ -146,7 +146,7 @@ def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypat
         layers = [layer.moe for layer in engine.model.layers if layer.moe is not None]
         placements = [moe.expert_parallel.placement for moe in layers]
         swapped = [(one.held[1], one.held[0], *one.held[2:]) for one in placements]
-        loads = ExpertLoads("", (1, 2), ((1.0,) * 256,) * 2)
+        loads = ExpertCounts("", (1, 2), ((1.0,) * 256,) * 2)
         monkeypatch.setattr(rebalancing, "_loads", lambda: loads)
         monkeypatch.setattr(rebalancing, "_plans", lambda *_: swapped)
 

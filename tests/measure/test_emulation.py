@@ -18,7 +18,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.config.released import released_config
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.requests import random_prompt

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.stage_timer import DeviceClock, StageTimer
 from dsa_engine.model.profile_stages import STAGES, stage
 from stages import current_stage

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsa_engine.checkpoint import CheckpointReader, Source, TensorSpec
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.demo.random_checkpoint import RESIDUAL_GAIN, write_random_checkpoint
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.model.layout import parameter_counts, released_tensors
+from dsa_engine.weights import CheckpointReader, Source, TensorSpec
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from oracles import CASES
 
 # Cases whose schedule of indexers has to be worked out from other keys than transformers' own `indexer_types`.

@@ -48,7 +48,7 @@ def test_the_same_rows_and_fewer_bytes_between_nodes(asynchronous: bool) -> None
             return gloo_group(store, mine, rank)
 
         group = gather_group(plain, [range(len(NODES))], NODES, torch.device("cpu"), make)
-        levels = group.levels
+        levels = group.two_level
         assert levels is not None and (levels.rail.size, levels.node.size) == (2, 2)
         gathers = [one.all_gather_async if asynchronous else one.all_gather for one in (plain, group)]
         begun = [gather(rows[rank]) for gather in gathers]
@@ -87,11 +87,11 @@ def test_each_context_parallel_group_has_rails_of_its_own(monkeypatch: pytest.Mo
     mesh = Mesh(ParallelConfig(cp_size=4), 6, 8, torch.device("cpu"))
     made.clear()
     mesh.set_nodes([0, 0, 0, 0, 1, 1, 2, 2])
-    levels = mesh.cp.levels
+    levels = mesh.cp.two_level
     assert levels is not None and mesh.cp.ranks == (4, 5, 6, 7) and mesh.cp.index == 2
     assert (levels.rail.ranks, levels.node.ranks) == ((4, 6), (6, 7))
     assert made == [(4, 5), (6, 7), (4, 6), (5, 7)], "the first group is inside a node"
-    assert levels.rail in mesh.groups and levels.node in mesh.groups and mesh.ep.levels is None
+    assert levels.rail in mesh.groups and levels.node in mesh.groups and mesh.ep.two_level is None
 
 
 def test_sums_and_gathers_of_small_parts() -> None:
@@ -107,7 +107,7 @@ def test_sums_and_gathers_of_small_parts() -> None:
         )
         results = []
         for limit in (given[0].nbytes, 0):
-            group.levels = TwoLevels(rail, node, SideStream(torch.device("cpu")), limit)
+            group.two_level = TwoLevels(rail, node, SideStream(torch.device("cpu")), limit)
             begun = group.all_gather_async(given[rank]), group.reduce_scatter_async(given[rank])
             results += [group.reduce_scatter(given[rank]), *(wait() for wait in begun)]
         assert group.log is not None and [one.kind for one in group.log] == [
@@ -143,7 +143,7 @@ def test_rows_by_rail(sums_too: bool) -> None:
             gloo_group(store, next(ranks for ranks in one if rank in ranks), rank)
             for store, one in zip(stores, parts, strict=True)
         )
-        group.levels = TwoLevels(rail, node, SideStream(torch.device("cpu")), (1 + sums_too) * given[0].nbytes)
+        group.two_level = TwoLevels(rail, node, SideStream(torch.device("cpu")), (1 + sums_too) * given[0].nbytes)
         assert group.goes_by_rail(given[0].nbytes) and group.goes_by_rail(2 * given[0].nbytes) == sums_too
         gathered = group.all_gather_async(given[rank], by_rail=True)()
         summed = group.reduce_scatter_async(sums[rank, rails].flatten(0, 1), by_rail=True)()

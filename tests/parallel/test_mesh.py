@@ -22,7 +22,7 @@ from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.tensor_parallel import shard, vocab_shard
-from dsa_engine.quantization import Unquantized
+from dsa_engine.weights.formats import Unquantized
 
 CPU = torch.device("cpu")
 

@@ -109,7 +109,7 @@ def test_what_takes_long_shows_its_progress(
     caplog.set_level(logging.INFO, "dsa_engine")
     sizes = {"device": "cpu", "cache_memory": "1MiB", "max_model_len": 512, "max_num_batched_tokens": 64}
     with LLM("demo-random", **sizes, hf_overrides={"rms_norm_eps": 2e-6}) as llm:  # a model that was never compared
-        monkeypatch.setattr("dsa_engine.engine.calls._TICK_S", 0.0)
+        monkeypatch.setattr("dsa_engine.engine.calls.call._TICK_S", 0.0)
         pieces = list(llm.stream([5] * 400, SamplingParams(max_tokens=2, ignore_eos=True)))
     assert [len(piece.token_ids) for piece in pieces] == [1, 1]
     fixed = "--weights fp8 --cache fp8 --drafts 0 --tp-size 1"

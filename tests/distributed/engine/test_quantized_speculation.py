@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+from dsa_engine.weights.convert import quantize_checkpoint
 from quantized_sizes import INDEXER, SIZES
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ ALL = list(product(MODELS, FORMATS))
 ONE_EACH = [("deepseek_v32", "fp8, fp8 caches"), ("glm_moe_dsa", "int8"), ("deepseek_v3", "fp8 caches")]
 
 # Rounding in float32 depends on the number of rows in a product, and sometimes moves a value to the next code;
-# tests/quantization/test_preemption.py says how far that was seen to move logits.
+# tests/weights/formats/test_preemption.py says how far that was seen to move logits.
 NEAR_TIE = 0.05  # nats
 
 

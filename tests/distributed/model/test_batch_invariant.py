@@ -27,8 +27,8 @@ from bits import (
     reference,
     without_the_option,
 )
-from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+from dsa_engine.weights.convert import quantize_checkpoint
 
 
 class Runs:

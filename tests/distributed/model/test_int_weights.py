@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.convert import quantize_checkpoint
+from dsa_engine.weights.convert import quantize_checkpoint
 
 SIZES = {
     "hidden_size": 256,

@@ -18,7 +18,7 @@ import pytest
 
 import emulate_nodes
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.requests import random_prompt
 
 ROOT = Path(__file__).resolve().parents[3]

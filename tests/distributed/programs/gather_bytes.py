@@ -35,4 +35,4 @@ for group in (ring, mesh.cp):
     parts.append((sent() - before) / (TIMES * ROWS))
     equal.append(torch.equal(gathered, torch.arange(mesh.world_size, dtype=torch.uint8).repeat_interleave(ROWS)))
 if mesh.is_leader:
-    Path(sys.argv[1]).write_text(json.dumps({"parts": parts, "equal": equal, "form": type(mesh.cp.levels).__name__}))
+    Path(sys.argv[1]).write_text(json.dumps({"parts": parts, "equal": equal, "form": type(mesh.cp.two_level).__name__}))

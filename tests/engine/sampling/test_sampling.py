@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
 from dsa_engine.engine.sampling.sampler import (
-    Limits,
+    DrawLimits,
     exponential_noise,
     log_probabilities,
     mixed_seed,
@@ -273,10 +273,10 @@ def test_noise() -> None:
 def test_limits_of_a_graph() -> None:
     """There are few kinds, so a step with other parameters replays a captured graph."""
     params = [SamplingParams(top_k=k, top_p=0.5) for k in (0, 3, 40)]
-    assert Limits.of(params, 5000) == Limits(False, 40, True) and Limits.of(params[:1], 5000).top_k == 0
-    assert Limits.of(params, 5000).rounded(5000) == Limits(True, 64, True)
-    assert [Limits(False, k, False).rounded(100).top_k for k in (0, 1, 64, 65, 99)] == [0, 64, 64, 100, 100]
-    assert Limits.of([SamplingParams(top_k=200)], 100).top_k == 0, "as many as there are"
+    assert DrawLimits.of(params, 5000) == DrawLimits(False, 40, True) and DrawLimits.of(params[:1], 5000).top_k == 0
+    assert DrawLimits.of(params, 5000).rounded(5000) == DrawLimits(True, 64, True)
+    assert [DrawLimits(False, k, False).rounded(100).top_k for k in (0, 1, 64, 65, 99)] == [0, 64, 64, 100, 100]
+    assert DrawLimits.of([SamplingParams(top_k=200)], 100).top_k == 0, "as many as there are"
 
 
 def test_parameters_that_contradict_each_other() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.reply import Reply
+from dsa_engine.engine.calls.reply import Reply
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Chunk, Request, SampledToken
 from dsa_engine.engine.requests.samples import Samples, StepResult

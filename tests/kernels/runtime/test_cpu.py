@@ -65,7 +65,7 @@ def test_sums_of_int8_on_processors_that_lack_instructions(
     masked: str, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is added to the codes of the weight is taken off again, whichever instructions there are."""
-    header = Path(native_library.__file__).parents[1] / "native" / "products.h"
+    header = Path(native_library.__file__).parents[1] / "cpu" / "products.h"
     (sources / "one.cpp").write_text(
         f"""#include "{header}"
         extern "C" long one() {{

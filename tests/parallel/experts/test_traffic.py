@@ -12,7 +12,7 @@ import pytest
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.traffic import (
     DispatchChoice,
-    Routing,
+    RouterShape,
     RowBytes,
     exchange,
     gathered,
@@ -22,12 +22,12 @@ from dsa_engine.parallel.experts.traffic import (
 from dsa_engine.parallel.links import Link, Links
 
 METHODS: tuple[DispatchMethod, ...] = ("by_node", "all_to_all")
-V32, ROW = Routing(256, top_k=8, groups=8, top_groups=4), RowBytes.of(2 * 7168, 8)
+V32, ROW = RouterShape(256, top_k=8, groups=8, top_groups=4), RowBytes.of(2 * 7168, 8)
 
 
-@pytest.mark.parametrize("routing", [V32, Routing(256, 8), Routing(256, 3, 4, 2)], ids=str)
+@pytest.mark.parametrize("routing", [V32, RouterShape(256, 8), RouterShape(256, 3, 4, 2)], ids=str)
 @pytest.mark.parametrize("parts", [64, 16, 8])
-def test_expected_tokens_are_those_of_even_routing(routing: Routing, parts: int) -> None:
+def test_expected_tokens_are_those_of_even_routing(routing: RouterShape, parts: int) -> None:
     rng, drawn, size = random.Random(0), 3000, 256 // routing.groups
     reached = 0
     for _ in range(drawn):
@@ -39,7 +39,7 @@ def test_expected_tokens_are_those_of_even_routing(routing: Routing, parts: int)
 
 
 def test_parts_by_hand() -> None:
-    assert Routing(4, 1, 2, 1).reached(2) == 0.5
+    assert RouterShape(4, 1, 2, 1).reached(2) == 0.5
     assert V32.reached(8) == pytest.approx(0.5 * (1 - comb(96, 8) / comb(128, 8))), "a node holds a group"
     assert V32.reached(64) == pytest.approx(0.5 * (1 - comb(124, 8) / comb(128, 8))) and V32.reached(1) == 1
 

@@ -43,7 +43,7 @@ def test_the_chat_template_asks_the_same_question(llm: LLM) -> None:
 
 def test_transformers_loads_the_folder_and_agrees(llm: LLM, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from dsa_engine.convert import dequantize_checkpoint
+    from dsa_engine.weights.convert import dequantize_checkpoint
 
     # transformers reads FP8 blocks with kernels for GPUs only, so its copy has the same weights expanded.
     dequantize_checkpoint(trained_folder(), tmp_path / "plain", dtype=torch.float32)

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import math
 
-from dsa_engine.arguments import add_json_argument, reported
+from dsa_engine.commands.arguments import add_json_argument, reported
 from dsa_engine.commands.bench.serving.load import add_load_arguments, at_least_1
 from dsa_engine.commands.bench.serving.result import print_serving, read_goals, summary
 from dsa_engine.measure.report import versions, write_json

@@ -44,7 +44,7 @@ class Selections:
     def __init__(self, layers: int, length: int, topk: int):
         self.layers, self.topk, self.calls = layers, topk, 0
         self.of_engine = torch.full((layers, length, topk), -1)
-        self.different: list[float] = []  # of each layer, the fraction of rows
+        self.different: list[float] = []  # fraction of rows, a layer each
 
     def watched(self, q: Any, weights: Any, pool: Any, tables: Any, segments: Any, k: int, **how: Any) -> torch.Tensor:
         """``lightning_indexer``, called once a layer of each chunk that has rows which select."""

@@ -42,7 +42,7 @@ LAYERS = (
     ("system",),
     ("parallel",),
     ("config",),
-    ("errors", "version"),
+    ("errors", "reference", "version"),
     ("kernels",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -97,11 +97,6 @@ COMMANDS = {
         "bench.command:run_tpot",
         "bench.options:add_tpot_arguments",
     ),
-    "bench serve": Command(
-        "requests that arrive over time, at any OpenAI server: throughput, latencies, prefix hits",
-        "bench.serving.command:run_serving",
-        imports_torch=False,
-    ),
 }
 _GROUPS = {
     "bench": "measure prefill, time to first token, time per output token",

@@ -189,14 +189,13 @@ class ExpertParallel:
         return [Way.of(row, groups) for row in read()]
 
     def _gather(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int, by_rail: bool
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int
     ) -> Callable[[], Received]:
         """Starts to gather the tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert
         works on it.
 
         Args:
             topk_ids: logical experts.
-            by_rail: gather them in that order (:meth:`.Group.goes_by_rail`).
 
         Returns:
             a function that waits for them.
@@ -205,7 +204,7 @@ class ExpertParallel:
         if replicas is None:
             topk_ids = self.to_physical(topk_ids)
         packed = pack_tokens(tokens, topk_ids, topk_weights, rows=max_tokens, replicas=replicas)
-        wait = group.all_gather_async(packed, by_rail)
+        wait = group.all_gather_async(packed)
 
         def received() -> Received:
             fraction, first = self.placement.fraction(group.index), self.placement.first(group.index)
@@ -304,14 +303,10 @@ class ExpertParallel:
         max_tokens: int,
         max_pairs: int,
     ) -> Dispatch:
-        group, (count, k) = self.group, topk_ids.shape
-        by_rail = group.goes_by_rail(max_tokens * RowBytes.of(tokens.shape[1] * tokens.dtype.itemsize, k).there)
-        gathered = self._gather(tokens, topk_ids, topk_weights, max_tokens, by_rail)
-
-        def add(sums: torch.Tensor) -> Callable[[], torch.Tensor]:
-            return group.reduce_scatter_async(sums, by_rail)
-
-        return AllGatherDispatch(gathered, partial(self._parts, max_pairs), add, count)
+        gathered = self._gather(tokens, topk_ids, topk_weights, max_tokens)
+        return AllGatherDispatch(
+            gathered, partial(self._parts, max_pairs), self.group.reduce_scatter_async, len(tokens)
+        )
 
     def _parts(self, max_pairs: int, received: Received) -> list[Part]:
         """The rounds of tokens that have come at once; the host waits for counts, unless they all fit or are known."""

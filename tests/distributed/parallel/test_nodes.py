@@ -119,17 +119,6 @@ def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gathers_send_what_the_other_node_lacks(emulate: Emulate, tmp_path: Path) -> None:
-    """Counted by the kernel, with the headers of TCP: 3 parts in a ring of 2 × 2 ranks, 2 along rails."""
-    done = emulate("--ranks", 2, "--", "tests/distributed/programs/gather_bytes.py", tmp_path / "bytes.json")
-    assert done.returncode == 0, done.stdout
-    counted = json.loads((tmp_path / "bytes.json").read_text())
-    assert counted["form"] == "TwoLevels" and counted["equal"] == [True, True]
-    ring, rails = counted["parts"]
-    assert 3 <= ring < 3.2 and 2 <= rails < 2.2, counted
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "ranks", "prefill"), [(2, 2, 0), (2, 1, 1), (4, 1, 2)])
 def test_serve(nodes: int, ranks: int, prefill: int, emulate: Emulate, tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"

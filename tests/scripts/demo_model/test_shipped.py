@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from demo_model import recipe
-from demo_model.evaluation import conversation, held_out, retrieval
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import trained_folder
+from evaluate import conversation, held_out, retrieval
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 

@@ -8,14 +8,13 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from dsa_engine.cli import COMMANDS, main
+from dsa_engine.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -132,45 +131,11 @@ def test_serving_names_what_there_is() -> None:
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
 
 
-def test_every_room_is_on_a_page() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in ROOM_PAGES)
-    rooms = [path.parent for top in ("kernels", "parallel") for path in (ROOT / top).glob("*/__init__.py")]
-    rooms += [path.parent for path in (ROOT / "dsa_engine").glob("*/__init__.py")]
-    assert len(rooms) > 10
-    assert [room.name for room in rooms if f"{room.name}/" not in text] == []
-
-
 def test_the_first_example(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As in the README, on a CPU."""
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
     exec(compile(block.replace('LLM("demo")', 'LLM("demo", device="cpu", progress=False)'), str(README), "exec"), {})
     assert "length" in capsys.readouterr().out
-
-
-def hardware() -> Iterator[tuple[str, str, str, int]]:
-    """(weights, model, device, number of devices) of the README's table of hardware."""
-    models = {"DeepSeek-V3.2": "deepseek_v32", "V3/R1": "deepseek_v3", "GLM-5": "glm_moe_dsa"}
-    formats = {"FP8": "fp8", "INT8": "int8", "INT4": "int4-experts", "bfloat16": "bfloat16"}
-    table = README.read_text(encoding="utf-8").partition("| weights | model |")[2].partition("\n\n")[0]
-    devices, _, *rows = [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in table.split("\n")]
-    weights: list[str] = []
-    for first, named, *counts in rows:
-        weights = [name for word, name in formats.items() if word in first] or weights
-        for device, count in zip(devices, counts, strict=True):
-            for word in named.split(", "):
-                yield from ((stored, models[word], device.split()[0], int(count)) for stored in weights)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(hardware()), ids=lambda case: " ".join(map(str, case)))
-def test_the_planner_agrees_with_the_table_of_hardware(case: tuple[str, str, str, int]) -> None:
-    """A request of 128K has room on as many devices as the table says, and on half as many it has none."""
-    weights, model, device, count = case
-    for devices, fits in ((count, True), (count // 2, False)):
-        options = ["--model", model, "--weights", weights, "--device", device, "--drafts", "0"]
-        options += [] if model == "deepseek_v3" else ["--cache", "fp8"]
-        with nullcontext() if fits else pytest.raises(SystemExit):
-            main(["plan", *options, "--devices", str(devices)])
 
 
 CLUSTERS = ROOT / "docs" / "clusters"

@@ -27,8 +27,6 @@ def test_a_process_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ("environment", "message"),
     [
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment must be a positive integer, not '0'; start several"),
-        ({"WORLD_SIZE": "-2"}, "must be a positive integer, not '-2'"),
-        ({"WORLD_SIZE": "two"}, "must be a positive integer, not 'two'"),
         ({"WORLD_SIZE": "²"}, "must be a positive integer, not '²'"),
         ({"WORLD_SIZE": "4", "RANK": "4"}, "RANK .* an integer from 0 to 3, as WORLD_SIZE is 4, not '4'"),
         ({"WORLD_SIZE": "4", "RANK": ""}, "RANK in the environment must be an integer from 0 to 3"),

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 import timing
 from compile_only import Resources, spills_in_loops
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure import device
 from dsa_engine.measure.ceilings import Ceilings
-from inspect_kernels import SHARED_LIMIT, Inspection, add_counts, faults, inspect
+from inspect_kernels import SHARED_LIMIT, Inspection, faults, inspect
 from kernel_cases.cases import CASES
 from kernel_cases.inputs import KernelCase
 from timing import measure, rows
@@ -118,18 +117,6 @@ def test_spills_in_innermost_loops(spilling: int, counted: int) -> None:
         code[number] = f"/*{16 * number:04x}*/ {jump} ;"
     code[spilling] = f"/*{16 * spilling:04x}*/ @P3 LDL.LU R3, [R1+0x8] ;"
     assert spills_in_loops("\n".join(code)) == counted
-
-
-def test_sums_of_several_versions_lie_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = KernelCase("sum", "3 rows", lambda: None, bytes=1.0)
-    spills = Resources("a_kernel", 8, 255, spilled=8, looped=2, shared=100, wgmma=4, mma=3, fp8=0)
-    for version in ("3.6.0", "3.7.1"):
-        monkeypatch.setattr(triton, "__version__", version)
-        add_counts(tmp_path / "k.json", 90, Inspection([(spills, case), (spills._replace(spilled=0), case)], ["why"]))
-    report = json.loads((tmp_path / "k.json").read_text())["triton"]
-    spill = {"kernel": "a_kernel", "case": "sum: 3 rows", "bytes": 8, "in_loop": 2}
-    assert report["3.6.0"] == report["3.7.1"]
-    assert report["3.7.1"]["sm_90"]["kernels"] == 2 and report["3.7.1"]["sm_90"]["spill"] == [spill]
 
 
 def test_a_measurement() -> None:

@@ -1,8 +1,9 @@
-"""The README and the docs: what they name exists, rooms have pages, the first example runs, the planner agrees."""
+"""The README and the docs: what they name exists, command lines parse, the first example runs."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -21,23 +22,6 @@ README = ROOT / "README.md"
 ROOM_PAGES = sorted((ROOT / "docs" / "architecture").glob("*.md"))
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *ROOM_PAGES)
 
-# Folders in which a path may begin; pages add the folder that they are about.
-FOLDERS = ("", "dsa_engine", "dsa_engine/engine", "dsa_engine/measure", "dsa_engine/commands/bench")
-FOLDERS_OF_PAGES = {
-    "CLUSTERS.md": "docs/clusters",
-    "CONTRIBUTING.md": "scripts/kernel_bench",
-    "QUANTIZATION.md": "benchmarks/results",
-    "RUNNING.md": "scripts",
-    "TRAINING.md": "benchmarks/results",
-    "disaggregation.md": "dsa_engine/engine/disaggregation",
-    "experts.md": "parallel/experts",
-    "kernels.md": "kernels",
-    "measure.md": "dsa_engine/measure/emulation",
-    "model.md": "dsa_engine/model",
-    "parallel.md": "parallel",
-    "server.md": "dsa_engine/server",
-    "weights.md": "dsa_engine/quantization",
-}
 ENDINGS = r"(?:py|md|cpp|json|jsonl|png|sh|toml)"
 
 # Files of checkpoints, results of commands on the pages, and files of other projects.
@@ -68,21 +52,20 @@ def paths(page: Path) -> Iterator[str]:
         yield from re.findall(r"\bscripts/[\w/]+\.(?:py|sh)", block)
 
 
-def files(page: Path, path: str) -> list[Path]:
-    """The files or folders of the repository that a path on a page may mean; a bare name may be anywhere."""
-    path, folders = path.rstrip("/"), (*FOLDERS, FOLDERS_OF_PAGES.get(page.name, ""))
-    matches = [file for folder in folders for file in (ROOT / folder).glob(path)]
-    tops = ("dsa_engine", "kernels", "parallel", "scripts") if not matches and "/" not in path else ()
-    return matches + [file for top in tops for file in (ROOT / top).rglob(path)]
+@functools.cache
+def files(path: str) -> list[Path]:
+    """The files or folders of the repository whose paths end in what a page names."""
+    tops = ("dsa_engine", "kernels", "parallel", "scripts", "tests", "docs", "benchmarks")
+    return [*ROOT.glob(path), *(file for top in tops for file in (ROOT / top).rglob(path.rstrip("/")))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", without_blocks(page)) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
-    assert sorted({path for path in paths(page) if path not in NOT_OURS and not files(page, path)}) == []
+    assert sorted({path for path in paths(page) if path not in NOT_OURS and not files(path)}) == []
     for path, name in re.findall(r"`([\w/]+\.py): ([\w.]+)`", without_blocks(page)):
-        assert any(name in file.read_text(encoding="utf-8") for file in files(page, path)), f"{path}: {name}"
+        assert any(name in file.read_text(encoding="utf-8") for file in files(path)), f"{path}: {name}"
 
 
 def command_lines(text: str) -> Iterator[tuple[str, list[str]]]:

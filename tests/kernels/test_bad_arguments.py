@@ -80,6 +80,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "dense_mla": [
         ("q", columns(143), "does not fit rows of LatentFormat"),
+        ("q", to(HALF), "torch.float16"),
         ("q", rows(29), "60 rows, the batch has 29"),
         ("block_tables", columns(2), "token 60, its block table holds 2 pages of 16"),
     ],
@@ -105,6 +106,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "gather_latent": [
         ("pool", columns(163), r"\[pages, page_size, 164\], not torch.uint8 \[4, 16, 163\]"),
+        ("pool", to(F32), "not torch.float32"),
         ("row_format", set_to(LatentFormat(128, 36, torch.uint8)), "gathered in their dtype torch.uint8, not in"),
     ],
     "indexer_scores": [
@@ -132,6 +134,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     "per_head_matmul": [("weight", lambda x: x[:, :5], r"weight \(2, 5, 32\), out \(60, 2, 32\)")],
     "quantize_index_queries": [
         ("q", columns(24), "a power of two, at most 128, not 24"),
+        ("q", columns(8), "16 rotated columns do not fit queries of 8"),
         ("cos", rows(2), r"must both be \[60, dim / 2\]"),
         ("weights", columns(1), r"float32 \[60, 2\].* torch.float32 \[60, 1\]"),
     ],
@@ -166,6 +169,8 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     "slots_of": [("sequences", rows(2), "60 rows of positions, but 2")],
     "sparse_attention": [
         ("q", columns(143), "does not fit rows of LatentFormat"),
+        ("pool", to(HALF), r"\[pages, page_size, 144\], not torch.float16"),
+        ("slots", rows(3), r"slots must be \[60, k\], not \(3, 16\)"),
         ("slots", lambda x: x[:, None], r"slots must be \[60, k\], not \(60, 1, 16\)"),
         ("slots", to(I64), "slots must be int32, not torch.int64"),
         ("counts", set_to(torch.ones(3)), r"counts must be \[60\], not \(3,\)"),

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 
@@ -169,38 +167,6 @@ def test_the_tree_keeps_its_layers() -> None:
     assert any(module_name(path).startswith("dsa_engine.kernels.") for path in files)
     broken = [line for path in files for line in violations(path.read_text(encoding="utf-8"), module_name(path))]
     assert not broken, "\n" + "\n".join(broken)
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "complaint"),
-    [
-        ("dsa_engine.llm", "from dsa_engine.engine.runner import Runner", None),
-        ("dsa_engine.engine.runner", "from ..text.tokenizer import Tokenizer", None),
-        ("dsa_engine.__init__", "from dsa_engine.llm import LLM", None),
-        ("dsa_engine.kernels.indexer.topk", "import math, torch, triton.language as tl\nfrom . import paged", None),
-        ("tests.kernels.test_topk", "import transformers\nfrom dsa_engine import LLM", None),
-        ("dsa_engine.model.kv_cache", "from dsa_engine.engine.engine import Engine", "above it"),
-        ("dsa_engine.model.layers", "def f():\n    from ..engine import loop", "above it"),
-        ("dsa_engine.kernels.indexer.topk", "from dsa_engine.config.model import ModelConfig", "but kernels"),
-        ("dsa_engine.parallel.mesh", "from dsa_engine.kernels import topk", None),
-        ("dsa_engine.parallel.mesh", "from dsa_engine import system", "but config, kernels and parallel"),
-        ("dsa_engine.kernels.indexer.topk", "import numpy as np", "may use"),
-        ("scripts.bench_prefill", "import kernels.topk", "belongs to another package"),
-        ("dsa_engine.llm", "def f():\n    from dsa_engine.measure import plots", "above it"),
-        ("dsa_engine.brand_new", "", "has no layer"),
-        ("dsa_engine.commands.bench.report", "from demo_model import recipe", "not installed"),
-    ],
-)
-def test_the_check_finds_what_it_should(
-    module: str, source: str, complaint: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = exists
-    monkeypatch.setitem(globals(), "exists", lambda part: part == "brand_new" or there(part))
-    broken = violations(source, module)
-    if complaint is None:
-        assert broken == []
-    else:
-        assert len(broken) == 1 and complaint in broken[0]
 
 
 def test_a_room_of_the_package_has_few_modules() -> None:

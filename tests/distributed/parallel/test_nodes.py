@@ -91,20 +91,6 @@ def test_one_engine_and_two_parts(nodes: int, ranks: int, prefill: int, emulate:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2), (4, 1)])
-def test_generate(nodes: int, ranks: int, emulate: Emulate) -> None:
-    words = "key 4821 is 97. " * 20 + "key"
-    options = ["--prompt", words, "--max-tokens", 6, "--temperature", 0, "--device", "cpu", "--max-model-len", 800]
-    shape = ["--nodes", nodes, "--ranks", ranks, "--slow-link", "200mbit"]
-    done = emulate(*shape, "--", "-m", "dsa_engine", "generate", *options)
-    assert done.returncode == 0, done.stdout
-    llm = LLM("demo", device="cpu", max_model_len=800)
-    text = llm.generate(words, SamplingParams(temperature=0.0, max_tokens=6))[0].text
-    said = [line.removeprefix("node-0: ") for line in done.stdout.splitlines() if line.startswith("node-0: ")]
-    assert text in "\n".join(said), done.stdout
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
     logits, report = tmp_path / "out.npy", tmp_path / "out.json"

@@ -209,12 +209,9 @@ def test_bad_folders(make: Callable[..., LLM], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"cache_folder": ""}, "cache_folder must be .*, not "),
         ({"cache_folder": 5}, "cache_folder must be .*, not 5"),
         ({"cache_folder": None, "cache_folder_size": "1GiB"}, "cache_folder_size is the size of a cache_folder; give"),
-        ({"cache_folder_size": "much"}, "cache_folder_size must be"),
         ({"enable_prefix_caching": False}, "cache_folder needs enable_prefix_caching=True"),
-        ({"host_cache_memory": "9999999TiB"}, "host_cache_memory"),
         ({"host_cache_memory": "100TiB"}, "host_cache_memory"),
         ({"host_cache_memory": 5}, "^host_cache_memory 5 is 5 bytes on each rank, less than a page of 1,792; raise it"),
     ],

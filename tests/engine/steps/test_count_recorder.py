@@ -163,23 +163,6 @@ def test_a_run_before_a_capture_is_not_counted(
         assert len(device.captures) == len(paused) > 0 and set(paused) == {engine.model.loads}
 
 
-@pytest.mark.parametrize(
-    ("path", "overrides", "message"),
-    [
-        ("/nowhere/loads.json", FEWER, "cannot write /nowhere/loads.json"),
-        ("loads.json", {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "no routed experts"),
-    ],
-)
-def test_refusals_at_the_start(
-    path: str, overrides: dict[str, int], message: str, demo_cache: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        LLM("demo-random", parallel=ParallelConfig(record_expert_loads=path), **OPTIONS | {"hf_overrides": overrides})
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_follows_a_launch(tiny_llm: Callable[..., LLM]) -> None:
     """Hooks get the chunks of a step; an error in one ends the step's requests."""
     lengths: list[int] = []

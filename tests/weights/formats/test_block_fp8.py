@@ -247,34 +247,6 @@ def test_tokens_do_not_depend_on_batch_and_chunks(folder: Path) -> None:
     assert [out.token_ids for out in small.generate(prompts, params)] == alone
 
 
-def test_dummy_weights(folder: Path) -> None:
-    llm = LLM(folder, quantization="fp8", load_format="dummy", **OPTIONS)
-    assert bool(llm.prompt_logits(PROMPT).isfinite().all())
-
-
-SCALE = "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"
-
-
-@pytest.mark.parametrize(
-    "value, error",
-    [
-        (None, f"has no tensor '{SCALE}', which config.json implies"),
-        (math.nan, f"'{SCALE}' holds values that are not finite"),
-        (math.inf, f"'{SCALE}' holds values that are not finite"),
-    ],
-)
-def test_scales_that_are_none(folder: Path, tmp_path: Path, value: float | None, error: str) -> None:
-    shutil.copytree(folder, tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    if value is None:
-        del tensors[SCALE]
-    else:
-        tensors[SCALE][1, 2] = value
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=error):
-        LLM(tmp_path / "model", quantization="fp8", **OPTIONS)
-
-
 def test_a_weight_that_is_not_quantised_must_be_named(folder: Path, tmp_path: Path) -> None:
     """Then it is kept as it is; the others are multiplied in FP8 all the same."""
     name = "model.layers.0.self_attn.o_proj"

@@ -1,4 +1,4 @@
-"""Layers multiply by weights of any format: the unquantised one is checked alone, another one through a whole model."""
+"""Layers multiply by weights of any format: one of a test, through a whole model."""
 
 from __future__ import annotations
 
@@ -7,75 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.parallel.experts.dispatch import Received
-from dsa_engine.weights import Source
 from dsa_engine.weights.formats import Linear, Matrix, Unquantized, choose
 from dsa_engine.weights.formats.unquantized import UnquantizedExperts
-
-CPU = torch.device("cpu")
-
-
-def fill(sources: list[Source], stored: dict[str, torch.Tensor]) -> None:
-    """As a reader does."""
-    for source in sources:
-        tensor = stored[source.name]
-        assert tensor.shape == source.shape
-        where = tuple(slice(s, s + n) for s, n in zip(source.start, source.into.shape, strict=True))
-        source.into.copy_(tensor[where])
-
-
-def test_a_linear_layer() -> None:
-    weight, x = torch.randn(6, 8), torch.randn(3, 8)
-    linear = Unquantized(torch.float32, CPU).linear(Matrix("w", 6, 8))
-    fill(linear.sources, {"w": weight})
-    torch.testing.assert_close(linear(x), x @ weight.t())
-    assert torch.equal(linear.dequantized(), weight)
-    assert linear.dequantized() is linear.tensors[0]  # no copy
-    assert [tensor.nbytes for tensor in linear.tensors] == [4 * 6 * 8]
-
-
-def test_a_rank_keeps_a_part() -> None:
-    weight, x = torch.randn(6, 8), torch.randn(3, 2)
-    linear = Unquantized(torch.float32, CPU).linear(Matrix("w", 6, 8, kept_rows=(1, 5), kept_columns=(4, 6)))
-    fill(linear.sources, {"w": weight})
-    torch.testing.assert_close(linear(x), x @ weight[1:5, 4:6].t())
-
-
-def test_matrices_are_stacked_in_order() -> None:
-    stored, x = {"q": torch.randn(6, 8), "kv": torch.randn(3, 8)}, torch.randn(2, 8)
-    linear = Unquantized(torch.float32, CPU).linear(Matrix("q", 6, 8, kept_rows=(2, 6)), Matrix("kv", 3, 8))
-    assert [source.name for source in linear.sources] == ["q", "kv"]
-    fill(linear.sources, stored)
-    torch.testing.assert_close(linear(x), x @ torch.cat((stored["q"][2:], stored["kv"])).t())
-
-
-def test_experts() -> None:
-    stored = {
-        f"layer.{e}.{name}_proj.weight": torch.randn(*((8, 6) if name == "down" else (6, 8)))
-        for e in range(4)
-        for name in ("gate", "up", "down")
-    }
-    experts = Unquantized(torch.float32, CPU).experts([f"layer.{e}" for e in (2, 0)], 8, 6)
-    assert experts.count == 2
-    assert [s.name.removeprefix("layer.") for s in experts.sources] == [
-        f"{e}.{name}_proj.weight" for e in (2, 0) for name in ("gate", "up", "down")
-    ]
-    fill(experts.sources, stored)
-    x, weights = torch.randn(5, 8), torch.rand(5, 2)
-    chosen = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 0], [0, -1]], dtype=torch.int32)
-    out = experts(Received(x, chosen, weights, 1.0), 0)
-    wanted = torch.zeros(5, 8)
-    for t in range(5):
-        for j in range(2):
-            if chosen[t, j] >= 0:
-                gate, up, down = (
-                    stored[f"layer.{(2, 0)[chosen[t, j]]}.{n}_proj.weight"] for n in ("gate", "up", "down")
-                )
-                wanted[t] += weights[t, j] * (F.silu(x[t] @ gate.t()) * (x[t] @ up.t()) @ down.t())
-    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
 
 
 class TransposedLinear(Linear):

@@ -70,7 +70,7 @@ class TrainingModel:
         # The LM head starts as the embedding, so that copying a token is one map for all tokens.
         embedding = self.tensors["model.embed_tokens.weight"]
         self.tensors["lm_head.weight"] = embedding / 64
-        embedding += torch.randn(self.c.hidden_size, generator=generator) * COMMON_STD
+        embedding += torch.randn(embedding.shape[1], generator=generator) * COMMON_STD
         for name, tensor in self.tensors.items():
             self.w.put(name, tensor.requires_grad_(not name.endswith("e_score_correction_bias")))
 

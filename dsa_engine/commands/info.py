@@ -39,9 +39,9 @@ def run_info(args: argparse.Namespace) -> None:
     import torch
 
     from dsa_engine.convert.schemes import stored_as
-    from dsa_engine.measure.costs.weights import rank_model, weight_bytes
     from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
     from dsa_engine.model.layout import parameter_counts
+    from dsa_engine.model.rank_weights import rank_model, weight_bytes
     from dsa_engine.model_folder import model_config
     from dsa_engine.quantization import quantization_name
 

@@ -106,7 +106,6 @@ def _keys(folder: Path) -> list[Path]:
 
 
 def _about(key: Path) -> dict[str, object]:
-    """What a key stands for; empty if its file cannot be read."""
     try:
         return dict(json.loads((key / ABOUT).read_bytes()))
     except (OSError, ValueError, TypeError):

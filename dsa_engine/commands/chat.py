@@ -76,7 +76,6 @@ def _beginning(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _line(asks: bool) -> str | None:
-    """The next line; None at the end of the input."""
     while True:
         try:
             return input("> " if asks else "").strip()

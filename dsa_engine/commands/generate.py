@@ -57,7 +57,6 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def _prompt(args: argparse.Namespace) -> list[int]:
-    """The prompt's token ids, checked before weights are loaded."""
     early = Early(args)
     if args.prompt_ids is not None:
         ids = args.prompt_ids

@@ -46,7 +46,6 @@ def run_serve(args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socket | None) -> None:
-    """Serves at a socket on rank 0, follows on another rank."""
     from dsa_engine.engine.stats_log import StatsLog
     from dsa_engine.server.process import serve
 

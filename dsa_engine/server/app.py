@@ -98,7 +98,6 @@ class Server:
         return self._conversation
 
     def _template(self, asked: Conversation) -> str | None:
-        """The chat template of a request; None: the model's."""
         if asked.chat_template is not None and not self.options.trust_request_chat_template:
             words = "chat_template is taken from requests only by a server with --trust-request-chat-template"
             raise ApiError(400, words, "chat_template")
@@ -199,7 +198,6 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
 
 
 def _api(server: Server) -> APIRouter:
-    """The routes that need the key, if there is one."""
     api = APIRouter(dependencies=[Depends(KeyCheck(server.options.api_key))] if server.options.api_key else [])
 
     @api.get("/v1/models")

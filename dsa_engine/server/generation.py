@@ -195,6 +195,5 @@ class Generation(Response):
 
 
 async def _departure(receive: Receive) -> None:
-    """Returns when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

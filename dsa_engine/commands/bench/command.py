@@ -123,7 +123,6 @@ run_ttft, run_tpot = (partial(_run_latency, metric) for metric in ("ttft", "tpot
 
 
 def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance | None:
-    """The assumed acceptance of drafts; None: the model decides."""
     if args.acceptance is not None:
         try:
             return AssumedAcceptance(tuple(float(rate) for rate in args.acceptance.split(",")))

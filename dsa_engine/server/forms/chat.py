@@ -184,7 +184,6 @@ def _tools(asked: ChatRequest) -> tuple[list[dict[str, Any]] | None, list[dict[s
 
 
 def _sampling(asked: ChatRequest) -> dict[str, Any]:
-    """Sampling parameters that have other names or forms in chat requests."""
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ValueError("top_logprobs needs logprobs; set logprobs to true, or leave it out")
     tokens, logprobs = asked.max_completion_tokens, asked.top_logprobs or 0

@@ -129,7 +129,6 @@ class CompletionForm(Form):
 
 
 def _prompts_of(prompt: Any) -> list[str | list[int]]:
-    """The prompts in the parameter ``prompt``."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

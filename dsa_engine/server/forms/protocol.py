@@ -276,7 +276,6 @@ def _advice(name: str, value: Any) -> str | None:
 
 
 def _ignore(name: str, known: set[str]) -> None:
-    """Logs an unknown parameter once."""
     name = name[:80]
     if name in _ignored or len(_ignored) >= _MAX_LOGGED_NAMES:
         return

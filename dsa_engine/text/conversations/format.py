@@ -72,7 +72,6 @@ def conversation_format(
 
 
 def _template_text(tokenizer: Tokenizer) -> str:
-    """The folder's chat template, or all of them if there are several."""
     given = tokenizer.hf.chat_template
     return "\n".join(map(str, given.values())) if isinstance(given, Mapping) else given or ""
 

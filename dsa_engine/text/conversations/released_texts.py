@@ -39,7 +39,6 @@ def released_text(folder: Path, constant: str, **fields: str) -> str:
 
 @lru_cache(maxsize=16)
 def _constant(path: Path, name: str) -> str:
-    """The text that a module assigns to a name at its top level."""
     for node in ast.parse(path.read_bytes()).body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue

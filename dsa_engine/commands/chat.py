@@ -29,9 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_chat(args: argparse.Namespace) -> None:
     """Reads lines, answers each, and keeps the conversation until the input ends. With several ranks, rank 0 does this
     and the others follow.
-
-    Raises:
-        ValueError: an option is not possible, or the model has no form of conversations.
     """
     sampling_params(args)  # checks them before anything is loaded
     if leads():

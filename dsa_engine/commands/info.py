@@ -31,11 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> None:
-    """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them.
-
-    Raises:
-        ValueError, OSError: an option or the configuration is not possible.
-    """
+    """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them."""
     import torch
 
     from dsa_engine.convert.schemes import stored_as

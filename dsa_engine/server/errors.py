@@ -36,7 +36,6 @@ class ApiError(HTTPException):
     """An error that the client gets.
 
     Args:
-        status: the HTTP status.
         message: what was given, what is allowed and what to do.
         param: the parameter at fault, if it is one.
         code: a word for programs, such as "model_not_found".

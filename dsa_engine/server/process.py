@@ -207,9 +207,6 @@ class HttpProcesses:
     Args:
         relays: one for each process; closed here.
         bound: a socket of :func:`.http.bind`; closed here.
-
-    Attributes:
-        pids: of the processes.
     """
 
     def __init__(self, relays: Sequence[Relay], options: ServerOptions, bound: socket.socket):

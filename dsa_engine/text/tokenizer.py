@@ -23,11 +23,9 @@ class Tokenizer:
     ``Exception``. So it fails the request whose text is at fault, and no other.
 
     Args:
-        folder: the model's folder.
         trust_remote_code: let the tokenizer run Python code of the folder.
 
     Attributes:
-        folder: the model's folder.
         hf: the tokenizer object of ``transformers``.
 
     Raises:

@@ -56,11 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """Prints the best plan.
-
-    Raises:
-        ValueError, OSError: an option or the configuration is not possible, or nothing fits.
-    """
+    """Prints the best plan."""
     from dsa_engine.commands.planner.launch import commands
     from dsa_engine.commands.planner.predict import BEST, OWN
     from dsa_engine.commands.planner.search import Planner

@@ -18,14 +18,7 @@ from dsa_engine.text.conversations.deltas import message_of
 
 
 class ChatForm(Form):
-    """One request to ``/v1/chat/completions``.
-
-    Args:
-        llm: the engine.
-        conversation: the form of the model's conversations.
-        asked: the request.
-        model: the name that answers give.
-        chat_template: the template of requests without one; None: the model's.
+    """One request to ``/v1/chat/completions``; ``chat_template`` is that of requests without one.
 
     Raises:
         ValueError, TypeError: a parameter is not possible, or the template refuses the conversation.

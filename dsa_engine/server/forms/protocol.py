@@ -117,9 +117,6 @@ class GenerationBody(RequestBody):
     def sampling(self, defaults: dict[str, Any], prompts: int = 1, **more: Any) -> SamplingParams:
         """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both.
 
-        Args:
-            prompts: number of them.
-
         Raises:
             ValueError, TypeError: see :class:`SamplingParams` and :meth:`further`.
         """

@@ -18,9 +18,7 @@ def released_text(folder: Path, constant: str, **fields: str) -> str:
     """One of the fixed texts, with its fields replaced.
 
     Args:
-        folder: the model's folder.
         constant: :data:`TOOLS` or :data:`RESPONSE_FORMAT`.
-        fields: the text of each field.
 
     Raises:
         ValueError: there is no such file, or it is no Python, or without this text or with other fields.

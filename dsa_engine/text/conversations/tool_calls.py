@@ -188,9 +188,7 @@ class _Call:
         else a text.
 
         Args:
-            key: the parameter's name.
             types: the JSON types that the value may have; empty: any.
-            end: the end tag.
 
         Raises:
             LostForm: the call has the parameter already.

@@ -32,7 +32,6 @@ from dsa_engine.server.forms.responses import ResponsesForm, ResponsesRequest
 from dsa_engine.server.generation import Admission, Generation
 from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.options import ServerOptions, read_template
-from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.version import __version__
 
@@ -178,7 +177,7 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     """
     app = FastAPI(version=__version__, title="dsa_engine", docs_url=None, redoc_url=None)
     add_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=parse_bytes(server.options.max_body_size, "max_body_size"))
+    app.add_middleware(BodyLimit)
     app.add_middleware(HostCheck, hosts=hosts)
 
     @app.get("/health")

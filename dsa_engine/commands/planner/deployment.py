@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -102,6 +102,7 @@ class Placed:
         return c.num_hidden_layers * (heads + self.links.ring(*group, 2 * rows * c.hidden_size))
 
 
+@lru_cache(maxsize=64)
 def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
     """The stored format of the weights of such a checkpoint."""
     if weights == "bfloat16":

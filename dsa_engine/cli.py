@@ -19,7 +19,8 @@ class Command(NamedTuple):
 
     Attributes:
         about: its line in the help.
-        function: takes the parsed options; "module:function" in ``commands/``.
+        function: takes the parsed options; "module:function" in ``commands/``. It raises ``ValueError`` or ``OSError``
+            for what a user can correct, before anything is written or measured.
         options: adds the options to a parser, and imports no torch; "add_arguments" of the same module by default.
         imports_torch: whether the function does.
     """

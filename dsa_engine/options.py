@@ -244,7 +244,6 @@ _PARALLEL_OF_DECODE = (
     "tp_size",
     "decode_dispatch",
     "moe_chunk_size",
-    "max_ctas",
     "redundant_experts",
     "route_shared_expert",
     "expert_loads",

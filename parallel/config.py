@@ -65,11 +65,6 @@ class ParallelConfig(Options):
         "computed in several rounds, so that skew costs time and not memory; sums add in the same order. "
         "Default: the pairs of balanced routing, max_num_batched_tokens times the experts of a token.",
     )
-    max_ctas: PositiveInt | None = option(
-        None,
-        "maximum number of thread blocks, each on a multiprocessor, that NCCL takes for tokens on their way to experts "
-        "and back. Fewer leave more of a GPU to what it computes meanwhile, and are slower. Default: NCCL's choice.",
-    )
     redundant_experts: Annotated[int, at_least(0)] = option(
         chosen(0),
         "physical experts in each layer beyond the model's own, on all ranks together: replicas of the experts with "

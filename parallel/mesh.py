@@ -34,7 +34,7 @@ from dsa_engine.parallel.experts.by_node import NodeGroups
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.rails import has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
-from dsa_engine.parallel.group import Group, agree_on_names, nccl_options, new_group
+from dsa_engine.parallel.group import Group, agree_on_names, new_group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 from dsa_engine.parallel.side_stream import SideStream
 
@@ -263,11 +263,9 @@ class Mesh:
             return Group((self.rank,), 0, None)
         return Group(ranks, self.rank, self._new_group(ranks, "gloo"))
 
-    def _new_group(self, ranks: Sequence[int], backend: str | None = None, communicator: int = 0) -> dist.ProcessGroup:
-        own, options = [self.global_ranks[rank] for rank in ranks], None
-        if communicator == EXPERTS and self.device.type == "cuda" and self.config.max_ctas is not None:
-            options = nccl_options(self.config.max_ctas)
-        return new_group(own, self.config.timeout, backend, options, alone=self._ranks is not None)
+    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        own = [self.global_ranks[rank] for rank in ranks]
+        return new_group(own, self.config.timeout, backend, alone=self._ranks is not None)
 
     def _group(self, size: int, communicator: int = 0) -> Group:
         """Neighbouring ranks in groups of ``size``; every rank of the mesh takes part in making every group."""
@@ -280,7 +278,7 @@ class Mesh:
             ranks = tuple(part)
             key = ranks, communicator
             if len(ranks) > 1 and key not in self._handles:
-                self._handles[key] = self._new_group(ranks, communicator=communicator)
+                self._handles[key] = self._new_group(ranks)
             if self.rank in ranks:
                 mine = Group(ranks, ranks.index(self.rank), self._handles.get(key))
         assert mine is not None

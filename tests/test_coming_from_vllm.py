@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -138,31 +137,3 @@ def test_habits(demo_cache: Path) -> None:
 def test_names_of_the_fp8_cache(name: str) -> None:
     options = EngineOptions("no such folder", kv_cache_dtype=name)  # type: ignore[arg-type]
     assert cache_dtype(options.kv_cache_dtype, torch.bfloat16) == torch.float8_e4m3fn
-
-
-@pytest.mark.parametrize(
-    ("options", "default", "names"),
-    [
-        (EngineOptions, None, "tokenizer revision hf_token block_size mm_processor_kwargs compilation_config"),
-        (EngineOptions, False, "skip_tokenizer_init enable_lora disable_custom_all_reduce enable_sleep_mode"),
-        (EngineOptions, True, "disable_log_stats use_tqdm_on_load enable_chunked_prefill"),
-        (EngineOptions, "auto", "task runner convert tokenizer_mode model_impl worker_cls moe_backend"),
-        (EngineOptions, "", "allowed_local_media_path reasoning_parser"),
-        (EngineOptions, {}, "limit_mm_per_prompt override_generation_config additional_config"),
-        (EngineOptions, 0, "cpu_offload_gb long_prefill_token_threshold"),
-        (EngineOptions, 1, "prefill_context_parallel_size decode_context_parallel_size max_loras nnodes"),
-        (EngineOptions, "fcfs", "scheduling_policy"),
-        (EngineOptions, 4, "swap_space"),
-        (EngineOptions, 20, "max_logprobs"),
-        (SamplingParams, None, "logprob_token_ids extra_args thinking_token_budget repetition_detection"),
-        (SamplingParams, False, "flat_logprobs skip_clone early_stopping"),
-        (SamplingParams, True, "spaces_between_special_tokens"),
-        (SamplingParams, 1.0, "length_penalty"),
-    ],
-)
-def test_defaults_are_accepted_and_other_values_answered(options: type, default: Any, names: str) -> None:
-    """Arguments of vLLM's LLM and SamplingParams that do not exist here."""
-    for name in names.split():
-        options(**{name: default})
-        with pytest.raises(TypeError, match=f"no option '{name}'; (?!did you mean|options are)"):
-            options(**{name: 77})

@@ -33,11 +33,7 @@ def add_clear_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(args: argparse.Namespace) -> None:
-    """Prints what each key of a folder stands for, and what it holds.
-
-    Raises:
-        ValueError: it is no folder of pages.
-    """
+    """Prints what each key of a folder stands for, and what it holds."""
     for key in _keys(args.folder):
         about, files = _about(key), [stat for _, stat in pages(key)]
         print(f"{key.name}:")
@@ -52,12 +48,7 @@ def run_list(args: argparse.Namespace) -> None:
 
 
 def run_clear(args: argparse.Namespace) -> None:
-    """Deletes the files of all keys or of one, and says how many. Files that no engine has written stay.
-
-    Raises:
-        ValueError: it is no folder of pages, or has no such key.
-        OSError: a file cannot be deleted.
-    """
+    """Deletes the files of all keys or of one, and says how many. Files that no engine has written stay."""
     folders = _keys(args.folder)
     if args.key is not None:
         folders = [key for key in folders if key.name == args.key]
@@ -106,7 +97,6 @@ def _keys(folder: Path) -> list[Path]:
 
 
 def _about(key: Path) -> dict[str, object]:
-    """What a key stands for; empty if its file cannot be read."""
     try:
         return dict(json.loads((key / ABOUT).read_bytes()))
     except (OSError, ValueError, TypeError):

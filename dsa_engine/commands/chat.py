@@ -29,9 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_chat(args: argparse.Namespace) -> None:
     """Reads lines, answers each, and keeps the conversation until the input ends. With several ranks, rank 0 does this
     and the others follow.
-
-    Raises:
-        ValueError: an option is not possible, or the model has no form of conversations.
     """
     sampling_params(args)  # checks them before anything is loaded
     if leads():
@@ -76,7 +73,6 @@ def _beginning(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _line(asks: bool) -> str | None:
-    """The next line; None at the end of the input."""
     while True:
         try:
             return input("> " if asks else "").strip()

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 class Early:
     """What is known of a run before its weights are loaded.
 
-    Args:
-        args: the options of :func:`.arguments.add_engine_arguments`.
-
     Raises:
         CheckpointError, ValueError: an option or a file is not possible, as :class:`dsa_engine.LLM` says it.
     """

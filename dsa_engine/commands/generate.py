@@ -29,9 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_generate(args: argparse.Namespace) -> None:
     """Prints the pieces of the output; exit status 1 if the request ends with an error. With several ranks, rank 0
     does this and the others follow.
-
-    Raises:
-        ValueError, OSError: an option, the prompt or a file is not possible.
     """
     if args.chat and args.prompt_ids is not None:
         raise ValueError("--chat takes a text; give --prompt or --prompt-file with it, not --prompt-ids")
@@ -57,7 +54,6 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def _prompt(args: argparse.Namespace) -> list[int]:
-    """The prompt's token ids, checked before weights are loaded."""
     early = Early(args)
     if args.prompt_ids is not None:
         ids = args.prompt_ids

@@ -31,16 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> None:
-    """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them.
-
-    Raises:
-        ValueError, OSError: an option or the configuration is not possible.
-    """
+    """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them."""
     import torch
 
-    from dsa_engine.measure.costs.weights import rank_model, weight_bytes
     from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
     from dsa_engine.model.layout import parameter_counts
+    from dsa_engine.model.rank_weights import rank_model, weight_bytes
     from dsa_engine.weights.convert.schemes import stored_as
     from dsa_engine.weights.formats import quantization_name
     from dsa_engine.weights.model_folder import model_config

@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_make_checkpoint(args: argparse.Namespace) -> None:
-    """Writes the folder, whole or not at all, and prints what it holds.
-
-    Raises:
-        ValueError, OSError: an option, the configuration or a file is not possible.
-    """
+    """Writes the folder, whole or not at all, and prints what it holds."""
     from dsa_engine.config.model import DTYPES
     from dsa_engine.demo import demo_files
     from dsa_engine.demo.random_checkpoint import write_random_checkpoint

@@ -29,12 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
-    """Serves until SIGTERM or Ctrl-C.
-
-    Raises:
-        ValueError: an option is not possible, or a package is missing.
-        OSError: the address cannot be listened at.
-    """
+    """Serves until SIGTERM or Ctrl-C."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise ValueError(f'serve needs {", ".join(missing)}: pip install "dsa-engine[serve]"')
     options = ServerOptions(**options_from(args, ServerOptions))
@@ -46,7 +41,6 @@ def run_serve(args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socket | None) -> None:
-    """Serves at a socket on rank 0, follows on another rank."""
     from dsa_engine.engine.stats_log import StatsLog
     from dsa_engine.server.process import serve
 

@@ -52,7 +52,6 @@ def check(name: str, value: Any, hint: Any) -> None:
 
 @functools.cache
 def _test(hint: Any) -> Callable[[Any], bool]:
-    """Whether a value is of a type: a function of the value."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         has_type, rules = _test(args[0]), args[1:]
@@ -77,7 +76,6 @@ _WORDS = {int: "an integer", float: "a finite number", bool: "True or False", st
 
 
 def _words(hint: Any) -> str:
-    """A type and its rules in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return " ".join([_words(args[0]), *(rule.text for rule in args[1:])])

@@ -128,7 +128,6 @@ def takes_options_of(cls: Callable[P, Any]) -> Callable[[Callable[..., None]], C
 
 
 def _listed(cls: type) -> str:
-    """The options as the "Args" of a docstring."""
     lines = ["Args:"]
     for f in fields(cls):
         if "doc" in f.metadata:

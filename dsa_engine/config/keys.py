@@ -13,7 +13,6 @@ class Keys:
     """The keys of a JSON object. A key that is null counts as missing.
 
     Args:
-        raw: the object.
         within: the key that holds the object, for errors; "" for config.json itself.
     """
 

@@ -111,7 +111,6 @@ class ModelConfig:
         """Reads ``folder/config.json``.
 
         Args:
-            folder: a Hugging Face model folder.
             overrides: keys that replace those of the file; nested dictionaries are merged.
 
         Raises:

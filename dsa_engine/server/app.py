@@ -32,7 +32,6 @@ from dsa_engine.server.forms.responses import ResponsesForm, ResponsesRequest
 from dsa_engine.server.generation import Admission, Generation
 from dsa_engine.server.metrics import Metrics
 from dsa_engine.server.options import ServerOptions, read_template
-from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.version import __version__
 
@@ -98,7 +97,6 @@ class Server:
         return self._conversation
 
     def _template(self, asked: Conversation) -> str | None:
-        """The chat template of a request; None: the model's."""
         if asked.chat_template is not None and not self.options.trust_request_chat_template:
             words = "chat_template is taken from requests only by a server with --trust-request-chat-template"
             raise ApiError(400, words, "chat_template")
@@ -179,7 +177,7 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     """
     app = FastAPI(version=__version__, title="dsa_engine", docs_url=None, redoc_url=None)
     add_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=parse_bytes(server.options.max_body_size, "max_body_size"))
+    app.add_middleware(BodyLimit)
     app.add_middleware(HostCheck, hosts=hosts)
 
     @app.get("/health")
@@ -199,7 +197,6 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
 
 
 def _api(server: Server) -> APIRouter:
-    """The routes that need the key, if there is one."""
     api = APIRouter(dependencies=[Depends(KeyCheck(server.options.api_key))] if server.options.api_key else [])
 
     @api.get("/v1/models")

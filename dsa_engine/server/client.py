@@ -44,7 +44,6 @@ class EngineClient(AsyncCalls):
     :class:`dsa_engine.engine.calls.call.MessageQueue`.
 
     Args:
-        facts: what is known of the engine.
         folder: with the relay's sockets.
     """
 

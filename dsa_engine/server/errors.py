@@ -29,6 +29,7 @@ _PATHS = (
     "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize and /detokenize, as models here write "
     "text"
 )
+MAX_BODY_BYTES = 16 << 20
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds that a client is told to wait before it tries again
 
 
@@ -36,7 +37,6 @@ class ApiError(HTTPException):
     """An error that the client gets.
 
     Args:
-        status: the HTTP status.
         message: what was given, what is allowed and what to do.
         param: the parameter at fault, if it is one.
         code: a word for programs, such as "model_not_found".
@@ -145,10 +145,10 @@ class HostCheck:
 
 
 class BodyLimit:
-    """Refuses bodies of more than ``max_bytes``."""
+    """Refuses bodies of more than :data:`MAX_BODY_BYTES`."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int):
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp):
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         size = 0
@@ -157,11 +157,8 @@ class BodyLimit:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._max_bytes:
-                limit = format_bytes(self._max_bytes)
-                raise ApiError(
-                    413, f"the body is larger than {limit}; send less, or start the server with --max-body-size"
-                )
+            if size > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body is larger than {format_bytes(MAX_BODY_BYTES)}; send less")
             return message
 
         await self._app(scope, limited, send)

@@ -75,9 +75,6 @@ class Generation(Response):
     """Answers one request.
 
     Args:
-        llm: the engine.
-        form: the endpoint's.
-        prepared: its prompts.
         timeout_s: maximum time of the request in seconds; None: no limit.
     """
 
@@ -195,6 +192,5 @@ class Generation(Response):
 
 
 async def _departure(receive: Receive) -> None:
-    """Returns when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -91,8 +91,6 @@ class HttpServer(uvicorn.Server):
         bound: a socket of :func:`bind`.
 
     Attributes:
-        app_server: what the routes share.
-        url: where it listens.
         failed: whether the end of the engine has ended it.
     """
 

@@ -28,7 +28,6 @@ class EngineFacts(msgspec.Struct, frozen=True):
     """What the HTTP server knows of the engine.
 
     Attributes:
-        folder: the model's.
         default_sampling: see :class:`dsa_engine.engine.calls.async_calls.AsyncCalls`.
         model: the option ``model`` as it was given.
         pid: the engine's process.

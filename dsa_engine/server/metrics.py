@@ -114,8 +114,6 @@ class Metrics:
 
 
 class _StateCollector:
-    """Gives metrics of an engine's state."""
-
     state: EngineState | None = None
 
     def __init__(self, facts: EngineFacts, model_name: str):

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from dsa_engine.config.checks import Rule, Seconds, at_least
+from dsa_engine.config.checks import Seconds, at_least
 from dsa_engine.config.fields import Options, documented, option
-from dsa_engine.system.sizes import Size, parse_bytes
 
 Port = Annotated[int, at_least(0, 65535)]
-BodySize = Annotated[Size, Rule("and of at least 1KiB", lambda value: parse_bytes(value, "") >= 1024)]
 
 
 @documented
@@ -39,7 +37,6 @@ class ServerOptions(Options):
         "DSA_ENGINE_API_KEY, which other users of the machine do not see, or none.",
         common=True,
     )
-    max_body_size: BodySize = option("16MiB", "maximum size of a request's body.", metavar="SIZE")
     max_waiting_requests: Annotated[int, at_least(0)] = option(
         1024, "requests beyond --max-num-seqs that may wait; further ones get status 429."
     )

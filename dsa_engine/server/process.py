@@ -158,7 +158,6 @@ class Relay:
             self._llm.loop.calls.put((Abort(running), None))
 
     def _report_end(self) -> None:
-        """Tells the other process that the engine has ended."""
         error = self._llm.loop.error
         self.send([Failed.of(None, error) if error else Failed(None, "the LLM has been closed", True)])
 
@@ -208,9 +207,6 @@ class HttpProcesses:
     Args:
         relays: one for each process; closed here.
         bound: a socket of :func:`.http.bind`; closed here.
-
-    Attributes:
-        pids: of the processes.
     """
 
     def __init__(self, relays: Sequence[Relay], options: ServerOptions, bound: socket.socket):

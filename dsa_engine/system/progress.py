@@ -22,7 +22,6 @@ def progress_bar(total: int | None, unit: str, title: str, shown: bool = True) -
     Args:
         total: the number of units; None: it is not known.
         unit: their name, in the plural; "B": bytes.
-        title: what is being done.
         shown: False shows nothing.
     """
     scaled = unit == "B"

@@ -15,7 +15,6 @@ _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", start=1)}
 
 
 def _bytes(value: int | str) -> int:
-    """Bytes of a size; 0 for a text that is none."""
     if isinstance(value, int):
         return value
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)

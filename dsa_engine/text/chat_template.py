@@ -31,7 +31,6 @@ def render(
     """The text of a conversation.
 
     Args:
-        tokenizer: a tokenizer of ``transformers``.
         messages: one of the results of :func:`dsa_engine.text.conversations.messages.conversations`.
         folder: where the tokenizer comes from, for errors.
         tools: functions that the model may call: JSON schemas, or Python functions with types and a docstring.

@@ -21,7 +21,6 @@ def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
     """Parameters that apply if a call gives none; a log line lists those that the file sets.
 
     Args:
-        folder: the model's folder.
         generation_config: "auto" reads the file, if there is one; "vllm" only checks it.
 
     Raises:

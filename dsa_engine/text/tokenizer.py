@@ -23,11 +23,9 @@ class Tokenizer:
     ``Exception``. So it fails the request whose text is at fault, and no other.
 
     Args:
-        folder: the model's folder.
         trust_remote_code: let the tokenizer run Python code of the folder.
 
     Attributes:
-        folder: the model's folder.
         hf: the tokenizer object of ``transformers``.
 
     Raises:
@@ -111,7 +109,6 @@ class Tokenizer:
             raise self._failure("decode tokens", error) from error
 
     def _failure(self, what: str, error: BaseException) -> ValueError:
-        """The error to raise for one of the library."""
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         return ValueError(f"the tokenizer in {self.folder} cannot {what}: {kind}{reason}")
@@ -235,7 +232,6 @@ class TextStream:
         self._tail = text[end:]
 
     def _may_stop(self, text: str) -> bool:
-        """Whether a stop string begins with this text."""
         after = bisect_left(self._sorted_stop, text)
         return after < len(self._sorted_stop) and self._sorted_stop[after].startswith(text)
 

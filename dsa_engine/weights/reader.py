@@ -147,7 +147,6 @@ class CheckpointReader:
             raise self._error(source.name, f"is {stored}, where config.json implies plain numbers")
 
     def _check_block_scales(self, source: Source) -> None:
-        """Checks that an FP8 weight has block scales of the right shape."""
         if self.block_size is None or len(source.shape) != 2:
             raise self._error(
                 source.name,
@@ -183,14 +182,12 @@ class CheckpointReader:
             )
 
     def _read(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-        """A part as stored: a view of the file."""
         part: torch.Tensor = self._stored(name)[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))]
         self.bytes_read += part.nbytes
         self.names_read.add(name)
         return part
 
     def _stored(self, name: str) -> Any:
-        """A tensor's ``get_slice``."""
         path = self._file_of.get(name)
         if path is None:
             raise CheckpointError(

@@ -69,7 +69,7 @@ class DeepEP:
                 option = "moe_dispatch" if self._prefills else "decode_dispatch"
                 raise ValueError(f"{option} 'deep_ep': {given}; {possible}, or use 'all_to_all' or 'all_gather'")
         self.capacity = min(cdiv(rows, 4) * 4, _CAPACITY)
-        self.experts, self._hidden, self._max_ctas = experts, hidden, config.max_ctas
+        self.experts, self._hidden = experts, hidden
         self._group, self._device = group, device
         self._arrive: Callable[[], None] = lambda: None  # lets the low-latency exchange on its way arrive
 
@@ -78,8 +78,6 @@ class DeepEP:
         """Made at the first dispatch, by all ranks. An exit must not wait for ranks that have failed, so nothing is
         destroyed before the process is."""
         library, size = import_module("deep_ep").Buffer, self._group.size
-        if self._max_ctas is not None:
-            library.set_num_sms(max(2, self._max_ctas // 2 * 2))
         memory, nbytes = [(0, 0)], 2 * self._hidden  # over NVLink, over RDMA
         for one in (library.get_dispatch_config(size), library.get_combine_config(size)) if self._prefills else ():
             memory.append((one.get_nvl_buffer_size_hint(nbytes, size), one.get_rdma_buffer_size_hint(nbytes, size)))

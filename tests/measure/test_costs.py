@@ -21,11 +21,11 @@ from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, Served, Shape, prefill_plans, prefill_plans_of
-from dsa_engine.measure.costs.weights import WeightBytes, rank_model, weight_bytes
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.requests import add_filled
 from dsa_engine.measure.stage_timer import StageTimer
 from dsa_engine.model.kv_cache import cache_format
+from dsa_engine.model.rank_weights import WeightBytes, rank_model, weight_bytes
 from stages import current_stage
 
 PROJECTIONS = ("MLA prolog", "MLA epilog", "indexer prolog", "dense MLP", "MoE gate", "MoE shared")

@@ -10,8 +10,8 @@ import torch
 from dsa_engine import LLM
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
-from dsa_engine.measure.costs.weights import rank_model, weight_bytes
 from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.model.rank_weights import rank_model, weight_bytes
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "dequantize"])

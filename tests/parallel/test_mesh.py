@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,32 +245,17 @@ def test_parts_of_a_vocabulary_take_as_many_rows() -> None:
     assert parts(5, 4) == [((0, 2), 2), ((2, 4), 2), ((4, 5), 2), ((5, 5), 2)]
 
 
-@pytest.mark.parametrize("max_ctas", [None, 12])
-def test_groups_that_carry_tokens_take_few_multiprocessors(
-    max_ctas: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[tuple[list[int], str | None, Any]] = []
+def test_groups_that_carry_tokens_have_their_own_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[list[int], str | None]] = []
 
-    def new_group(ranks: list[int], timeout: float, backend: str | None, options: Any, alone: bool) -> Any:
-        made.append((ranks, backend, options))
+    def new_group(ranks: list[int], timeout: float, backend: str | None, alone: bool) -> Any:
+        made.append((ranks, backend))
         return object()
 
-    class Options:
-        def __init__(self) -> None:
-            self.config = SimpleNamespace()
-
     monkeypatch.setattr(mesh_module, "new_group", new_group)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    Mesh(ParallelConfig(max_ctas=max_ctas, tp_size=2), 0, 4, torch.device("cuda"))
-    given = [(ranks, backend, options and options.config.max_ctas) for ranks, backend, options in made]
+    Mesh(ParallelConfig(tp_size=2), 0, 4, torch.device("cuda"))
     every = [0, 1, 2, 3]
-    assert given == [
-        (every, None, None),
-        (every, None, max_ctas),
-        ([0, 1], None, None),
-        ([2, 3], None, None),
-        (every, "gloo", None),
-    ]
+    assert made == [(every, None), (every, None), ([0, 1], None), ([2, 3], None), (every, "gloo")]
 
 
 QUEUES, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"

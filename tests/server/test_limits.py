@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from dsa_engine import LLM
+from dsa_engine.server import errors
 from dsa_engine.server.http import bind, hosts_of
 
 LONG = {"prompt": [5, 6], "max_tokens": 190, "ignore_eos": True}
@@ -36,11 +37,12 @@ def slow(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     assert tiny.engine.scheduler.free_pages == [tiny.engine.cache.pages]
 
 
-def test_size_of_a_body(serve: Any, tiny: LLM) -> None:
-    server = serve(tiny, max_body_size="2KiB")
+def test_size_of_a_body(serve: Any, tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "MAX_BODY_BYTES", 2048)
+    server = serve(tiny)
     assert server.complete([5], max_tokens=1)
     message = server.refused("/v1/completions", 413, prompt="a" * 3000)
-    assert "2.00 KiB" in message and "--max-body-size" in message
+    assert "2.00 KiB" in message
     chunked = server.post("/v1/completions", content=(b" " * 500 for _ in range(5)))  # its length is not announced
     assert chunked.status_code == 413
 

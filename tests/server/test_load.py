@@ -45,7 +45,7 @@ def resident() -> int:
 def test_no_request_is_wrong_or_lost(
     serve: Any, tiny: LLM, kinds: list[dict[str, Any]], clients: int, requests: int, tmp_path: Path
 ) -> None:
-    server = serve(tiny, max_body_size="1MiB")
+    server = serve(tiny)
     loads: list[dict[str, Any]] = []
     sizes = [resident()]
     if clients < 100:

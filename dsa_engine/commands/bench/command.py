@@ -28,9 +28,6 @@ from dsa_engine.system.output_files import check_outputs, whole_file
 def run_prefill(args: argparse.Namespace) -> None:
     """Prefills every prompt. The files have each result as soon as it is measured; after Ctrl-C the tables show the
     results so far.
-
-    Raises:
-        ValueError, OSError: an option, a file or a prompt is not possible; then nothing has been measured.
     """
     if args.repeat < 1 or args.warmup < 0:
         raise ValueError(f"--repeat must be at least 1 and --warmup at least 0, not {args.repeat} and {args.warmup}")
@@ -73,10 +70,6 @@ def _run_latency(metric: str, args: argparse.Namespace) -> None:
 
     Args:
         metric: "ttft" or "tpot": which time the table shows; the JSON holds both.
-        args: the options of the metric (:mod:`.options`).
-
-    Raises:
-        ValueError, OSError: an option or a file is not possible; then nothing has been measured.
     """
     fewest = 2 if metric == "tpot" else 1
     if args.output_len < fewest or args.repeat < 1 or args.warmup < 0:
@@ -123,7 +116,6 @@ run_ttft, run_tpot = (partial(_run_latency, metric) for metric in ("ttft", "tpot
 
 
 def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance | None:
-    """The assumed acceptance of drafts; None: the model decides."""
     if args.acceptance is not None:
         try:
             return AssumedAcceptance(tuple(float(rate) for rate in args.acceptance.split(",")))

@@ -85,7 +85,6 @@ class BenchReport:
 
 
 def _print_speculation(results: Sequence[Result]) -> None:
-    """Prints how many drafts were accepted; nothing if there were none."""
     rows = []
     for result in results:
         counts, assumed = result.speculation, result.assumed_acceptance
@@ -98,7 +97,6 @@ def _print_speculation(results: Sequence[Result]) -> None:
 
 
 def _print_stages(phase: str, results: Sequence[Result]) -> None:
-    """Prints the stages of a phase in percent of their sum, a column for each result that has any."""
     columns = {result.size: mean_stages(result.stages[phase]) for result in results if phase in result.stages}
     rows = []
     for name in next(iter(columns.values()), {}):

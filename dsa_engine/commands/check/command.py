@@ -107,7 +107,7 @@ def _tokens(llm: LLM, wanted: int | None) -> int:
 
 
 def _layers(llm: LLM, wanted: str) -> list[int]:
-    from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
+    from dsa_engine.model.rank_weights import layers_of_each_kind
 
     count = llm.engine.config.num_hidden_layers
     known = {"all": list(range(count)), "few": sorted({*layers_of_each_kind(llm.engine.config), count - 1})}

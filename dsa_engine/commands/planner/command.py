@@ -56,11 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """Prints the best plan.
-
-    Raises:
-        ValueError, OSError: an option or the configuration is not possible, or nothing fits.
-    """
+    """Prints the best plan."""
     from dsa_engine.commands.planner.launch import commands
     from dsa_engine.commands.planner.predict import BEST, OWN
     from dsa_engine.commands.planner.search import Planner
@@ -91,7 +87,6 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def _rows(planner: Planner, plan: Plan, fast: Plan, missed: float) -> list[tuple[str, str]]:
-    """The rows of the table; ``fast`` is the plan with the fastest kernels that are known."""
     prefill, decode = plan.prefill, plan.decode
     how = decode.how
     rows = [
@@ -123,7 +118,6 @@ def _rows(planner: Planner, plan: Plan, fast: Plan, missed: float) -> list[tuple
 
 
 def _launches(plan: Plan, runs: dict[str, list[str]]) -> str:
-    """The commands, and where they run."""
     from dsa_engine.commands.planner.launch import shell_lines
 
     where = "Commands that run it"

@@ -11,12 +11,11 @@ from dsa_engine.commands.planner.devices import Device
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8
-from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes
-from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
+from dsa_engine.engine.startup.estimates import cache_room
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts
-from dsa_engine.measure.costs.weights import WeightBytes, rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.model.rank_weights import WeightBytes
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.traffic import DispatchChoice, RouterShape, RowBytes, exchange, quantized_bytes
@@ -61,10 +60,8 @@ class Placed:
         self.narrow = how.weights in device.narrow  # whether products of weights have 8-bit inputs
         self.links, self.nodes = links_of(device), cdiv(how.ranks, device.node_size)
         self.cache = cache_format(config, torch.float8_e4m3fn if how.cache == "fp8" else torch.bfloat16)
-        held = cdiv(config.n_routed_experts, how.ranks)
-        self.costs = ModelCosts(
-            config, replace(_weights_of_one(config, how.weights, how.tp_size), held=held), self.cache
-        )
+        weights = WeightBytes.of_rank(config, stored(how.weights, config), torch.bfloat16, how.ranks, how.tp_size)
+        self.costs = ModelCosts(config, weights, self.cache)
         hidden, top_k = config.hidden_size, config.num_experts_per_tok
         block = 128 if how.weights == "fp8" else hidden  # codes with one scale
         sent = quantized_bytes(hidden, block) if self.narrow else 2 * hidden
@@ -86,8 +83,8 @@ class Placed:
     def cache_room(self, rows: int, dispatch: DispatchMethod = "all_gather") -> float:
         """Bytes that remain for caches on a rank with ``rows`` rows in a step; negative if the rest does not fit."""
         meeting = rows * (self.how.ranks if dispatch == "all_gather" else min(self.how.ranks, 2))
-        used = self.weight_bytes + WORKSPACE + activation_bytes(self.config, rows, meeting, torch.bfloat16)
-        return EngineOptions.gpu_memory_utilization * self.device.memory_gb * 1e9 - used
+        usable = EngineOptions.gpu_memory_utilization * self.device.memory_gb * 1e9
+        return cache_room(usable, self.weight_bytes, self.config, rows, meeting, torch.bfloat16)
 
     def dispatch(self, rows: int) -> DispatchMethod:
         """The dispatch of a prefill step that ``moe_dispatch="auto"`` takes."""
@@ -105,6 +102,7 @@ class Placed:
         return c.num_hidden_layers * (heads + self.links.ring(*group, 2 * rows * c.hidden_size))
 
 
+@lru_cache(maxsize=64)
 def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
     """The stored format of the weights of such a checkpoint."""
     if weights == "bfloat16":
@@ -120,22 +118,3 @@ def links_of(device: Device) -> Links:
     inside = replace(known.inside, bandwidth_gb_s=device.inside_gb_s * _LINKED[0])
     between = replace(known.between, bandwidth_gb_s=device.between_gb_s * _LINKED[1])
     return Links(known.start_us, inside, between)
-
-
-@lru_cache(maxsize=64)
-def _weights_of_one(config: ModelConfig, weights: str, tp_size: int) -> WeightBytes:
-    """Bytes of a rank with one expert, and of an MTP module if the model has one: all experts have the same size."""
-    few, ranks = _one_of_each(config), config.n_routed_experts // tp_size * tp_size
-    modules = min(1, config.num_nextn_predict_layers)
-    return WeightBytes.of(rank_model(few, stored(weights, few), torch.bfloat16, ranks, tp_size, modules))
-
-
-def _one_of_each(config: ModelConfig) -> ModelConfig:
-    """The model with one layer of each kind."""
-    count = max(layers_of_each_kind(config)) + 1
-    return replace(
-        config,
-        num_hidden_layers=count,
-        mlp_layer_types=config.mlp_layer_types[:count],
-        indexer_types=config.indexer_types[:count],
-    )

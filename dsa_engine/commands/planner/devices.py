@@ -20,7 +20,6 @@ class Device:
         tb_s: 10^12 bytes of memory per second.
         node_size: number of devices that the fast links join.
         inside_gb_s, between_gb_s: 10^9 bytes of a link per second and direction, within a node and between nodes.
-        source: source of the figures.
     """
 
     name: str

@@ -27,8 +27,6 @@ def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy:
 
     Args:
         model: a folder or hub id, or a key of :data:`HUB_IDS`.
-        hf_overrides: the option of that name, a JSON object.
-        dummy: random weights.
     """
     demand, prefill, decode, weights = planner.demand, plan.prefill, plan.decode, plan.decode.how.weights
     model, words = model if dummy else HUB_IDS.get(model, model), {}

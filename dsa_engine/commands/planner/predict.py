@@ -143,7 +143,6 @@ def predict_decode(placed: Placed, requests: int, demand: Demand, kernels: Kerne
 
 
 def _faster(seconds: Callable[[int], dict[str, float]], may_divide: bool) -> tuple[dict[str, float], int]:
-    """The stages of a step as one micro-batch or as two, whichever are faster."""
     tried = [(seconds(micro), micro) for micro in ((1, 2) if may_divide else (1,))]
     return min(tried, key=lambda one: sum(one[0].values()))
 

@@ -15,14 +15,16 @@ import torch
 
 from dsa_engine.config.fields import is_given, plain
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes, expert_bytes, rank_weight_bytes
+from dsa_engine.config.quantization import QuantizationConfig
+from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes, cache_room
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
+from dsa_engine.model.rank_weights import WeightBytes
 from dsa_engine.options import OPTIONS_OF_DECODE, EngineOptions, options_of_decode
 from dsa_engine.parallel.disaggregation import position
 from dsa_engine.system.sizes import parse_bytes
-from dsa_engine.weights.formats import held_as
+from dsa_engine.weights.formats import held_as, quantization_name
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class Choice:
     Args:
         config: the model's, with the MTP modules that draft as further layers.
         longest: maximum number of tokens of a request.
-        weights: the format in which linear layers and experts are held, as ``quantization`` names it; None: ``dtype``.
+        stored: the format in which linear layers and experts are held; None: in ``dtype``.
         dtype: of the run.
     """
 
@@ -70,7 +72,7 @@ class Choice:
     config: ModelConfig
     devices: Devices
     longest: int
-    weights: str | None
+    stored: QuantizationConfig | None
     dtype: torch.dtype = torch.bfloat16
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -106,11 +108,13 @@ class Choice:
     def room(self, tp_size: int, chunk: int) -> float:
         """Bytes of a device beside weights, workspace and a prefill step of ``chunk`` tokens a rank; approximate."""
         assert self.devices.memory is not None
-        ranks, given = self.devices.ranks, self.options.workspace
-        used = rank_weight_bytes(self.config, self.weights, ranks, tp_size, self.dtype.itemsize)
-        used += WORKSPACE if given is None else parse_bytes(given, "workspace")
-        used += activation_bytes(self.config, chunk, chunk * min(ranks, 2), self.dtype)
-        return self.options.gpu_memory_utilization * self.devices.memory - used
+        usable, given = self.options.gpu_memory_utilization * self.devices.memory, self.options.workspace
+        workspace = WORKSPACE if given is None else parse_bytes(given, "workspace")
+        held, gathered = self.weights(tp_size).total(self.config, drafts=False), chunk * min(self.devices.ranks, 2)
+        return cache_room(usable, held, self.config, chunk, gathered, self.dtype, workspace)
+
+    def weights(self, tp_size: int) -> WeightBytes:
+        return WeightBytes.of_rank(self.config, self.stored, self.dtype, self.devices.ranks, tp_size)
 
     def request_bytes(self) -> int:
         """Bytes of the longest request in the caches."""
@@ -127,14 +131,14 @@ def chosen_options(
     Raises:
         ValueError: ``prefill_ranks`` leaves no rank to decode.
     """
-    weights = held_as(config.quantization, options.quantization, device)
+    stored = config.quantization if held_as(config.quantization, options.quantization, device) else None
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     parallel = options.parallel
     (rank, ranks), prefills = parallel.run_position(), parallel.prefill_ranks
 
     def choose(options: EngineOptions, ranks: int, part: str = "") -> Choice:
         devices = Devices(ranks, min(ranks, parallel.node_ranks()) if memory else ranks, memory)
-        choice = Choice(options, config, devices, longest, weights, dtype)
+        choice = Choice(options, config, devices, longest, stored, dtype)
         if rank == 0 and memory is not None:
             choice.log(part)
         return choice
@@ -153,7 +157,7 @@ def _on_cpu(choice: Choice, name: str) -> tuple[Any, str]:
 
 
 def _kv_cache_dtype(choice: Choice) -> tuple[str, str]:
-    if choice.weights == "fp8" and choice.config.has_indexer and choice.dtype == torch.bfloat16:
+    if quantization_name(choice.stored) == "fp8" and choice.config.has_indexer and choice.dtype == torch.bfloat16:
         try:
             cache_format(choice.config, FP8)
             return "fp8", "weights are FP8 too, and it takes half of the memory"
@@ -225,7 +229,7 @@ def _redundant_experts(choice: Choice) -> tuple[int, str]:
     config, parallel, ranks = choice.config, choice.options.parallel, choice.devices.ranks
     if (parallel.expert_loads is None and parallel.rebalance_every is None) or ranks == 1:
         return 0, "loads are not known"
-    replica = expert_bytes(config, choice.weights, choice.dtype.itemsize)
+    replica = choice.weights(choice.values["tp_size"]).expert(config)
     fits = replica * 20 <= (choice.devices.memory or 0)
     return (ranks, "one a rank shares the largest loads") if fits else (0, "one a rank takes over 5% of the memory")
 

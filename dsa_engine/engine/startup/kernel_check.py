@@ -32,6 +32,7 @@ from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.kernels.runtime.operation import first_line
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
+from dsa_engine.model.rank_weights import layers_of_each_kind
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams
@@ -108,14 +109,6 @@ def _has_kernels(model: Model) -> bool:
 def trial_tokens(config: ModelConfig) -> int:
     """Number of tokens of a prefill with rows in every form of attention."""
     return min(config.index_topk + 64, config.max_position_embeddings - 1)
-
-
-def layers_of_each_kind(config: ModelConfig) -> list[int]:
-    """The first layer of every kind: dense or with experts, with an indexer or with another layer's selection."""
-    first: dict[tuple[str, str], int] = {}
-    for layer, kind in enumerate(zip(config.mlp_layer_types, config.indexer_types, strict=True)):
-        first.setdefault(kind, layer)
-    return sorted({0, *first.values()})  # the first layer selects for layers that do not
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.rows.segment import Segment
-from dsa_engine.measure.costs.weights import WeightBytes
+from dsa_engine.model.rank_weights import WeightBytes, layer_matrices
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -125,6 +125,7 @@ class ModelCosts:
 
     def __init__(self, config: ModelConfig, weights: WeightBytes, cache: CacheFormat, itemsize: int = 2):
         self.config, self.weights, self.cache, self.itemsize = config, weights, cache, itemsize
+        self.matrices = layer_matrices(config)
 
     @classmethod
     def of(cls, engine: Engine) -> ModelCosts:
@@ -149,32 +150,24 @@ class ModelCosts:
     def layer(self, mlp: str, indexer: str, shape: Shape, served: Served) -> Stages:
         """A layer, by its entries of ``mlp_layer_types`` and ``indexer_types``; "projections" are all products with
         weights but those of the routed experts."""
-        c, weights, sparse = self.config, self.weights.layers[(mlp, indexer)], shape.sparse
-        heads, absorbed, stages = c.num_attention_heads, shape.rows - shape.mha.rows, Stages()
-        # Elements of the weights that every row meets, and of W_UK and W_UV (absorbed rows and expanded keys).
-        row = c.hidden_size * (c.q_lora_rank + c.latent_dim + heads * c.v_head_dim)
-        row += c.q_lora_rank * heads * c.qk_head_dim
-        up = heads * c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim)
-        if mlp == "dense":
-            row += 3 * c.hidden_size * c.intermediate_size
-        else:
-            expert = 3 * c.hidden_size * c.moe_intermediate_size
-            row += c.hidden_size * c.n_routed_experts + expert * c.n_shared_experts
-            stages["MoE experts"] = Work(2 * expert * served.pairs, weights=weights.expert * served.experts)
-        products, read = shape.rows * row + absorbed * up, weights.rows if shape.rows else 0.0
+        c, weights, matrices = self.config, self.weights.layers[(mlp, indexer)], self.matrices[(mlp, indexer)]
+        heads, sparse, stages = c.num_attention_heads, shape.sparse, Stages()
+        if mlp == "sparse":
+            products, read = matrices.expert * served.pairs, weights.expert * served.experts
+            stages["MoE experts"] = Work(2 * products, weights=read)
+        products = shape.rows * matrices.rows + (shape.rows - shape.mha.rows) * matrices.up
+        products += sparse.rows * matrices.queries  # without sparse rows only the keys are computed
+        read = (weights.rows if shape.rows else 0.0) + (weights.queries if sparse.rows else 0.0)
         if indexer == "full":
-            index_heads, dim = c.index_n_heads, c.index_head_dim
-            products += shape.rows * c.hidden_size * dim
-            products += sparse.rows * index_heads * (c.q_lora_rank * dim + c.hidden_size)
-            read += weights.queries if sparse.rows else 0.0  # without sparse rows only the keys are computed
             assert self.cache.index_key is not None
             stages["lightning indexer"] = Work(
-                2 * sparse.pairs * index_heads * (dim + 1), index_keys=self.cache.index_key.row_bytes * sparse.keys
+                2 * sparse.pairs * c.index_n_heads * (c.index_head_dim + 1),
+                index_keys=self.cache.index_key.row_bytes * sparse.keys,
             )
         stages["projections"] = Work(2 * products, weights=read)
         chosen = sparse.rows * c.index_topk
         mqa = (shape.dense.pairs + chosen) * heads * (c.latent_dim + c.kv_lora_rank)
-        mha = shape.mha.keys * up + shape.mha.pairs * heads * (c.qk_head_dim + c.v_head_dim)
+        mha = shape.mha.keys * matrices.up + shape.mha.pairs * heads * (c.qk_head_dim + c.v_head_dim)
         stages["sparse flash attention"] = Work(
             2 * (mqa + mha), latent_rows=self.cache.latent.row_bytes * (chosen + shape.dense.keys + shape.mha.keys)
         )

@@ -18,14 +18,7 @@ from dsa_engine.text.conversations.deltas import message_of
 
 
 class ChatForm(Form):
-    """One request to ``/v1/chat/completions``.
-
-    Args:
-        llm: the engine.
-        conversation: the form of the model's conversations.
-        asked: the request.
-        model: the name that answers give.
-        chat_template: the template of requests without one; None: the model's.
+    """One request to ``/v1/chat/completions``; ``chat_template`` is that of requests without one.
 
     Raises:
         ValueError, TypeError: a parameter is not possible, or the template refuses the conversation.
@@ -184,7 +177,6 @@ def _tools(asked: ChatRequest) -> tuple[list[dict[str, Any]] | None, list[dict[s
 
 
 def _sampling(asked: ChatRequest) -> dict[str, Any]:
-    """Sampling parameters that have other names or forms in chat requests."""
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ValueError("top_logprobs needs logprobs; set logprobs to true, or leave it out")
     tokens, logprobs = asked.max_completion_tokens, asked.top_logprobs or 0

@@ -18,11 +18,6 @@ from dsa_engine.server.forms.protocol import CompletionRequest
 class CompletionForm(Form):
     """One request to ``/v1/completions``.
 
-    Args:
-        llm: the engine.
-        asked: the request.
-        model: the name that answers give.
-
     Raises:
         ValueError, TypeError: a parameter is not possible.
     """
@@ -129,7 +124,6 @@ class CompletionForm(Form):
 
 
 def _prompts_of(prompt: Any) -> list[str | list[int]]:
-    """The prompts in the parameter ``prompt``."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

@@ -21,7 +21,6 @@ class Form(ABC):
     """What a request asks for, and how its endpoint writes outputs.
 
     Attributes:
-        asked: the request.
         prompts: what the engine gets.
         params: the same for all prompts.
         chunk_head: what all chunks of a stream begin with.

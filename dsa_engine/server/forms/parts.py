@@ -108,15 +108,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 class StreamUsage:
-    """The usage of a stream so far.
-
-    Args:
-        prompts: token ids of each prompt.
-        n: number of outputs of a prompt.
-
-    Attributes:
-        output_tokens: number of tokens of each output.
-    """
+    """The usage of a stream so far."""
 
     def __init__(self, prompts: Iterable[Sequence[int]], n: int):
         self._prompt_tokens = sum(map(len, prompts))

@@ -117,9 +117,6 @@ class GenerationBody(RequestBody):
     def sampling(self, defaults: dict[str, Any], prompts: int = 1, **more: Any) -> SamplingParams:
         """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both.
 
-        Args:
-            prompts: number of them.
-
         Raises:
             ValueError, TypeError: see :class:`SamplingParams` and :meth:`further`.
         """
@@ -276,7 +273,6 @@ def _advice(name: str, value: Any) -> str | None:
 
 
 def _ignore(name: str, known: set[str]) -> None:
-    """Logs an unknown parameter once."""
     name = name[:80]
     if name in _ignored or len(_ignored) >= _MAX_LOGGED_NAMES:
         return

@@ -124,7 +124,6 @@ def _messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]
 
 
 def _content(content: Any) -> Any:
-    """A message's content as chat requests have it."""
     if not isinstance(content, list):
         return content
     texts = [isinstance(part, dict) and part.get("type") in _PARTS for part in content]

@@ -101,7 +101,6 @@ def after_thought(answer: str, writer: GrammarWriter, begin: str, end: str, is_o
     """The source of a grammar ``answer`` after a thought.
 
     Args:
-        begin, end: the thought's tags.
         is_open: whether the answer begins inside the thought; otherwise it may begin with one.
     """
     thought = writer.rule(writer.until(end))

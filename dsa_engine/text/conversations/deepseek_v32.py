@@ -79,7 +79,6 @@ def with_tools(
 
 
 def _modes(given: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the model thinks, and whether old developer messages are dropped."""
     if wrong := sorted(given.keys() - set(_KWARGS)):
         raise ValueError(f"chat_template_kwargs of DeepSeek-V3.2 are {', '.join(_KWARGS)}, not {', '.join(wrong)}")
     for name, value in given.items():
@@ -94,8 +93,6 @@ def _last_question(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 class _Parts:
-    """The texts of the messages so far."""
-
     def __init__(self, folder: Path, thinking: bool, last_question: int):
         self.texts: list[str] = []
         self.generation_prompt = ""  # the end of the text so far, if it begins an answer

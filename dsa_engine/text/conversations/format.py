@@ -42,7 +42,6 @@ def conversation_format(
     """The form of the conversations of a model.
 
     Args:
-        folder: the model's folder.
         config_or_model_type: the ``ModelConfig``, or its ``model_type``.
         reasoning_parser: the form of thoughts, by vLLM's name, or "none"; default: that of the folder's template.
         tool_call_parser: the form of tool calls, by vLLM's name, or "none"; default: that of the folder's template.
@@ -72,7 +71,6 @@ def conversation_format(
 
 
 def _template_text(tokenizer: Tokenizer) -> str:
-    """The folder's chat template, or all of them if there are several."""
     given = tokenizer.hf.chat_template
     return "\n".join(map(str, given.values())) if isinstance(given, Mapping) else given or ""
 
@@ -89,7 +87,6 @@ class ConversationFormat:
     """The form of a model's conversations; made by :func:`conversation_format`.
 
     Attributes:
-        tokenizer: the model's tokenizer.
         own_form: prompts have DeepSeek-V3.2's own form, as the folder has no chat template.
         thoughts: the form of thoughts; None: they are content.
         calls: the form of tool calls; None: they are content.

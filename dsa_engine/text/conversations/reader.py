@@ -27,7 +27,6 @@ class MessageReader:
     """Reads one answer. The pieces, joined, do not depend on where the text is cut.
 
     Args:
-        thought: whether the answer begins with a thought.
         calls: the form of tool calls; None: they are content.
         tools: the tools of the request, whose schemas some forms need.
         end_tokens: texts that are dropped.

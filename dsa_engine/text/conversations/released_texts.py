@@ -18,9 +18,7 @@ def released_text(folder: Path, constant: str, **fields: str) -> str:
     """One of the fixed texts, with its fields replaced.
 
     Args:
-        folder: the model's folder.
         constant: :data:`TOOLS` or :data:`RESPONSE_FORMAT`.
-        fields: the text of each field.
 
     Raises:
         ValueError: there is no such file, or it is no Python, or without this text or with other fields.
@@ -39,7 +37,6 @@ def released_text(folder: Path, constant: str, **fields: str) -> str:
 
 @lru_cache(maxsize=16)
 def _constant(path: Path, name: str) -> str:
-    """The text that a module assigns to a name at its top level."""
     for node in ast.parse(path.read_bytes()).body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue

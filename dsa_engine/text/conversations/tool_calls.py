@@ -188,9 +188,7 @@ class _Call:
         else a text.
 
         Args:
-            key: the parameter's name.
             types: the JSON types that the value may have; empty: any.
-            end: the end tag.
 
         Raises:
             LostForm: the call has the parameter already.
@@ -240,7 +238,6 @@ def _types(schema: Any) -> set[str]:
 
 
 def _parameter_types(tools: Sequence[Any], function: str, parameter: str) -> set[str]:
-    """The JSON types of a parameter by the schema of its function."""
     for tool in tools:
         schema = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(schema, Mapping) and schema.get("name") == function:

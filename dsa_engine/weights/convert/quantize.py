@@ -86,7 +86,6 @@ def quantize_checkpoint(
 def _values(
     spec: TensorSpec, reader: CheckpointReader, scheme: TargetScheme, smoothing: Smoothing
 ) -> list[torch.Tensor]:
-    """The target's tensors for one tensor of the source, made some rows at a time."""
     quantized = spec.name in scheme.quantized
     targets = scheme.specs(spec) if quantized else [spec]
     values = [torch.empty(target.shape, dtype=target.dtype) for target in targets]

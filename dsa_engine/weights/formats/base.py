@@ -201,8 +201,6 @@ class StoredFormat(WeightFormat):
 
     Args:
         scheme: how the checkpoint stores them.
-        dtype: dtype of activations.
-        device: the device that keeps them.
 
     Raises:
         ValueError: the class does not support the scheme or the device; the text names it and says what is possible.

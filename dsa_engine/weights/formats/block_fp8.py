@@ -36,7 +36,6 @@ def blocks_of(size: int) -> int:
 
 
 def _sources(part: Matrix, codes: torch.Tensor, scales: torch.Tensor) -> list[Source]:
-    """The sources of the kept part's codes and scales."""
     return [
         part.source(codes),
         Source(

@@ -20,7 +20,6 @@ from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, Stor
 
 
 def _sources(part: Matrix, weight: torch.Tensor, scale: torch.Tensor) -> list[Source]:
-    """The sources of a matrix's codes and of its kept rows' scales."""
     first_row, _ = part.start
     scales = Source(f"{part.name}_scale", scale[:, None], (part.rows, 1), (first_row, 0), scale_of=torch.int8)
     return [part.source(weight), scales]

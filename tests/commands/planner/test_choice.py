@@ -15,7 +15,7 @@ import pytest
 
 from dsa_engine.commands.planner import predict
 from dsa_engine.commands.planner.demand import Demand
-from dsa_engine.commands.planner.deployment import Deployment
+from dsa_engine.commands.planner.deployment import Deployment, stored
 from dsa_engine.commands.planner.devices import DEVICES
 from dsa_engine.commands.planner.search import LOADS, Planner
 from dsa_engine.config.fields import is_given
@@ -72,7 +72,7 @@ def fitting(model: str, kind: str, ranks: int) -> tuple[ModelConfig, str, tuple[
 def chosen(config: ModelConfig, weights: str, kind: str, ranks: int, mode: str, **options: Any) -> Choice:
     device = DEVICES[kind]
     devices = Devices(ranks, min(ranks, device.node_size), int(device.memory_gb * 1e9))
-    return Choice(EngineOptions(optimize=mode, **options), config, devices, INPUT + OUTPUT, weights)  # type: ignore[arg-type]
+    return Choice(EngineOptions(optimize=mode, **options), config, devices, INPUT + OUTPUT, stored(weights, config))  # type: ignore[arg-type]
 
 
 def timed(choice: Choice, weights: str, planner: Planner, mode: str, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -163,10 +163,10 @@ def test_what_is_given_wins() -> None:
     assert (applied.enable_dbo, applied.parallel.tp_size, applied.parallel.moe_dispatch) == (True, 8, "auto")
 
 
-@pytest.mark.parametrize("weights", [None, "int8", "int4-experts"])
-def test_fp8_caches_are_never_chosen_for_other_weights(weights: str | None) -> None:
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4-experts"])
+def test_fp8_caches_are_never_chosen_for_other_weights(weights: str) -> None:
     for mode in MODES:
-        choice = chosen(model_config("deepseek_v32", {}), weights, "B200", 64, mode)  # type: ignore[arg-type]
+        choice = chosen(model_config("deepseek_v32", {}), weights, "B200", 64, mode)
         assert (
             choice.values["kv_cache_dtype"] == "auto" and "FP8 would change numbers" in choice.reasons["kv_cache_dtype"]
         )
@@ -189,7 +189,8 @@ def test_what_was_chosen_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) ->
     """Whichever rule chose it, also one that keeps a default."""
     monkeypatch.setitem(RULES, "max_num_seqs", lambda choice: (choice.values["max_num_seqs"], "the default"))
     for memory in (None, 141 * 10**9):
-        choice = Choice(EngineOptions(), model_config("deepseek_v32", {}), Devices(4, 4, memory), 4096, "fp8")
+        config = model_config("deepseek_v32", {})
+        choice = Choice(EngineOptions(), config, Devices(4, 4, memory), 4096, config.quantization)
         assert all(map(is_given, choice.values.values()))
 
 
@@ -197,6 +198,7 @@ def test_what_was_chosen_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_sizes_divide_any_world(ranks: int, node: int) -> None:
     config = model_config("deepseek_v32", {})
     for mode in MODES:
-        values = Choice(EngineOptions(optimize=mode), config, Devices(ranks, node, 141 * 10**9), 163_840, "fp8").values  # type: ignore[arg-type]
+        devices, options = Devices(ranks, node, 141 * 10**9), EngineOptions(optimize=mode)  # type: ignore[arg-type]
+        values = Choice(options, config, devices, 163_840, config.quantization).values
         assert ranks % values["cp_size"] == ranks % values["tp_size"] == node % values["tp_size"] == 0
         assert values["max_num_seqs"] >= 8 and values["max_num_batched_tokens"] >= 2048

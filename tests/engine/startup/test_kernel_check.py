@@ -18,6 +18,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import kernel_check
 from dsa_engine.kernels.runtime import libraries, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.model.rank_weights import layers_of_each_kind
 from dsa_engine.options import EngineOptions
 from dsa_engine.system.progress import progress_bar
 
@@ -227,7 +228,7 @@ def test_every_kind_of_layer_is_tried(oracle: Callable[..., Any]) -> None:
         ("glm_moe_dsa", {"num_hidden_layers": 4, "index_topk_freq": 3}, None),
     ):
         config = LLM(oracle(model, **keys).folder, load_format="dummy").engine.config
-        layers = kernel_check.layers_of_each_kind(config)
+        layers = layers_of_each_kind(config)
         kinds = {(config.mlp_layer_types[i], config.indexer_types[i]) for i in layers}
         assert kinds == set(zip(config.mlp_layer_types, config.indexer_types, strict=True))
         assert wanted is None or layers == wanted

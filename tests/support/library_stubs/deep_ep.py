@@ -88,11 +88,6 @@ class Buffer:
         self.lasting: Any = None  # the stream of the normal mode, on a fake device
 
     @staticmethod
-    def set_num_sms(new_num_sms: int) -> None:
-        need(new_num_sms % 2 == 0, "an even number")
-        Buffer.num_sms = new_num_sms
-
-    @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         need(num_ranks in RANKS, f"no settings for {num_ranks} ranks")
         return Config(Buffer.num_sms, 256, 128)

@@ -16,7 +16,6 @@ collectives of attention.
 from __future__ import annotations
 
 import atexit
-import logging
 import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +29,9 @@ import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import Meeting, compare
 from dsa_engine.parallel.device import choose_device
-from dsa_engine.parallel.experts import StepDispatch
-from dsa_engine.parallel.experts.by_node import NodeGroups
+from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.rails import has_two_levels, rails_of
+from dsa_engine.parallel.experts.rails import NodeGroups, has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.gather_by_node import gather_group, with_small_parts
 from dsa_engine.parallel.group import Group, agree_on_names, nccl_options, new_group
@@ -43,7 +41,6 @@ from dsa_engine.parallel.side_stream import SideStream
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXPERTS = 1  # number of the communicators that carry tokens to experts and back; 0: all others
@@ -187,14 +184,6 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def dispatch(self, decodes: bool) -> StepDispatch:
-        """The dispatch of decode or prefill steps. CUDA graphs of decode steps need static shapes, so "auto" is
-        "all_gather" in these on CUDA, and "deep_ep" is its low-latency mode."""
-        method = self.config.decode_dispatch if decodes else self.config.moe_dispatch
-        if decodes and method == "deep_ep":
-            return "low_latency"
-        return "all_gather" if decodes and method == "auto" and self.device.type == "cuda" else method
-
     def set_nodes(self, nodes: Sequence[int]) -> None:
         """Sets the node of each rank; warns if the neighbours of a tensor-parallel group are on different ones.
         Every rank of the mesh calls it, before any layer is made."""
@@ -212,14 +201,11 @@ class Mesh:
         cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
         self.cp = gather_group(self.cp, cp_groups, self.nodes, self.device, self._part)
         self.ep = with_small_parts(self.ep, self.nodes, self.device, self._part)
-        methods = {self.config.moe_dispatch, self.config.decode_dispatch}
-        if has_two_levels(self.nodes) and methods & {"by_node", "auto"}:
+        wanted = any(KINDS[name].node_groups for name in (self.config.moe_dispatch, self.config.decode_dispatch))
+        if has_two_levels(self.nodes) and wanted:
             self.node_groups = self._make_node_groups()
-        elif "by_node" in methods and self.world_size > 1 and self.is_leader:
-            which = "all ranks are on one node" if len(set(self.nodes)) == 1 else "every node has one rank"
-            logger.info("the dispatch 'by_node' is 'all_to_all' here, as %s", which)
 
-    def _make_node_groups(self) -> NodeGroups:
+    def _make_node_groups(self) -> NodeGroups | None:
         numbers = range(1 + max(self.nodes))
         inside = [[rank for rank, node in enumerate(self.nodes) if node == number] for number in numbers]
         node, rail = self._part(inside, EXPERTS), self._part(rails_of(self.nodes), EXPERTS)
@@ -248,7 +234,7 @@ class Mesh:
     @property
     def static_decode(self) -> bool:
         """Whether the shapes of a decode step are independent of the routing, so that the host need not wait for it."""
-        return self.world_size == 1 or self.dispatch(decodes=True) in ("all_gather", "low_latency")
+        return self.experts.dispatcher(decodes=True).static_shapes
 
     def cp_ranks(self, cp_group: int) -> range:
         """The ranks of one context-parallel group."""

@@ -19,7 +19,7 @@ from dsa_engine.measure.costs.model_costs import ModelCosts
 from dsa_engine.measure.costs.weights import WeightBytes, rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel.experts import DispatchMethod
+from dsa_engine.parallel.experts import KINDS, DispatchMethod
 from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes, exchange, quantized_bytes
 from dsa_engine.parallel.links import Links
 
@@ -85,7 +85,7 @@ class Placed:
 
     def cache_room(self, rows: int, dispatch: DispatchMethod = "all_gather") -> float:
         """Bytes that remain for caches on a rank with ``rows`` rows in a step; negative if the rest does not fit."""
-        meeting = rows * (self.how.ranks if dispatch == "all_gather" else min(self.how.ranks, 2))
+        meeting = rows * (self.how.ranks if KINDS[dispatch].static_decode else min(self.how.ranks, 2))
         used = self.weight_bytes + WORKSPACE + activation_bytes(self.config, rows, meeting, torch.bfloat16)
         return EngineOptions.gpu_memory_utilization * self.device.memory_gb * 1e9 - used
 

@@ -254,7 +254,11 @@ class ExpertParallel:
         return None if self.even else self.placement.choosing(self.group.index)
 
     def received(self, topk_ids: torch.Tensor, local_pairs: int | None = None) -> tuple[torch.Tensor, int | None]:
-        """The last two of :class:`.Received`'s experts: physical ones that have come, and the first of this rank."""
+        """``topk_ids`` and ``first`` of :class:`.Received`, for physical experts that have come.
+
+        Args:
+            local_pairs: number of pairs with experts of this rank, if the host knows it.
+        """
         return topk_ids, self.placement.first(self.group.index)
 
     def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from dsa_engine.config.checks import PositiveInt, Rule, Seconds, at_least
 from dsa_engine.config.fields import Options, chosen, documented, option
-from dsa_engine.parallel.experts import CombineDtype, MoeDispatch
+from dsa_engine.parallel.experts import KINDS, CombineDtype, MoeDispatch
 
 _FILE = Rule("that names a file", lambda value: str(value) not in ("", ".", "-"))
 _LOADS = Rule("with one above 0", any)
@@ -110,11 +110,11 @@ class ParallelConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         methods = self.moe_dispatch, self.decode_dispatch
-        if self.moe_combine_dtype == "fp8" and {*methods} <= {"all_gather", "deep_ep"}:
+        if self.moe_combine_dtype == "fp8" and all(KINDS[method].adds_sums for method in methods):
+            others = ", ".join(f"{name!r}" for name, kind in KINDS.items() if not kind.adds_sums)
             raise ValueError(
                 "moe_combine_dtype 'fp8': moe_dispatch {!r} and decode_dispatch {!r} add sums on their way back, and "
-                "codes cannot be added; use 'all_to_all', 'by_node' or 'auto' for one of them, or leave it out"
-                "".format(*methods)
+                "codes cannot be added; use one of {} for one of them, or leave it out".format(*methods, others)
             )
 
     def node_ranks(self) -> int:

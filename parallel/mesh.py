@@ -15,7 +15,6 @@ experts have their own: with micro-batches they travel beside the collectives of
 from __future__ import annotations
 
 import atexit
-import logging
 import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +28,9 @@ import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import Meeting, compare
 from dsa_engine.parallel.device import choose_device
-from dsa_engine.parallel.experts import StepDispatch
-from dsa_engine.parallel.experts.by_node import NodeGroups
+from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.rails import has_two_levels, rails_of
+from dsa_engine.parallel.experts.rails import NodeGroups, has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group, agree_on_names, new_group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
@@ -41,7 +39,6 @@ from dsa_engine.parallel.side_stream import SideStream
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXPERTS = 1  # number of the communicators that carry tokens to experts and back; 0: all others
@@ -185,14 +182,6 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def dispatch(self, decodes: bool) -> StepDispatch:
-        """The dispatch of decode or prefill steps. CUDA graphs of decode steps need static shapes, so "auto" is
-        "all_gather" in these on CUDA, and "deep_ep" is its low-latency mode."""
-        method = self.config.decode_dispatch if decodes else self.config.moe_dispatch
-        if decodes and method == "deep_ep":
-            return "low_latency"
-        return "all_gather" if decodes and method == "auto" and self.device.type == "cuda" else method
-
     def set_nodes(self, nodes: Sequence[int]) -> None:
         """Sets the node of each rank; warns if the neighbours of a tensor-parallel group are on different ones.
         Every rank of the mesh calls it, before any layer is made."""
@@ -207,14 +196,11 @@ class Mesh:
                     stacklevel=3,
                 )
                 break
-        methods = {self.config.moe_dispatch, self.config.decode_dispatch}
-        if has_two_levels(self.nodes) and methods & {"by_node", "auto"}:
+        wanted = any(KINDS[name].node_groups for name in (self.config.moe_dispatch, self.config.decode_dispatch))
+        if has_two_levels(self.nodes) and wanted:
             self.node_groups = self._make_node_groups()
-        elif "by_node" in methods and self.world_size > 1 and self.is_leader:
-            which = "all ranks are on one node" if len(set(self.nodes)) == 1 else "every node has one rank"
-            logger.info("the dispatch 'by_node' is 'all_to_all' here, as %s", which)
 
-    def _make_node_groups(self) -> NodeGroups:
+    def _make_node_groups(self) -> NodeGroups | None:
         numbers = range(1 + max(self.nodes))
         inside = [[rank for rank, node in enumerate(self.nodes) if node == number] for number in numbers]
         node, rail = self._part(inside, EXPERTS), self._part(rails_of(self.nodes), EXPERTS)
@@ -243,7 +229,7 @@ class Mesh:
     @property
     def static_decode(self) -> bool:
         """Whether the shapes of a decode step are independent of the routing, so that the host need not wait for it."""
-        return self.world_size == 1 or self.dispatch(decodes=True) in ("all_gather", "low_latency")
+        return self.experts.dispatcher(decodes=True).static_shapes
 
     def cp_ranks(self, cp_group: int) -> range:
         """The ranks of one context-parallel group."""

@@ -24,7 +24,7 @@ from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.counts import count_topk_ids
-from dsa_engine.parallel.experts.dispatch import Dispatch
+from dsa_engine.parallel.experts.dispatch import Dispatch, Routed, StepSizes
 
 
 class MoE(Weighted):
@@ -50,6 +50,7 @@ class MoE(Weighted):
         self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
         mesh, shared, top_k = runtime.mesh, f"{prefix}.shared_experts", config.num_experts_per_tok
+        self.dispatcher = mesh.experts.dispatcher
         routed = mesh.config.route_shared_expert
         if routed and config.n_shared_experts != 1:
             raise ValueError(
@@ -96,22 +97,20 @@ class MoE(Weighted):
             if self.shared is None:
                 topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, config.n_routed_experts)
         with stage("MoE dispatch"):
-            method = self.runtime.mesh.dispatch(batch.decodes)
+            dispatcher = self.dispatcher(batch.decodes)
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
-            plain = self.expert_parallel.group.size == 1 or method == "low_latency"  # which takes numbers only
-            plain |= method == "deep_ep" and not self.experts.blockwise
-            tokens = x if plain else self.experts.quantize_for_dispatch(x)
+            words = dispatcher.takes_words(self.experts.blockwise)
+            tokens = self.experts.quantize_for_dispatch(x) if words else x
             sum_bytes, copies, shape = x.shape[1] * x.element_size(), 1, topk_ids.shape
             weights_of_pairs: torch.Tensor | None = None
             if config.batch_invariant:
                 copies, weights_of_pairs = shape[1], topk_weights
                 tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
                 topk_weights = topk_weights.new_ones(topk_ids.shape)
-            sizes = batch.ep_rows * copies, max_pairs, sum_bytes
-            dispatch = self.expert_parallel.dispatch(
-                tokens, topk_ids, topk_weights, method, *sizes, unsent=batch.unsent
-            )
+            sizes = StepSizes(batch.ep_rows * copies, max_pairs, sum_bytes)
+            routed = Routed(tokens, topk_ids, topk_weights)
+            dispatch = dispatcher.start(self.expert_parallel, routed, sizes, batch.unsent)
         shared = None
         if (mlp := self.shared) is not None:
             with stage("MoE shared"):

@@ -46,6 +46,12 @@ def topk_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int) -> tu
     return pairs[:, :k], pairs[:, k : 2 * k].view(torch.float32)
 
 
+def unpacked(packed: torch.Tensor, like: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens (width and dtype of ``like``), ``topk_ids`` and ``topk_weights`` of packed rows: views."""
+    hidden, dtype = like.shape[1], like.dtype
+    return tokens_of(packed, hidden, dtype), *topk_of(packed, hidden, dtype, k)
+
+
 def pack_tokens_reference(
     tokens: torch.Tensor,
     topk_ids: torch.Tensor,

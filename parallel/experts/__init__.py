@@ -1,15 +1,34 @@
-"""Expert parallelism: the routed experts of a model, divided over ranks.
+"""Expert parallelism: the routed experts of a model, divided over ranks; and the dispatches by name.
 
-* :mod:`.placement`: which rank holds which experts
-* :mod:`.expert_parallel`: one rank's view, which starts a dispatch
+* :mod:`.placement`: which rank holds which experts, and one rank's view of them
 * :mod:`.dispatch`: the interface of a dispatch: tokens travel to their experts, and weighted sums travel back
-* :mod:`.all_to_all`, :mod:`.all_gather`, :mod:`.by_node`: the dispatches; :mod:`.deep_ep`: those of a library
+* a module for each of :data:`KINDS`
 * :mod:`.traffic`: the modelled time of each, and the choice between them
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DispatchMethod = Literal["all_to_all", "all_gather", "by_node"]  # those that "auto" chooses from
-MoeDispatch = Literal[DispatchMethod, "deep_ep", "auto"]  # what the options offer
-StepDispatch = Literal[MoeDispatch, "low_latency"]  # of a step: decode with "deep_ep" is "low_latency"
 CombineDtype = Literal["auto", "fp8"]
+
+
+class Kind(NamedTuple):
+    """What is known of a dispatch before there is a mesh. ``make`` of the module with its name gives a mesh's
+    :class:`.dispatch.Dispatcher`."""
+
+    static_decode: bool = False  # shapes of decode steps do not depend on the routing, as CUDA graphs need it
+    adds_sums: bool = False  # sums are added on their way back, which codes do not allow
+    node_groups: bool = False  # it takes the groups inside and between nodes, where nodes have two levels
+    on_nodes: bool = False  # experts of a router's group are to lie on one node
+    emulated: bool = True  # one process can stand for a rank of many
+    library: tuple[str, str] | None = None  # the package that must be installed, and what its users call it
+
+
+KINDS = {
+    "all_to_all": Kind(),
+    "all_gather": Kind(static_decode=True, adds_sums=True),
+    "by_node": Kind(node_groups=True, on_nodes=True, emulated=False),
+    "deep_ep": Kind(static_decode=True, adds_sums=True, on_nodes=True, emulated=False, library=("deep_ep", "DeepEP")),
+    "auto": Kind(node_groups=True, on_nodes=True),
+}
+MoeDispatch = Literal["all_to_all", "all_gather", "by_node", "deep_ep", "auto"]  # those of KINDS

@@ -13,8 +13,20 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+from dsa_engine.parallel.experts.dispatch import (
+    Dispatch,
+    Dispatcher,
+    Memory,
+    PrefillSizes,
+    Ranks,
+    Received,
+    Routed,
+    Sends,
+    StepSizes,
+)
+from dsa_engine.parallel.experts.placement import ExpertParallel
 
 # A round is filled in steps of this fraction of its bound, or finer ones.
 _PARTS = 16
@@ -69,6 +81,38 @@ def _filled(counts: list[int], maximum: int) -> list[list[int]]:
     return groups
 
 
+class AllGather(Dispatcher):
+    """Every rank gets every token. Sums add in the tokens' dtype, on their way back."""
+
+    static_shapes = True
+
+    def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
+        """Padding has no experts, so no expert works on it."""
+        group, (tokens, topk_ids, topk_weights) = experts.group, routed
+        (count, k), replicas = topk_ids.shape, experts.choosing
+        if replicas is None:
+            topk_ids = experts.to_physical(topk_ids)
+        packed = pack_tokens(tokens, topk_ids, topk_weights, rows=step.max_tokens, replicas=replicas)
+        wait = group.all_gather_async(packed)
+
+        def gathered() -> Received:
+            tokens, topk_ids, topk_weights = unpacked(wait(), routed.tokens, k)
+            topk_ids, first = experts.received(topk_ids)
+            return Received(tokens, topk_ids, topk_weights, experts.fraction, first=first)
+
+        return AllGatherDispatch(experts, gathered, group.reduce_scatter_async, count, step.max_pairs)
+
+    def memory(self, sizes: PrefillSizes) -> Memory:
+        """All tokens gathered, the results replace the tokens, unless these are shorter. A further pair brings no rows
+        but those between the products."""
+        held = sizes.words * sizes.tokens * sizes.ranks * sizes.back
+        return Memory(held, max(sizes.chunk or 0, sizes.k), cdiv(sizes.pairs, sizes.chunk or sizes.pairs), rows=2)
+
+
+def make(mesh: Ranks) -> Dispatcher:
+    return AllGather()
+
+
 class AllGatherDispatch(Dispatch):
     """Tokens that are being gathered, in rounds.
 
@@ -78,20 +122,22 @@ class AllGatherDispatch(Dispatch):
 
     Args:
         gathered: waits for the tokens of all ranks, which are the beginnings of packed rows that nothing else reads.
-        parts: the rounds of these tokens; it may wait for the device.
         add: starts to add the sums of all ranks; it returns a function that waits for this rank's tokens', padded.
         count: number of this rank's own tokens.
+        max_pairs: bound on the pairs of a round.
     """
 
     def __init__(
         self,
+        experts: ExpertParallel,
         gathered: Callable[[], Received],
-        parts: Callable[[Received], list[Part]],
         add: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
         count: int,
+        max_pairs: int,
     ):
+        self._experts, self._max_pairs = experts, max_pairs
         self._add, self._count = add, count
-        self._gathered, self._cut = gathered, parts
+        self._gathered = gathered
         self._received: Received | None = None
         self._parts: list[Part] = []
         self._room: torch.Tensor | None = None  # the received tokens, until the first sums of several rounds come
@@ -106,6 +152,15 @@ class AllGatherDispatch(Dispatch):
             self._parts = self._cut(received)
             self._room = received.tokens if len(self._parts) > 1 else None
         return len(self._parts)
+
+    def _cut(self, received: Received) -> list[Part]:
+        """The rounds of tokens that have come at once; the host waits for counts, unless they all fit or are known."""
+        (rows, k), pairs, max_pairs = received.topk_ids.shape, received.local_pairs, self._max_pairs
+        held = len(self._experts.held)
+        if (rows * min(k, held) if pairs is None else pairs) <= max_pairs:
+            return [Part(0, rows, pairs)]
+        together = tokens_counted_together(max_pairs, min(k, held))
+        return parts_of(self._experts.local_pairs(received.local(held), together), together, rows, max_pairs)
 
     def receive(self, number: int) -> Received:
         is_last = number == self.rounds - 1

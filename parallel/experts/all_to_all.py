@@ -13,6 +13,7 @@ for each 128, a power of two. They are added in float32 as before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,25 +23,21 @@ from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.moe.combine import combine as weighted_sum
 from dsa_engine.kernels.moe.combine_codes import combine_codes
 from dsa_engine.kernels.moe.expert_order import Order, expert_order
-from dsa_engine.kernels.moe.pack_tokens import pack_tokens
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
 from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received, unpacked
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.dispatch import (
+    CountedDispatcher,
+    Dispatch,
+    Dispatcher,
+    Memory,
+    PrefillSizes,
+    Ranks,
+    Received,
+    Routed,
+)
+from dsa_engine.parallel.experts.placement import ExpertParallel, RecvPlan
 from dsa_engine.parallel.group import Group
-
-
-class RecvPlan(NamedTuple):
-    """The sizes of a round that the host must know."""
-
-    send: list[int]  # tokens of this rank to each rank
-    receive: list[int]  # tokens from each rank
-    local_pairs: int  # token-expert pairs of the received tokens whose experts are this rank's
-
-    @classmethod
-    def of(cls, sent: list[list[int]], received: list[list[int]]) -> RecvPlan:
-        """The plan for rows and pairs ``[size, 2]`` to each rank, and from each rank."""
-        return cls([row[0] for row in sent], [row[0] for row in received], sum(row[1] for row in received))
 
 
 class SendPlan(NamedTuple):
@@ -101,34 +98,83 @@ def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
     return Rounds(source[by_round], pair_rows, each.view(rounds, size, 2))
 
 
+class AllToAll(CountedDispatcher):
+    """Only what is needed travels. The counts depend on the routing, and the host waits for them. Sums add in float32,
+    in the order of a token's pairs: the same bits each time."""
+
+    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
+        plan = SendPlan.of(routed.topk_ids, experts.placement.rank_of, experts.group.size)
+        return partial(self._counted, experts, routed, plan, experts.counts(plan.counts), max_pairs)
+
+    def _counted(
+        self,
+        experts: ExpertParallel,
+        routed: Routed,
+        plan: SendPlan,
+        wait: Callable[[], tuple[RecvPlan, int]],
+        max_pairs: int,
+    ) -> Dispatch:
+        whole, largest = wait()
+        rounds = rounds_needed(largest, max_pairs, experts.group.size, routed.topk_ids.shape[1])
+        quantized = experts.quantized_sum_bytes is not None
+        return send_in_rounds(experts.group, experts, routed, plan, whole, rounds, quantized)
+
+    def memory(self, sizes: PrefillSizes) -> Memory:
+        """A further pair brings at most a token and a sum of its own, beside its rows between the products."""
+        chunk, (ranks, k) = sizes.chunk or 0, (sizes.ranks, sizes.k)
+        rounds = rounds_needed(sizes.pairs, chunk or sizes.pairs, ranks, k)
+        return Memory(sizes.tokens * min(ranks, k) * sizes.back, max(chunk, ranks * (k + 1)), rounds, rows=4)
+
+
+def make(mesh: Ranks) -> Dispatcher:
+    return AllToAll()
+
+
+def send_in_rounds(
+    group: Group,
+    experts: ExpertParallel,
+    routed: Routed,
+    plan: SendPlan,
+    whole: RecvPlan,
+    rounds: int,
+    quantized_sums: bool = False,
+) -> AllToAllDispatch:
+    """Sends the tokens of a plan whose sizes are ``whole``; in more rounds than one, ranks tell each other those of
+    each."""
+    rows = sum(whole.send)
+    if rounds == 1:
+        source, pair_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
+    else:
+        source, pair_rows, counts = in_rounds(plan, rows, rounds)
+        plans = experts.plans(group, counts)
+    return AllToAllDispatch(group, experts, routed, source, pair_rows, plans, quantized_sums)
+
+
 class AllToAllDispatch(Dispatch):
     """Tokens travel to their experts and back.
 
     Args:
+        group: the ranks between which they travel.
+        experts: those of this rank.
+        routed: tokens with physical experts.
         source, pair_rows: see :class:`Rounds`.
         plans: the sizes of each round.
-        rank: this rank's number in the placement, if it is not that in the group.
         quantized_sums: sums travel back as codes and scales.
     """
 
     def __init__(
         self,
         group: Group,
-        placement: ExpertPlacement,
-        tokens: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        experts: ExpertParallel,
+        routed: Routed,
         source: torch.Tensor,
         pair_rows: torch.Tensor,
         plans: list[RecvPlan],
-        rank: int | None = None,
         quantized_sums: bool = False,
     ):
-        self._group, self._placement = group, placement
-        self._tokens, self._topk_ids, self._topk_weights = tokens, topk_ids, topk_weights
+        self._group, self._experts, self._routed = group, experts, routed
         self._source, self._pair_rows = source, pair_rows
         self._plans = plans
-        self._rank = group.index if rank is None else rank
         self._quantized_sums = quantized_sums
         self._returned: torch.Tensor | None = None  # [rows, hidden or words]: at most k rows a token, under any routing
         self._first = [0, *accumulate(sum(plan.send) for plan in plans)]  # first row of each round
@@ -143,13 +189,11 @@ class AllToAllDispatch(Dispatch):
         self._returning()  # it began before this round's tokens; its sums are freed
         packed = self._coming()
         del self._coming
-        rank, k = self._rank, self._topk_ids.shape[1]
-        return Received(
-            *unpacked(packed, self._tokens, k),
-            max(1 / k, self._placement.fraction(rank)),  # a token comes for one expert at least
-            self._plans[number].local_pairs,
-            self._placement.first(rank),
-        )
+        k, pairs = self._routed.topk_ids.shape[1], self._plans[number].local_pairs
+        tokens, topk_ids, topk_weights = unpacked(packed, self._routed.tokens, k)
+        topk_ids, first = self._experts.received(topk_ids, pairs)
+        fraction = max(1 / k, self._experts.fraction)  # a token comes for one expert at least
+        return Received(tokens, topk_ids, topk_weights, fraction, pairs, first)
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         send, receive, _ = self._plans[number]
@@ -174,7 +218,7 @@ class AllToAllDispatch(Dispatch):
         """Sends the tokens of a round."""
         send, receive, _ = self._plans[number]
         source = self._source[self._first[number] : self._first[number + 1]]
-        packed = pack_tokens(self._tokens, self._topk_ids, self._topk_weights, source=source)
+        packed = pack_tokens(*self._routed, source=source)
         into = packed.new_empty(sum(receive), packed.shape[1])
         wait = self._group.all_to_all_async(packed, into, send, receive)
         self._coming = lambda: wait() or into

@@ -15,36 +15,36 @@ number of rounds does not change a bit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
-from dsa_engine.parallel.experts.all_to_all import RecvPlan, Rounds, SendPlan
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received
-from dsa_engine.parallel.experts.placement import ExpertPlacement
-from dsa_engine.parallel.experts.rails import largest_groups, peers_of
+from dsa_engine.parallel.experts.all_to_all import (
+    AllToAll,
+    AllToAllDispatch,
+    Rounds,
+    SendPlan,
+    in_rounds,
+    rounds_needed,
+    send_in_rounds,
+)
+from dsa_engine.parallel.experts.dispatch import (
+    CountedDispatcher,
+    Dispatch,
+    Dispatcher,
+    Memory,
+    PrefillSizes,
+    Ranks,
+    Received,
+    Routed,
+)
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, RecvPlan, Way
+from dsa_engine.parallel.experts.rails import NodeGroups, has_two_levels, largest_groups, peers_of
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.side_stream import SideStream
 
-
-@dataclass(frozen=True)
-class NodeGroups:
-    """The groups of one rank.
-
-    Attributes:
-        node: the ranks of its node.
-        rail: the ranks of its rail.
-        nodes: the node of every rank.
-        there, back: the streams on which tokens and sums change from rail to node and from node to rail.
-    """
-
-    node: Group
-    rail: Group
-    nodes: tuple[int, ...]
-    there: SideStream
-    back: SideStream
+logger = logging.getLogger(__name__)
 
 
 class NodeTables:
@@ -55,7 +55,7 @@ class NodeTables:
         peers: int32 ``[physical]``, the rank of this rail that takes this rank's tokens for an expert.
         inner: int32 ``[physical]``, the index in this node of an expert's rank, −1 for experts of others.
         takers: int32 ``[ranks]``, the rank of this node that takes the tokens of each rank.
-        whole: the placement of all experts on one rank: along a rail, `topk_ids` keep the numbers of physical experts.
+        whole: all experts on one rank: along a rail, `topk_ids` keep the numbers of physical experts.
         largest_rail, largest_node: number of ranks in the largest of each, the same on every rank.
     """
 
@@ -69,34 +69,72 @@ class NodeTables:
         by_rank = tables.to(rank_of.device)
         self.peers, self.inner = by_rank[:2, rank_of.long()].unbind()
         self.takers = by_rank[2]
-        self.whole = ExpertPlacement([range(placement.physical)], rank_of.device)
+        whole = ExpertPlacement([range(placement.physical)], rank_of.device)
+        self.whole = ExpertParallel(Group((me,), 0, None), whole)
         self.largest_rail, self.largest_node = largest_groups(nodes)
 
 
-class Way(NamedTuple):
-    """The sizes of one round along the rail, and of what follows it inside the node.
+class ByNode(CountedDispatcher):
+    """As an all-to-all, in two levels: a token crosses to a node once."""
 
-    Attributes:
-        along: rows of this rank along the rail.
-        inside: rows inside the node, in one round.
-        busiest: pairs of the most loaded rank of all.
-        brought: pairs in the rows along the rail to the rank that takes the largest number of them.
-    """
+    def __init__(self, groups: NodeGroups):
+        self._groups = groups
+        self._tables: dict[ExpertPlacement, NodeTables] = {}
 
-    along: RecvPlan
-    inside: RecvPlan
-    busiest: int
-    brought: int
+    def tables(self, placement: ExpertPlacement) -> NodeTables:
+        if placement not in self._tables:
+            self._tables[placement] = NodeTables(self._groups, placement)
+        return self._tables[placement]
 
-    @classmethod
-    def of(cls, numbers: Sequence[int], groups: NodeGroups) -> Way:
-        """The sizes from one row of :func:`way_numbers`."""
-        size = len(groups.nodes)
-        there, here, passed, taken, local_pairs = (numbers[i * size : (i + 1) * size] for i in range(5))
-        rail, node = groups.rail.ranks, groups.node.ranks
-        along = RecvPlan([there[r] for r in rail], [here[r] for r in rail], sum(here))
-        inside = RecvPlan([passed[r] for r in node], [taken[r] for r in node], sum(local_pairs))
-        return cls(along, inside, *numbers[5 * size :])
+    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
+        tables, size = self.tables(experts.placement), experts.group.size
+        along = SendPlan.of(routed.topk_ids, tables.peers, size)
+        final = SendPlan.of(routed.topk_ids, experts.placement.rank_of, size)
+        sent = torch.cat((final.counts, along.counts), dim=1)[None]
+        wait = experts.ways(sent, self._groups, tables.takers)
+        return partial(self._counted, experts, routed, along, final, wait, max_pairs)
+
+    def _counted(
+        self,
+        experts: ExpertParallel,
+        routed: Routed,
+        along: SendPlan,
+        final: SendPlan,
+        wait: Callable[[], list[Way]],
+        max_pairs: int,
+    ) -> Dispatch:
+        groups, tables, k, ways = self._groups, self.tables(experts.placement), routed.topk_ids.shape[1], wait()
+        rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
+        source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
+        if rounds > 1:
+            cut = in_rounds(along, rows, rounds)
+            source, pair_rows, _ = cut
+            ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
+        plans, quantized = [way.along for way in ways], experts.quantized_sum_bytes is not None
+        rail = partial(AllToAllDispatch, groups.rail, tables.whole, routed, source, pair_rows, plans, quantized)
+        inside = [(way.inside, rounds_needed(way.busiest, max_pairs, tables.largest_node, k)) for way in ways]
+        return ByNodeDispatch(groups, experts, tables.inner, rail, inside)
+
+    def memory(self, sizes: PrefillSizes) -> Memory:
+        """There are the results of a round inside, and the rows along the rail: even routing sends a token to few
+        nodes."""
+        of_all, k, nodes = AllToAll().memory(sizes), sizes.k, self._groups.nodes
+        rail, node = largest_groups(nodes)
+        bound = max(sizes.chunk or sizes.pairs, max(rail, node) * (k + 1))  # pairs that a round brings
+        # Rows of both micro-batches of a step may be on their way at once.
+        sent, brought = sizes.tokens * min(len(set(nodes)), k), min(2 * bound, rail * sizes.tokens)
+        held = (sent + brought) * sizes.there + (sent + bound) * sizes.back
+        return of_all._replace(held=max(of_all.held, held))
+
+
+def make(mesh: Ranks) -> Dispatcher:
+    """By node, or an all-to-all where nodes have one level."""
+    if mesh.node_groups is not None:
+        return ByNode(mesh.node_groups)
+    if mesh.is_leader and not has_two_levels(mesh.nodes):
+        which = "all ranks are on one node" if len(set(mesh.nodes)) == 1 else "every node has one rank"
+        logger.info("the dispatch 'by_node' is 'all_to_all' here, as %s", which)
+    return AllToAll()
 
 
 class ByNodeDispatch(Dispatch):
@@ -106,27 +144,30 @@ class ByNodeDispatch(Dispatch):
     More rounds change on the main stream, when the experts need them and when they are done.
 
     Args:
+        inner: the index in the node of each physical expert's rank.
         rail: starts the tokens' way to this rank for the experts of its node.
-        inside: starts the dispatch inside the node of what a round of the rail has brought.
-        rounds: number of rounds inside for each round of the rail; the same on every rank.
+        inside: for each round of the rail, the sizes inside the node of what it brings, and the number of rounds there,
+            the same on every rank.
     """
 
     def __init__(
         self,
         groups: NodeGroups,
+        experts: ExpertParallel,
+        inner: torch.Tensor,
         rail: Callable[[], Dispatch],
-        inside: Callable[[int, Received], Dispatch],
-        rounds: Sequence[int],
+        inside: Sequence[tuple[RecvPlan, int]],
     ):
-        self._inside, self._back = inside, groups.back
-        self._rounds = [(outer, inner, count) for outer, count in enumerate(rounds) for inner in range(count)]
+        self._node, self._back, self._experts = groups.node, groups.back, experts
+        self._rank_of, self._inside = inner, inside
+        self._rounds = [(outer, inner, count) for outer, (_, count) in enumerate(inside) for inner in range(count)]
         self._dispatch: Dispatch | None = None
         if self.rounds > 1:
             self._rail = rail()
             return
 
         def pass_on(rail: Dispatch) -> tuple[Dispatch, Dispatch]:
-            return rail, inside(0, rail.receive(0))
+            return rail, self._pass_on(0, rail)
 
         self._passed_on = groups.there.relay(rail, pass_on)  # the rail holds what it reads
 
@@ -134,13 +175,19 @@ class ByNodeDispatch(Dispatch):
     def rounds(self) -> int:
         return len(self._rounds)
 
+    def _pass_on(self, number: int, rail: Dispatch) -> Dispatch:
+        """Waits for what a round of the rail brings, and starts its dispatch inside the node."""
+        brought, (whole, rounds) = Routed(*rail.receive(number)[:3]), self._inside[number]
+        plan = SendPlan.of(brought.topk_ids, self._rank_of, self._node.size)
+        return send_in_rounds(self._node, self._experts, brought, plan, whole, rounds)
+
     def receive(self, number: int) -> Received:
         outer, inner, _ = self._rounds[number]
         if self.rounds == 1:
             self._rail, self._dispatch = self._passed_on()
             del self._passed_on
         elif inner == 0:
-            self._dispatch = self._inside(outer, self._rail.receive(outer))
+            self._dispatch = self._pass_on(outer, self._rail)
         assert self._dispatch is not None
         return self._dispatch.receive(inner)
 
@@ -191,17 +238,3 @@ def counts_in_rounds(final: SendPlan, along: SendPlan, cut: Rounds) -> torch.Ten
         where = at.masked_fill(~counted, rounds * size).flatten()
         counts.scatter_add_(0, where, torch.ones_like(where))
     return torch.cat((each[:, :-1].t().reshape(rounds, size, 2).int(), cut.counts), dim=2)
-
-
-def way_numbers(by_pair: torch.Tensor, rank: int, takers: torch.Tensor) -> torch.Tensor:
-    """The numbers of :class:`Way` for ``rank`` in each round: int32 ``[rounds, 5 · size + 2]``.
-
-    Args:
-        by_pair: int32 ``[rounds, from, to, 4]``, the counts of every rank as :func:`counts_in_rounds` has them.
-    """
-    rows, local_pairs, along, brought = by_pair.unbind(dim=-1)
-    # Rows inside the node come from the rank that took them off the rail.
-    inside = torch.zeros_like(rows).index_add_(1, takers, rows)
-    largest = [counts.sum(dim=1, dtype=torch.int32).amax(dim=1, keepdim=True) for counts in (local_pairs, brought)]
-    mine = (along[:, rank], along[:, :, rank], inside[:, rank], inside[:, :, rank], local_pairs[:, :, rank])
-    return torch.cat((*mine, *largest), dim=1)

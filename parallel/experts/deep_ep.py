@@ -20,7 +20,20 @@ import torch
 from dsa_engine.kernels.formats.quantize import codes_and_scales
 from dsa_engine.kernels.runtime import libraries
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+from dsa_engine.parallel.experts.all_gather import AllGather, AllGatherDispatch
+from dsa_engine.parallel.experts.dispatch import (
+    Dispatch,
+    Dispatcher,
+    Memory,
+    ModelSizes,
+    PrefillSizes,
+    Ranks,
+    Received,
+    Routed,
+    Sends,
+    StepSizes,
+)
+from dsa_engine.parallel.experts.placement import ExpertParallel
 from dsa_engine.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -33,25 +46,25 @@ _NODE, _TOP_K = 8, 11  # largest numbers: ranks of a node, experts of a token
 _CAPACITY = 256  # tokens of a rank; its memory grows with experts · capacity, to 3.8 GB for those of V3.2
 
 
-class DeepEP:
-    """The library's buffer on one rank, for all layers.
+class DeepEP(Dispatcher):
+    """The normal mode, and the library's buffer on one rank, for all layers and both modes.
 
     Args:
-        device, nodes: of the rank; of all ranks.
-        hidden, experts, top_k: of the model; physical experts.
-        rows: largest usual number of tokens of a rank in a decode step; steps with more than ``capacity`` do not fit.
-        dtype: of the run.
+        nodes: of all ranks.
 
-    Raises:
-        ValueError: what DeepEP does not take; the text says what was given, and what is possible.
+    Attributes:
+        capacity: tokens of a rank in an exchange of the low-latency mode.
+        experts: number of physical experts.
     """
 
-    def __init__(
-        self, config: ParallelConfig, group: Group, device: torch.device, nodes: Sequence[int], hidden: int,
-        experts: int, top_k: int, rows: int, dtype: torch.dtype,
-    ):  # fmt: skip
-        ranks, nodes = len(nodes), list(nodes)
+    def __init__(self, config: ParallelConfig, group: Group, device: torch.device, nodes: Sequence[int]):
         self._prefills, self._decodes = config.moe_dispatch == "deep_ep", config.decode_dispatch == "deep_ep"
+        self._group, self._device, self._nodes = group, device, [*nodes]
+        self._arrive: Callable[[], None] = lambda: None  # lets the low-latency exchange on its way arrive
+
+    def prepare(self, sizes: ModelSizes) -> None:
+        hidden, experts, top_k, rows, dtype = sizes
+        ranks, nodes, device = len(self._nodes), self._nodes, self._device
         both, blocks = self._prefills and self._decodes, [rank // _NODE for rank in range(ranks)]
         for fits, given, possible in (
             (device.type == _DEVICE, f"the device is {device.type}", "it needs NVIDIA GPUs"),
@@ -70,8 +83,22 @@ class DeepEP:
                 raise ValueError(f"{option} 'deep_ep': {given}; {possible}, or use 'all_to_all' or 'all_gather'")
         self.capacity = min(cdiv(rows, 4) * 4, _CAPACITY)
         self.experts, self._hidden = experts, hidden
-        self._group, self._device = group, device
-        self._arrive: Callable[[], None] = lambda: None  # lets the low-latency exchange on its way arrive
+
+    def for_decode(self) -> Dispatcher:
+        return LowLatency(self)
+
+    def takes_words(self, blockwise: bool) -> bool:
+        return blockwise
+
+    def memory(self, sizes: PrefillSizes) -> Memory:
+        """All comes at once that routing brings to a rank: tokens, and their sums."""
+        return AllGather().memory(sizes)._replace(held=2 * sizes.tokens * sizes.ranks * sizes.back)
+
+    def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
+        topk_ids = experts.to_physical(routed.topk_ids)
+        fraction = max(1 / topk_ids.shape[1], experts.fraction)
+        received, add = self.normal(routed._replace(topk_ids=topk_ids), fraction)
+        return AllGatherDispatch(experts, received, add, len(topk_ids), step.max_pairs)
 
     @cached_property
     def buffer(self) -> Any:
@@ -89,7 +116,7 @@ class DeepEP:
         return library(self._group.handle, *map(max, zip(*memory, strict=True)), explicitly_destroy=True, **queues)
 
     def normal(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, fraction: float
+        self, routed: Routed, fraction: float
     ) -> tuple[Callable[[], Received], Callable[[torch.Tensor], Callable[[], torch.Tensor]]]:
         """Sends tokens, numbers or words of codes and scales, to physical experts.
 
@@ -97,6 +124,7 @@ class DeepEP:
             a function that waits for those that come, and one that starts to add the sums of all ranks and returns a
             function that waits for this rank's.
         """
+        tokens, topk_ids, topk_weights = routed
         buffer, ids, words = self.buffer, topk_ids.long(), tokens.dtype == torch.int32
         sent = tuple(part.contiguous() for part in codes_and_scales(tokens, self._hidden)) if words else tokens
         to_rank, to_node, to_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, self.experts)
@@ -147,12 +175,40 @@ class DeepEP:
         return results, arrive
 
 
+class LowLatency(Dispatcher):
+    """The low-latency mode; steps with more tokens than it has room for are gathered."""
+
+    static_shapes = True
+
+    def __init__(self, library: DeepEP):
+        self._library, self._gathers = library, AllGather()
+
+    def prepare(self, sizes: ModelSizes) -> None:
+        self._library.prepare(sizes)
+
+    def takes_words(self, blockwise: bool) -> bool:
+        return False
+
+    def memory(self, sizes: PrefillSizes) -> Memory:
+        return self._library.memory(sizes)
+
+    def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
+        if step.max_tokens > self._library.capacity:
+            return self._gathers.start(experts, routed, step)
+        return LowLatencyDispatch(self._library, routed._replace(topk_ids=experts.to_physical(routed.topk_ids)))
+
+
+def make(mesh: Ranks) -> Dispatcher:
+    return DeepEP(mesh.config, mesh.ep, mesh.device, mesh.nodes)
+
+
 class LowLatencyDispatch(Dispatch):
     """Tokens of a decode step, at most ``capacity`` of a rank."""
 
     rounds = 1
 
-    def __init__(self, library: DeepEP, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor):
+    def __init__(self, library: DeepEP, routed: Routed):
+        tokens, topk_ids, topk_weights = routed
         self._library, self._topk = library, (topk_ids.long(), topk_weights)
         sizes = library.capacity, library.experts
         call = library.buffer.low_latency_dispatch

@@ -1,20 +1,38 @@
 """The interface of a dispatch: tokens travel to the ranks that hold their experts, and weighted sums travel back.
 
-`all_to_all.py`, `all_gather.py` and `by_node.py` are the ways.
+A :class:`Dispatcher` is a way to do so, for all layers of a mesh; it starts a :class:`Dispatch` in each layer. A token
+travels with its `topk_ids` and `topk_weights` in one row (`kernels/moe/pack_tokens.py`), to a rank at most once, even
+if it has chosen several of that rank's experts. `experts/__init__.py` has the names of all dispatchers.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from dsa_engine.kernels.moe.expert_order import local_topk_ids
-from dsa_engine.kernels.moe.pack_tokens import tokens_of, topk_of
+from dsa_engine.parallel.experts.placement import ExpertParallel
+from dsa_engine.parallel.experts.rails import NodeGroups
+from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.config import ParallelConfig
+
+Sends = list[Callable[[], None]]
+
+
+class Routed(NamedTuple):
+    """A rank's tokens and what their router has chosen."""
+
+    tokens: torch.Tensor  # [T, width]: numbers or words with codes and scales, as the experts take them
+    topk_ids: torch.Tensor  # [T, k] int32, −1: no expert; logical ones, until a dispatch makes them physical
+    topk_weights: torch.Tensor  # [T, k] float32
 
 
 class Received(NamedTuple):
@@ -67,6 +85,130 @@ class Dispatch(ABC):
         """Waits for the sums over all ranks for this rank's own tokens, ``[T, hidden]``."""
 
 
+class StepSizes(NamedTuple):
+    """What limits a step's dispatch, the same on all ranks."""
+
+    max_tokens: int  # the largest token count of a rank of the group
+    # Bound on the token-expert pairs of a rank in a round (:func:`.rounds_needed`, :func:`.parts_of`). More pairs take
+    # several rounds, and if there may be more, the host waits for their number.
+    max_pairs: int = sys.maxsize
+    sum_bytes: int | None = None  # of a token's sum in the run's dtype; None: those of the token
+
+
+class ModelSizes(NamedTuple):
+    """What a library asks before it takes a model's tokens."""
+
+    hidden: int
+    experts: int  # physical ones
+    top_k: int
+    decode_rows: int  # largest usual number of tokens of a rank in a decode step
+    dtype: torch.dtype  # of the run
+
+
+class PrefillSizes(NamedTuple):
+    """The largest prefill of a rank, by which memory is counted."""
+
+    tokens: int
+    k: int
+    ranks: int
+    chunk: int | None  # ``moe_chunk_size``
+    there: int  # bytes of a token on its way, in the run's dtype
+    back: int  # bytes of a sum
+    words: bool  # whether tokens travel in another form than sums
+
+    @property
+    def pairs(self) -> int:
+        """Token-expert pairs of a rank under even routing."""
+        return self.tokens * self.k
+
+
+class Memory(NamedTuple):
+    """What a prefill's dispatch may take beyond one with even routing."""
+
+    held: int  # bytes of results of earlier rounds, where even routing has one round, and of rows between levels
+    pairs: int  # largest number of pairs of a round, if ``moe_chunk_size`` is given
+    rounds: int  # of even routing
+    rows: int  # tokens and sums that each further pair may bring
+
+
+class Dispatcher(ABC):
+    """A way of tokens to their experts, for all layers of a mesh.
+
+    Attributes:
+        static_shapes: the shapes of a step do not depend on the routing, so that the host need not wait for it.
+        by_size: what is exchanged depends on the size of a step.
+    """
+
+    static_shapes = False
+    by_size = False
+
+    def prepare(self, sizes: ModelSizes) -> None:  # noqa: B027
+        """Called once, before any layer is made.
+
+        Raises:
+            ValueError: it does not take such a model here; the text says what was given, and what is possible.
+        """
+
+    def for_decode(self) -> Dispatcher:
+        """The dispatcher of decode steps."""
+        return self
+
+    def takes_words(self, blockwise: bool) -> bool:
+        """Whether tokens may travel as words of codes and scales; ``blockwise``: with a scale for each 128 codes."""
+        return True
+
+    @abstractmethod
+    def memory(self, sizes: PrefillSizes) -> Memory:
+        """See :class:`Memory`."""
+
+    @abstractmethod
+    def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
+        """Brings each token to its experts; every rank of the group takes part.
+
+        Args:
+            unsent: gets :meth:`OverlappedDispatch.send` of tokens whose counts the host has to know; None: they are
+                sent.
+        """
+
+
+class Ranks(Protocol):
+    """What a dispatcher is made from: the part of a :class:`.mesh.Mesh` that concerns experts."""
+
+    @property
+    def config(self) -> ParallelConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def nodes(self) -> Sequence[int]: ...
+
+    @property
+    def node_groups(self) -> NodeGroups | None: ...
+
+    @property
+    def ep(self) -> Group: ...
+
+    @property
+    def is_leader(self) -> bool: ...
+
+
+class Alone(Dispatcher):
+    """The tokens of a rank that holds all experts stay."""
+
+    static_shapes = True
+
+    def takes_words(self, blockwise: bool) -> bool:
+        return False
+
+    def memory(self, sizes: PrefillSizes) -> Memory:
+        return Memory(held=0, pairs=0, rounds=1, rows=0)
+
+    def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
+        tokens, topk_ids, topk_weights = routed
+        return NoDispatch(Received(tokens, experts.to_physical(topk_ids), topk_weights, 1.0))
+
+
 class NoDispatch(Dispatch):
     """The tokens of a rank that holds all experts."""
 
@@ -90,20 +232,19 @@ class OverlappedDispatch(Dispatch):
     that the device has work while the host waits for counts.
 
     Args:
-        steps: starts to exchange counts; then waits for them and makes the dispatch. It holds what the dispatch reads.
+        counted: waits for the counts, which are on their way, and makes the dispatch. It holds what the dispatch reads.
         side: the stream on which tokens are packed, sent and received.
     """
 
-    def __init__(self, steps: Iterator[Dispatch | None], side: SideStream):
-        self._steps, self._side = steps, side
-        next(steps)
+    def __init__(self, counted: Callable[[], Dispatch], side: SideStream):
+        self._counted, self._side = counted, side
         side.mark()
 
     def send(self) -> None:
         """Waits for the counts, and sends the tokens."""
 
         def work() -> tuple[Dispatch, Received]:
-            dispatch = next(one for one in self._steps if one is not None)
+            dispatch = self._counted()
             return dispatch, dispatch.receive(0)
 
         self._sent = self._side.run(work, from_mark=True)
@@ -128,7 +269,18 @@ class OverlappedDispatch(Dispatch):
         return sums
 
 
-def unpacked(packed: torch.Tensor, like: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens (width and dtype of ``like``), physical experts and weights of packed rows: views."""
-    hidden, dtype = like.shape[1], like.dtype
-    return tokens_of(packed, hidden, dtype), *topk_of(packed, hidden, dtype, k)
+class CountedDispatcher(Dispatcher):
+    """A dispatcher of tokens whose counts depend on the routing: ranks exchange these, and the host waits."""
+
+    @abstractmethod
+    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
+        """Starts to exchange counts, of tokens with physical experts; returns a function that waits for them, and sends
+        the tokens of the first round."""
+
+    def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
+        counted = self.count(experts, routed._replace(topk_ids=experts.to_physical(routed.topk_ids)), step.max_pairs)
+        if unsent is None:
+            return counted()
+        overlapped = OverlappedDispatch(counted, experts.side_stream)
+        unsent.append(overlapped.send)
+        return overlapped

@@ -7,20 +7,16 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import torch
-
+from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.balance import balance_layer, imbalance
-from dsa_engine.parallel.experts.by_node import NodeGroups
 from dsa_engine.parallel.experts.counts import ExpertCounts
-from dsa_engine.parallel.experts.deep_ep import DeepEP
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.dispatch import Alone, Dispatcher, ModelSizes, Ranks
 from dsa_engine.parallel.experts.movement import with_fewest_moves
-from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
-from dsa_engine.parallel.experts.traffic import DispatchChoice
-from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, Held, contiguous
 from dsa_engine.parallel.side_stream import SideStream
 
 if TYPE_CHECKING:
@@ -58,8 +54,8 @@ class LayerPlacements:
     def of(cls, config: ParallelConfig, nodes: Sequence[int]) -> LayerPlacements:
         """The placements that the options describe, on ranks of these nodes."""
         ranks, count = len(nodes), 1 + max(nodes)
-        wants = {config.moe_dispatch, config.decode_dispatch} & {"by_node", "auto", "deep_ep"}
-        if not wants or list(nodes) != [rank * count // ranks for rank in range(ranks)]:
+        wanted = any(KINDS[name].on_nodes for name in (config.moe_dispatch, config.decode_dispatch))
+        if not wanted or list(nodes) != [rank * count // ranks for rank in range(ranks)]:
             count = 1
         return cls(ranks, count, config.redundant_experts, config.expert_loads)
 
@@ -119,39 +115,22 @@ class LayerPlacements:
         return with_fewest_moves(now, plan, self._nodes)
 
 
-class _Mesh(Protocol):
-    """What the division of experts reads of a :class:`.mesh.Mesh`."""
-
-    @property
-    def config(self) -> ParallelConfig: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def nodes(self) -> Sequence[int]: ...
-
-    @property
-    def node_groups(self) -> NodeGroups | None: ...
-
-    @property
-    def ep(self) -> Group: ...
-
-    @property
-    def is_leader(self) -> bool: ...
-
-
 class ExpertDivision:
-    """The experts of all layers on a mesh; made before its nodes are known, and used after.
+    """The experts of all layers on a mesh, and the ways of tokens to them; made before its nodes are known, and used
+    after."""
 
-    Attributes:
-        deep_ep: see :class:`.ExpertParallel`; set before any layer is made.
-    """
-
-    def __init__(self, mesh: _Mesh):
+    def __init__(self, mesh: Ranks):
         self._mesh = mesh
-        self.deep_ep: DeepEP | None = None
         self._made: dict[tuple[Held, int | None], ExpertParallel] = {}
+
+    def dispatcher(self, decodes: bool) -> Dispatcher:
+        """The dispatcher of decode or prefill steps."""
+        return self._dispatchers[decodes]
+
+    def prepare(self, sizes: ModelSizes) -> None:
+        """See :meth:`.Dispatcher.prepare`; called before any layer is made."""
+        for one in dict.fromkeys(self._dispatchers):
+            one.prepare(sizes)
 
     def of_layer(
         self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
@@ -172,8 +151,7 @@ class ExpertDivision:
         key = held, layer if changes else None
         if key not in self._made:
             made = self._make(ExpertPlacement(held, self._mesh.device, changes))
-            made.groups, made.top_groups = groups, top_groups
-            made.deep_ep, made.side_stream = self.deep_ep, self._side_stream
+            made.groups, made.top_groups, made.side_stream = groups, top_groups, self._side_stream
             self._made[key] = made
         return self._made[key]
 
@@ -199,16 +177,25 @@ class ExpertDivision:
         return LayerPlacements.of(self._mesh.config, self._mesh.nodes)
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:
-        return ExpertParallel(self._mesh.ep, placement, self._mesh.node_groups, self._choice)
+        return ExpertParallel(self._mesh.ep, placement)
+
+    @cached_property
+    def _dispatchers(self) -> tuple[Dispatcher, Dispatcher]:
+        prefill, decode = self._mesh.config.moe_dispatch, self._mesh.config.decode_dispatch
+        made = {name: self._make_dispatcher(name) for name in (prefill, decode)}
+        return made[prefill], made[decode].for_decode()
+
+    def _make_dispatcher(self, name: str) -> Dispatcher:
+        """No token of one rank travels; that a library needs several ranks, it says itself."""
+        if self._mesh.ep.size == 1 and KINDS[name].library is None:
+            return Alone()
+        dispatcher: Dispatcher = import_module(f"dsa_engine.parallel.experts.{name}").make(self._mesh)
+        return dispatcher
 
     @cached_property
     def _side_stream(self) -> SideStream:
         groups = self._mesh.node_groups
         return SideStream(self._mesh.device, priority=-1) if groups is None else groups.there
-
-    @cached_property
-    def _choice(self) -> DispatchChoice:
-        return DispatchChoice(self._mesh.nodes, logs=self._mesh.is_leader)
 
 
 def with_shared(loads: Sequence[float], shared: float) -> tuple[float, ...]:

@@ -1,4 +1,5 @@
-"""The placement of experts on ranks.
+"""The placement of experts on ranks, and one rank's view of it: its experts, and what ranks tell each other of tokens
+that are to come.
 
 The model's router chooses *logical* experts. Ranks hold *physical* experts, numbered rank after rank. A logical expert
 has one physical expert or several, its replicas, which have the same weights. A dispatch sees only physical experts.
@@ -6,13 +7,18 @@ has one physical expert or several, its replicas, which have the same weights. A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
-from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.kernels.runtime.transfer import download, upload
+from dsa_engine.parallel.experts.rails import NodeGroups
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.side_stream import SideStream
 
 Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the order of its weights
 
@@ -151,3 +157,158 @@ def _checked(held: Sequence[Sequence[int]]) -> Held:
     if experts != set(range(len(experts))) or not all(held) or not held:
         raise ValueError(f"every expert lies on a rank, and every rank holds one; not {held!r:.200}")
     return tuple(tuple(of_rank) for of_rank in held)
+
+
+class RecvPlan(NamedTuple):
+    """The sizes of a round that the host must know."""
+
+    send: list[int]  # tokens of this rank to each rank
+    receive: list[int]  # tokens from each rank
+    local_pairs: int  # token-expert pairs of the received tokens whose experts are this rank's
+
+    @classmethod
+    def of(cls, sent: list[list[int]], received: list[list[int]]) -> RecvPlan:
+        """The plan for rows and pairs ``[size, 2]`` to each rank, and from each rank."""
+        return cls([row[0] for row in sent], [row[0] for row in received], sum(row[1] for row in received))
+
+
+class Way(NamedTuple):
+    """The sizes of a round along the rail, and inside the node after it, that the host must know.
+
+    ``busiest`` and ``brought`` are numbers of token-expert pairs: those whose experts the most loaded rank holds, and
+    those that the rail brings to the rank that takes the largest number of them.
+    """
+
+    along: RecvPlan
+    inside: RecvPlan
+    busiest: int
+    brought: int
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], groups: NodeGroups) -> Way:
+        """The sizes from one row of :func:`way_numbers`."""
+        size = len(groups.nodes)
+        there, here, passed, taken, local_pairs = (numbers[i * size : (i + 1) * size] for i in range(5))
+        rail, node = groups.rail.ranks, groups.node.ranks
+        along = RecvPlan([there[r] for r in rail], [here[r] for r in rail], sum(here))
+        inside = RecvPlan([passed[r] for r in node], [taken[r] for r in node], sum(local_pairs))
+        return cls(along, inside, *numbers[5 * size :])
+
+
+def way_numbers(by_pair: torch.Tensor, rank: int, takers: torch.Tensor) -> torch.Tensor:
+    """The numbers of :class:`Way` for ``rank`` in each round: int32 ``[rounds, 5 · size + 2]``.
+
+    Args:
+        by_pair: int32 ``[rounds, from, to, 4]``, the counts of every rank as :func:`.by_node.counts_in_rounds` has
+            them.
+    """
+    rows, local_pairs, along, brought = by_pair.unbind(dim=-1)
+    # Rows inside the node come from the rank that took them off the rail.
+    inside = torch.zeros_like(rows).index_add_(1, takers, rows)
+    largest = [counts.sum(dim=1, dtype=torch.int32).amax(dim=1, keepdim=True) for counts in (local_pairs, brought)]
+    mine = (along[:, rank], along[:, :, rank], inside[:, rank], inside[:, :, rank], local_pairs[:, :, rank])
+    return torch.cat((*mine, *largest), dim=1)
+
+
+class ExpertParallel:
+    """The experts of a layer, divided over a group; one rank's view.
+
+    Attributes:
+        group: the ranks that hold the experts.
+        placement: the experts of each rank.
+        groups, top_groups: those of the model's router.
+        even: spread pairs evenly over the ranks instead of routing them
+            (:meth:`.layer_placements.ExpertDivision.even_routing`).
+        quantized_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail;
+            None: sums travel in the tokens' dtype.
+        side_stream: the stream of tokens that are sent beside other work.
+    """
+
+    def __init__(self, group: Group, placement: ExpertPlacement):
+        self.group = group
+        self.placement = placement
+        self.groups, self.top_groups = 1, 1
+        self.even = False
+        self.quantized_sum_bytes: int | None = None
+        self.side_stream = SideStream(torch.device("cpu"))
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The logical experts of this rank, in the order of its weights."""
+        return self.placement.held[self.group.index]
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of all physical experts that this rank holds."""
+        return self.placement.fraction(self.group.index)
+
+    def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The physical experts ``[T, k]`` for this rank's logical ones."""
+        if self.even:
+            return self.placement.spread(topk_ids, self.group.index * topk_ids.numel())
+        return self.placement.to_physical(topk_ids, self.group.index)
+
+    @property
+    def choosing(self) -> Replicas | None:
+        """What :func:`.pack_tokens` does the same with as it packs; None: only :meth:`to_physical` does it."""
+        return None if self.even else self.placement.choosing(self.group.index)
+
+    def received(self, topk_ids: torch.Tensor, local_pairs: int | None = None) -> tuple[torch.Tensor, int | None]:
+        """``topk_ids`` and ``first`` of :class:`.Received`, for physical experts that have come.
+
+        Args:
+            local_pairs: number of pairs with experts of this rank, if the host knows it.
+        """
+        return topk_ids, self.placement.first(self.group.index)
+
+    def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
+        """Tells every rank what comes to it. In a dispatch of one round, the host waits for nothing else.
+
+        Args:
+            sent: int32 ``[size, 2]``, to each rank: tokens, and its pairs in them.
+
+        Returns:
+            a function that waits, and returns the sizes and the number of pairs of the most loaded rank.
+        """
+        size, index = self.group.size, self.group.index
+        all_ranks = self.group.all_gather(sent).view(size, size, 2)  # from, to
+        largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
+        read = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))
+
+        def wait() -> tuple[RecvPlan, int]:
+            rows = read()
+            return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
+
+        return wait
+
+    def plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
+        """The plan of every round, whose rows and pairs ``sent [rounds, size, 2]`` go to each rank of a group; the host
+        waits."""
+        received = group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
+        both = download(torch.stack((sent, received), dim=1))()
+        return [RecvPlan.of(*one) for one in both]
+
+    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
+        """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; returns
+        a function that waits.
+
+        Args:
+            sent: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`).
+        """
+        by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
+        read = download(way_numbers(by_pair, self.group.index, takers))
+
+        def wait() -> list[Way]:
+            return [Way.of(row, groups) for row in read()]
+
+        return wait
+
+    def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:
+        """Number of received pairs with experts of this rank, of each ``together`` tokens; the host waits for it.
+
+        Args:
+            local_ids: int32 ``[R, k]``, counted within this rank's, −1 for those of other ranks.
+        """
+        if missing := -len(local_ids) % together:
+            local_ids = F.pad(local_ids, (0, 0, 0, missing), value=-1)
+        return download((local_ids.view(-1, together * local_ids.shape[1]) >= 0).sum(dim=1))()

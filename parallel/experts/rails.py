@@ -7,7 +7,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.side_stream import SideStream
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The groups of one rank.
+
+    Attributes:
+        node: the ranks of its node.
+        rail: the ranks of its rail.
+        nodes: the node of every rank.
+        there, back: the streams on which tokens and sums change from rail to node and from node to rail.
+    """
+
+    node: Group
+    rail: Group
+    nodes: tuple[int, ...]
+    there: SideStream
+    back: SideStream
 
 
 def rails_of(nodes: Sequence[int]) -> list[list[int]]:

@@ -24,6 +24,7 @@ from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.requests import random_prompt
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.disaggregation import create_mesh
+from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
 
 
 @pytest.mark.parametrize(
@@ -131,11 +132,12 @@ def test_generate_runs_and_leaves_nothing(emulated: LLM) -> None:
 @pytest.mark.parametrize(("tokens", "padding"), [(64, 0), (1, 0), (3, 2), (0, 0)])
 def test_experts_get_equal_parts(method: Any, max_pairs: int, tokens: int, padding: int) -> None:
     """8 ranks with as many tokens each, whatever the router chooses; padding has no experts."""
-    mesh = create_mesh(EmulatedConfig(emulate_world=8, emulate_rank=3), "cpu")
+    mesh = create_mesh(EmulatedConfig(emulate_world=8, emulate_rank=3, moe_dispatch=method), "cpu")
     parallel, count = mesh.experts.of_layer(24, 0), tokens + padding
     chosen = torch.zeros(count, 4, dtype=torch.int32)
     chosen[tokens:] = -1
-    dispatch = parallel.dispatch(torch.randn(count, 6), chosen, torch.rand(count, 4), method, count, max_pairs)
+    routed = Routed(torch.randn(count, 6), chosen, torch.rand(count, 4))
+    dispatch = mesh.experts.dispatcher(decodes=False).start(parallel, routed, StepSizes(count, max_pairs))
     counts = torch.zeros(3, dtype=torch.int64)
     for number in range(dispatch.rounds):
         here = dispatch.receive(number)

@@ -18,6 +18,10 @@ from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.device import choose_device
+from dsa_engine.parallel.experts.all_gather import AllGather
+from dsa_engine.parallel.experts.all_to_all import AllToAll
+from dsa_engine.parallel.experts.by_node import ByNode
+from dsa_engine.parallel.experts.deep_ep import DeepEP, LowLatency
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.tensor_parallel import shard, vocab_shard
 from dsa_engine.weights.formats import Unquantized
@@ -158,18 +162,17 @@ def test_every_rank_makes_the_groups_of_nodes_and_rails(made: list[tuple[int, ..
         assert groups is not None and mesh.groups[-2:] == (groups.node, groups.rail)
         assert rank == groups.node.ranks[groups.node.index] == groups.rail.ranks[groups.rail.index]
         made_by_rank.append([*made])
-        assert mesh.experts.of_layer(8, 0).nodes is groups
         assert mesh.static_decode == ("decode_dispatch" not in option)
     assert all(one == made_by_rank[0] for one in made_by_rank)
     assert made_by_rank[0][3:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]
-    mesh.device = torch.device("cuda")
-    assert mesh.static_decode and mesh.dispatch(decodes=True) == "all_gather", "a graph needs static shapes"
+    on_cuda = Mesh(mesh.config, 4, 5, torch.device("cuda"))
+    assert on_cuda.static_decode and isinstance(on_cuda.experts.dispatcher(True), AllGather), "a graph needs them"
 
 
 def test_decode_by_deep_ep_keeps_its_shapes(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(moe_dispatch="deep_ep", decode_dispatch="deep_ep"), 0, 2, CPU)
     assert mesh.static_decode
-    assert (mesh.dispatch(decodes=False), mesh.dispatch(decodes=True)) == ("deep_ep", "low_latency")
+    assert [type(mesh.experts.dispatcher(decodes)) for decodes in (False, True)] == [DeepEP, LowLatency]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,7 @@ def test_one_level_of_nodes_is_logged(
         mesh = Mesh(ParallelConfig(moe_dispatch="by_node"), rank, 3, CPU)
         mesh.set_nodes(nodes)
         assert (mesh.node_groups is None) == (line is not None)
+        assert isinstance(mesh.experts.dispatcher(decodes=False), AllToAll if line else ByNode)
     assert caplog.messages == ([f"the dispatch 'by_node' is 'all_to_all' here, as {line}"] if line else [])
     assert Mesh(ParallelConfig(), 0, 3, CPU).node_groups is None
 

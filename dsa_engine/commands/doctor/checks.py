@@ -34,6 +34,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.disaggregation import create_mesh
+from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.sizes import available_bytes, format_bytes
@@ -112,9 +113,10 @@ def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
 
 def check_packages(mesh: Mesh) -> str:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    deep_ep = ", DeepEP (moe_dispatch, decode_dispatch 'deep_ep')" if libraries.is_installed("deep_ep") else ""
+    dispatches = [(name, kind.library) for name, kind in KINDS.items() if kind.library is not None]
+    here = [(name, known) for name, (package, known) in dispatches if libraries.is_installed(package)]
     versions = f"Python {platform.python_version()}, torch {torch.__version__} ({cuda}), triton {triton.__version__}"
-    return versions + deep_ep
+    return versions + "".join(f", {known} (moe_dispatch, decode_dispatch '{name}')" for name, known in here)
 
 
 def check_device(mesh: Mesh) -> str:

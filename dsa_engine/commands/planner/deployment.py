@@ -17,7 +17,7 @@ from dsa_engine.measure.costs.model_costs import ModelCosts
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.model.rank_weights import WeightBytes
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel.experts import DispatchMethod
+from dsa_engine.parallel.experts import KINDS, DispatchMethod
 from dsa_engine.parallel.experts.traffic import DispatchChoice, RouterShape, RowBytes, exchange, quantized_bytes
 from dsa_engine.parallel.links import Links
 from dsa_engine.weights.convert.schemes import stored_as
@@ -82,7 +82,7 @@ class Placed:
 
     def cache_room(self, rows: int, dispatch: DispatchMethod = "all_gather") -> float:
         """Bytes that remain for caches on a rank with ``rows`` rows in a step; negative if the rest does not fit."""
-        meeting = rows * (self.how.ranks if dispatch == "all_gather" else min(self.how.ranks, 2))
+        meeting = rows * (self.how.ranks if KINDS[dispatch].static_decode else min(self.how.ranks, 2))
         usable = EngineOptions.gpu_memory_utilization * self.device.memory_gb * 1e9
         return cache_room(usable, self.weight_bytes, self.config, rows, meeting, torch.bfloat16)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from dsa_engine.config.fields import plain
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.link import PageReceiver, PageSender
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions, options_of_decode
-from dsa_engine.parallel import Mesh
+from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.agreement import Meeting
 from dsa_engine.parallel.disaggregation import PageGroups, page_groups, part_options
+from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.group import Group, new_group
 
 
@@ -97,13 +98,14 @@ def own_options(options: EngineOptions) -> EngineOptions:
         return options
     decode = options_of_decode(options)
     if part_options(prefill, decode.parallel) is not prefill:
-        return _without_deep_ep(decode, moe_dispatch="all_to_all")  # no step of this part prefills
+        return _without_library(decode, "moe_dispatch")  # no step of this part prefills
     options = replace(options, enforce_eager=True, async_scheduling=False)  # no step of this part decodes
-    return _without_deep_ep(options, decode_dispatch="all_gather")
+    return _without_library(options, "decode_dispatch")
 
 
-def _without_deep_ep(options: EngineOptions, **instead: Any) -> EngineOptions:
-    """Another dispatch for steps that never come, so that the library makes no buffer for them."""
-    (name,) = instead
-    named = getattr(options.parallel, name) == "deep_ep"
-    return replace(options, parallel=replace(options.parallel, **instead)) if named else options
+def _without_library(options: EngineOptions, name: str) -> EngineOptions:
+    """The default dispatch for steps that never come, so that a library makes no buffer for them."""
+    parallel = options.parallel
+    if KINDS[getattr(parallel, name)].library is None:
+        return options
+    return replace(options, parallel=replace(parallel, **{name: plain(getattr(ParallelConfig, name))}))

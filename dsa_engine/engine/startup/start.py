@@ -53,7 +53,8 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
-from dsa_engine.parallel.experts.deep_ep import DeepEP
+from dsa_engine.parallel.experts import KINDS
+from dsa_engine.parallel.experts.dispatch import ModelSizes
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes
@@ -184,7 +185,7 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     format = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))
 
     def of_one_rank() -> KVEvents | None:
-        mesh.experts.deep_ep = _deep_ep(mesh, config, options, dtype)
+        mesh.experts.prepare(_sizes(mesh, config, options, dtype))
         check_outputs(options.parallel.record_expert_loads if mesh.is_leader else None)
         if wanted.get("enable_kv_cache_events") and mesh.is_front:
             from dsa_engine.engine.cache.kv_events import KVEvents  # needs packages of the extra "serve"
@@ -196,15 +197,12 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     return Prepared(folder, options, config, modules, relaxed, max_model_len, mesh, dtype, format, events)
 
 
-def _deep_ep(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> DeepEP | None:
-    """The library of a dispatch, if an option names it; see :class:`.DeepEP`."""
-    parallel, drafts = mesh.config, options.speculation.num_speculative_tokens if options.speculation else 0
-    if "deep_ep" not in (parallel.moe_dispatch, parallel.decode_dispatch):
-        return None
-    experts = mesh.experts_per_token(config.n_routed_experts) + parallel.redundant_experts
+def _sizes(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> ModelSizes:
+    """What dispatches of this model are asked to take."""
+    drafts = options.speculation.num_speculative_tokens if options.speculation else 0
+    experts = mesh.experts_per_token(config.n_routed_experts) + mesh.config.redundant_experts
     rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + drafts)
-    top_k = mesh.experts_per_token(config.num_experts_per_tok)
-    return DeepEP(parallel, mesh.ep, mesh.device, mesh.nodes, config.hidden_size, experts, top_k, rows, dtype)
+    return ModelSizes(config.hidden_size, experts, mesh.experts_per_token(config.num_experts_per_tok), rows, dtype)
 
 
 def load(prepared: Prepared) -> Loaded:
@@ -348,7 +346,6 @@ def _log_slower_paths(prepared: Prepared, model: Model) -> None:
         return
     lost = ["CUDA graphs"] * (not options.enforce_eager) + ["async scheduling"] * options.async_scheduling
     if lost and not mesh.static_decode:
-        message = (
-            "decode runs without %s, as shapes change with decode_dispatch '%s'; 'all_gather' and 'deep_ep' keep them"
-        )
-        logger.warning(message, " and ".join(lost), options.parallel.decode_dispatch)
+        message = "decode runs without %s, as shapes change with decode_dispatch '%s'; %s keep them"
+        others = " and ".join(f"'{name}'" for name, kind in KINDS.items() if kind.static_decode)
+        logger.warning(message, " and ".join(lost), options.parallel.decode_dispatch, others)

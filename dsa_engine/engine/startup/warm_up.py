@@ -41,8 +41,7 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.experts.all_to_all import rounds_needed
-from dsa_engine.parallel.experts.rails import largest_groups
+from dsa_engine.parallel.experts.dispatch import PrefillSizes
 from dsa_engine.parallel.experts.traffic import RowBytes
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.sizes import format_bytes
@@ -91,7 +90,7 @@ class DummySteps:
         """The steps after which all ranks are connected in the ways of all steps: a decode step, and a prefill of each
         class of sizes by which a dispatch is chosen; of the smallest, if none is chosen."""
         mesh, tokens = self.mesh, self.options.max_num_batched_tokens
-        chosen = mesh.dispatch(decodes=False) == "auto"
+        chosen = mesh.experts.dispatcher(decodes=False).by_size
         sizes = {min(1 << i, tokens) for i in range(next_power_of_2(tokens).bit_length() if chosen else 1)}
         groups, steps = range(mesh.world_size // mesh.cp_size), [self.decode(1, 2, GREEDY)]
         for length in sorted({min(size * mesh.cp_size, self.max_model_len) for size in sizes}):
@@ -209,37 +208,23 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
     """Maximum bytes of a prefill's dispatch beyond one with even routing: results of earlier rounds, where even routing
     has one round; and pairs of a token and an expert beyond an even round, if ``moe_chunk_size`` allows them.
 
-    By node, there are the results of a round inside, and the rows along the rail: even routing sends a token to few
-    nodes. All tokens gathered, the results replace the tokens, unless these are shorter. A further pair takes its rows
-    between the products, and in an all-to-all at most a token that arrives and a sum.
+    A further pair takes its rows between the products, and the tokens and sums that :class:`.dispatch.Memory` names.
 
     Args:
         tokens: those of a rank.
         words: whether tokens travel to experts in another form than sums travel back.
     """
-    size, k, groups = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.node_groups
+    ranks, k, chunk = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.config.moe_chunk_size
     if config.batch_invariant:  # each pair travels by itself
         tokens, k = tokens * k, 1
-    method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
-    if size == 1 or "sparse" not in config.mlp_layer_types:
+    if "sparse" not in config.mlp_layer_types:
         return 0
-    row, even = RowBytes.of(config.hidden_size * dtype.itemsize, k), tokens * k
-    if method in ("all_gather", "deep_ep"):
-        # DeepEP brings all at once that routing brings to a rank: tokens, and their sums.
-        returned = (words if method == "all_gather" else 2) * tokens * size * row.back
-        limit, rounds, rows = max(chunk or 0, k), cdiv(even, chunk or even), 2
-    else:
-        returned = tokens * min(size, k) * row.back
-        limit, rounds, rows = max(chunk or 0, size * (k + 1)), rounds_needed(even, chunk or even, size, k), 4
-    if method in ("by_node", "auto") and groups is not None:
-        rail, node = largest_groups(groups.nodes)
-        bound = max(chunk or even, max(rail, node) * (k + 1))  # pairs that a round brings
-        # Rows of both micro-batches of a step may be on their way at once.
-        sent, brought = tokens * min(len(set(groups.nodes)), k), min(2 * bound, rail * tokens)
-        returned = max(returned, (sent + brought) * row.there + (sent + bound) * row.back)
+    row = RowBytes.of(config.hidden_size * dtype.itemsize, k)
+    sizes = PrefillSizes(tokens, k, ranks, chunk, row.there, row.back, words)
+    held, pairs, rounds, rows = mesh.experts.dispatcher(decodes=False).memory(sizes)
     rows += mesh.config.moe_combine_dtype == "fp8"  # codes beside sums
-    further = 0 if chunk is None else max(0, min(limit, size * even) - even // rounds)
-    return returned + further * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
+    further = 0 if chunk is None else max(0, min(pairs, ranks * sizes.pairs) - sizes.pairs // rounds)
+    return held + further * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 
 
 def _peak(mesh: Mesh, runner: ModelRunner, step: Step) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,9 @@ from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
-from dsa_engine.parallel.experts.all_to_all import RecvPlan
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.placement import ExpertPlacement
-from dsa_engine.parallel.experts.traffic import DispatchChoice
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, RecvPlan
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.mesh import Mesh
 
@@ -55,8 +52,9 @@ class EmulatedConfig(ParallelConfig):
                     f"{name} needs other ranks, and those of emulate_world {world} are made up; leave it out"
                 )
         for name in ("moe_dispatch", "decode_dispatch"):
-            if (method := getattr(self, name)) in ("by_node", "deep_ep"):
-                raise ValueError(f"{name} {method!r} is not emulated: give all_to_all or all_gather")
+            if not KINDS[method := getattr(self, name)].emulated:
+                others = " or ".join(one for one, kind in KINDS.items() if kind.emulated)
+                raise ValueError(f"{name} {method!r} is not emulated: give {others}")
 
     def node_ranks(self) -> int:
         return min(self.node_size, self.emulate_world)
@@ -69,67 +67,38 @@ class EmulatedExpertParallel(ExpertParallel):
     """This rank's pairs are spread over all ranks, and those that come to it over its experts. Every rank has as many
     tokens as this one, and sends it as many as it gets from it."""
 
-    def __init__(self, group: Group, placement: ExpertPlacement, choice: DispatchChoice | None = None):
-        super().__init__(group, placement, choice=choice)
-        self.even = True
+    def __init__(self, group: Group, placement: ExpertPlacement):
+        super().__init__(group, placement)
+        self.even, self._dealt = True, 0
 
-    def _gather(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int
-    ) -> Callable[[], Received]:
-        wait = super()._gather(tokens, topk_ids, topk_weights, max_tokens)
+    def received(self, topk_ids: torch.Tensor, local_pairs: int | None = None) -> tuple[torch.Tensor, int | None]:
+        """Pairs that choose this rank's experts one after the other, if their number is known."""
+        if local_pairs is None:
+            return self.placement.spread(topk_ids), self.placement.first(self.group.index)
+        dealt = torch.full_like(topk_ids, -1)
+        rows, pairs = max(1, len(dealt)), torch.arange(local_pairs, device=dealt.device)
+        column = pairs // rows
+        dealt[pairs % rows, column] = ((self._dealt + pairs + column) % len(self.held)).to(dealt.dtype)
+        self._dealt = (self._dealt + local_pairs) % len(self.held)
+        return dealt, None
 
-        def received() -> Received:
-            copies = wait()
-            return copies._replace(topk_ids=self.placement.spread(copies.topk_ids))
-
-        return received
-
-    def _counts(self, sent: torch.Tensor) -> Generator[None, None, tuple[RecvPlan, int]]:
+    def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
         self.group.all_gather(sent)
         read = download(sent)
-        yield
-        rows = read()
-        plan = RecvPlan.of(rows, rows)
-        return plan, plan.local_pairs
 
-    def _all_to_all(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_pairs: int
-    ) -> Iterator[Dispatch | None]:
-        for one in super()._all_to_all(tokens, topk_ids, topk_weights, max_pairs):
-            yield None if one is None else _Dealt(one, len(self.held))
+        def wait() -> tuple[RecvPlan, int]:
+            rows = read()
+            plan = RecvPlan.of(rows, rows)
+            return plan, plan.local_pairs
 
-
-class _Dealt(Dispatch):
-    """A dispatch whose received tokens choose this rank's ``held`` experts one after the other."""
-
-    def __init__(self, dispatch: Dispatch, held: int):
-        self._dispatch, self._held, self._pairs = dispatch, held, 0
-
-    @property
-    def rounds(self) -> int:
-        return self._dispatch.rounds
-
-    def receive(self, number: int) -> Received:
-        received = self._dispatch.receive(number)
-        topk_ids = torch.full_like(received.topk_ids, -1)
-        rows, pairs = max(1, len(topk_ids)), torch.arange(received.local_pairs or 0, device=topk_ids.device)
-        column = pairs // rows
-        topk_ids[pairs % rows, column] = ((self._pairs + pairs + column) % self._held).to(topk_ids.dtype)
-        self._pairs += len(pairs)
-        return received._replace(topk_ids=topk_ids, first=None)
-
-    def send_back(self, number: int, sums: torch.Tensor) -> None:
-        self._dispatch.send_back(number, sums)
-
-    def combine(self) -> torch.Tensor:
-        return self._dispatch.combine()
+        return wait
 
 
 class EmulatedDivision(ExpertDivision):
     """Experts that tokens choose evenly."""
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:
-        return EmulatedExpertParallel(self._mesh.ep, placement, choice=self._choice)
+        return EmulatedExpertParallel(self._mesh.ep, placement)
 
 
 class EmulatedMesh(Mesh):
@@ -151,6 +120,9 @@ class EmulatedMesh(Mesh):
     def _part(self, parts: Sequence[Sequence[int]], communicator: int = 0) -> EmulatedGroup:
         (mine,) = [tuple(part) for part in parts if self.rank in part]
         return EmulatedGroup(mine, mine.index(self.rank), None)
+
+    def _make_node_groups(self) -> None:
+        """Tokens do not travel by node."""
 
     def _divide_experts(self) -> ExpertDivision:
         return EmulatedDivision(self) if self.world_size > 1 else super()._divide_experts()

@@ -127,7 +127,7 @@ class GroupedExperts(Weights):
     """
 
     count: int
-    blockwise: bool = False  # tokens travel with a scale for each 128 codes, which are the words that DeepEP takes
+    blockwise: bool = False  # tokens travel with a scale for each 128 codes
 
     def __init__(
         self,

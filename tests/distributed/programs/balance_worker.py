@@ -21,28 +21,30 @@ from collectives import record
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received, Routed
+from dsa_engine.parallel.experts.placement import ExpertParallel
 
 NODES = [0, 0, 1, 1]
 PROMPTS = [[5 + (7 * i * n + i * i) % 300 for i in range(n)] for n in (250, 333, 40, 9)]
 
 
 class Counted:
-    """Stands for the expert parallelism and the experts of a layer, and counts."""
+    """Stands for the dispatcher and the experts of a layer, and counts."""
 
     def __init__(self, layer: MoE):
         self.parallel, self.experts = layer.expert_parallel, layer.experts
-        self.group, self.quantize_for_dispatch = self.parallel.group, self.experts.quantize_for_dispatch
+        self.dispatcher, self.quantize_for_dispatch = layer.dispatcher(False), self.experts.quantize_for_dispatch
+        self.takes_words, self.blockwise = self.dispatcher.takes_words, self.experts.blockwise
         self.chosen = torch.zeros(len(layer.bias), dtype=torch.int64)
         self.local_pairs = 0
         self.sent = [0] * self.parallel.placement.ranks
         self.crossing = [0, 0]
-        layer.expert_parallel, layer.experts = self, self  # type: ignore[assignment]
+        layer.dispatcher, layer.experts = lambda decodes: self, self  # type: ignore[assignment]
 
-    def dispatch(self, tokens: torch.Tensor, topk_ids: torch.Tensor, *more: Any, **options: Any) -> Dispatch:
-        self.chosen += topk_ids[topk_ids >= 0].bincount(minlength=len(self.chosen))
-        self._predict(topk_ids.tolist())
-        return self.parallel.dispatch(tokens, topk_ids, *more, **options)
+    def start(self, parallel: ExpertParallel, routed: Routed, *more: Any) -> Dispatch:
+        self.chosen += routed.topk_ids[routed.topk_ids >= 0].bincount(minlength=len(self.chosen))
+        self._predict(routed.topk_ids.tolist())
+        return self.dispatcher.start(parallel, routed, *more)
 
     def _predict(self, rows: list[list[int]]) -> None:
         """The rank of each pair by the formula of choose_replicas, in floating point."""

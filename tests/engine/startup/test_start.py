@@ -163,7 +163,7 @@ def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> N
         assert request.num_computed_tokens == 512 * 16
         print(f"{engine.step_bytes:,} set aside, {device.peak - before:,} used")
         assert device.peak - before <= engine.step_bytes
-        assert set(device.waits) >= {"event in expert_parallel.py:_ways"}
+        assert set(device.waits) >= {"event in placement.py:wait"}
 
 
 def test_rows_of_deep_ep_are_set_aside(fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_rows_of_deep_ep_are_set_aside(fake_engine: Callable[..., Any], monkeypa
     parallel, sizes = {"moe_dispatch": "deep_ep", "decode_dispatch": "deep_ep"}, SIZES | {"max_num_batched_tokens": 64}
     with FakeDevice(memory=60 * 10**9) as device:
         engine = fake_engine(device, "deepseek_v32", 2, parallel, **sizes)
-        assert engine.model.layers[1].moe.expert_parallel.deep_ep.capacity == 64
+        assert engine.mesh.experts.dispatcher(decodes=False).capacity == 64
         for _ in range(128):
             add_filled(engine, 100, SamplingParams(max_tokens=4))
         before = device.live

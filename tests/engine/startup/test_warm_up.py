@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsa_engine.engine.startup.warm_up import DummySteps, uneven_bytes
+from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 
 
 @pytest.mark.parametrize(
@@ -35,13 +36,14 @@ MOE: Any = SimpleNamespace(
 
 
 def four_ranks(nodes: tuple[int, ...] | None = None, **options: Any) -> Any:
-    groups = nodes and SimpleNamespace(nodes=nodes)
-    return SimpleNamespace(
-        world_size=4,
-        config=SimpleNamespace(**{"moe_combine_dtype": "auto"} | options),
-        experts_per_token=lambda top_k: top_k,
-        node_groups=groups,
-    )
+    groups, group = nodes and SimpleNamespace(nodes=nodes), SimpleNamespace(size=4)
+    config = SimpleNamespace(**{"moe_combine_dtype": "auto", "decode_dispatch": "all_gather"} | options)
+    mesh: Any = SimpleNamespace(
+        world_size=4, config=config, experts_per_token=lambda top_k: top_k, node_groups=groups, ep=group, device=None,
+        nodes=nodes or (0, 0, 0, 0), is_leader=False,
+    )  # fmt: skip
+    mesh.experts = ExpertDivision(mesh)
+    return mesh
 
 
 @pytest.mark.parametrize(("chunk", "pairs"), [(None, 0), (800, 0), (1000, 200), (10_000, 2400), (700, 300)])

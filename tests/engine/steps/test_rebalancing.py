@@ -16,10 +16,9 @@ from dsa_engine.engine.steps.rebalancing import Rebalancing
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.counts import ExpertCounter, ExpertCounts, count_topk_ids
 from dsa_engine.parallel.experts.dispatch import Received
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
 from dsa_engine.parallel.experts.movement import expert_bytes
-from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, Held
 from dsa_engine.parallel.group import Group
 from dsa_engine.weights.formats.base import GroupedExperts
 from dsa_engine.weights.formats.block_fp8 import BlockFP8Experts

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.parallel.experts.all_gather import parts_of, tokens_counted_together
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.all_gather import AllGather, parts_of, tokens_counted_together
+from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
 from dsa_engine.parallel.group import Group
 
 
@@ -59,7 +59,7 @@ def test_every_token_is_served_once(rank: int, max_pairs: int) -> None:
     topk_ids = torch.randint(0, 7, (count, k), generator=generator, dtype=torch.int32)
     placement = ExpertPlacement.contiguous(12, size, torch.device("cpu"))
     parallel = ExpertParallel(AllRanks(tuple(range(size)), rank, None), placement)
-    dispatch = parallel.dispatch(tokens, topk_ids, topk_weights, "all_gather", count + 2, max_pairs)
+    dispatch = AllGather().start(parallel, Routed(tokens, topk_ids, topk_weights), StepSizes(count + 2, max_pairs))
     local_pairs = []
     for number in range(dispatch.rounds):
         here = dispatch.receive(number)

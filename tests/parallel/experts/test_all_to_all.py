@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.kernels.moe.combine import combine
-from dsa_engine.parallel.experts.all_to_all import SendPlan, in_rounds, rounds_needed
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.all_to_all import AllToAll, SendPlan, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
 from dsa_engine.parallel.group import Group
 
 
@@ -139,9 +139,8 @@ def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype, quan
         def rank(index: int) -> torch.Tensor:
             parallel = ExpertParallel(ThreadGroup(tuple(range(size)), index, None, room=room), placement)
             parallel.quantized_sum_bytes = 4 * (33 + 2) if quantized else None
-            dispatch = parallel.dispatch(
-                tokens[index], topk_ids[index], topk_weights[index], "all_to_all", max(counts), max_pairs
-            )
+            routed = Routed(tokens[index], topk_ids[index], topk_weights[index])
+            dispatch = AllToAll().start(parallel, routed, StepSizes(max(counts), max_pairs))
             rounds.add(dispatch.rounds)
             for number in range(dispatch.rounds):
                 here = dispatch.receive(number)

@@ -14,10 +14,12 @@ from collectives import Collective, record
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.parallel.experts import DispatchMethod
-from dsa_engine.parallel.experts.by_node import NodeGroups
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
-from dsa_engine.parallel.experts.rails import peers_of, rails_of
+from dsa_engine.parallel.experts.all_gather import AllGather
+from dsa_engine.parallel.experts.all_to_all import AllToAll
+from dsa_engine.parallel.experts.by_node import ByNode
+from dsa_engine.parallel.experts.dispatch import Dispatch, Routed, StepSizes
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, Held
+from dsa_engine.parallel.experts.rails import NodeGroups, peers_of, rails_of
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream
@@ -58,6 +60,19 @@ def skewed(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 Given = Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
+class OnNodes(ExpertParallel):
+    """A rank's experts, and the dispatchers by name."""
+
+    def __init__(self, group: Group, placement: ExpertPlacement, groups: NodeGroups):
+        super().__init__(group, placement)
+        self._by_name = {"all_to_all": AllToAll(), "by_node": ByNode(groups), "all_gather": AllGather()}
+
+    def dispatch(
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, method: str, *sizes: int
+    ) -> Dispatch:
+        return self._by_name[method].start(self, Routed(tokens, topk_ids, topk_weights), StepSizes(*sizes))
+
+
 class Case:
     """Nodes with a placement on every rank of threads, which runs dispatches."""
 
@@ -69,7 +84,7 @@ class Case:
             return ExpertPlacement.contiguous(EXPERTS, self.size, CPU)
         return ExpertPlacement(self._held, CPU, changes=True)
 
-    def run(self, work: Callable[[ExpertParallel, list[Collective]], Any]) -> list[Any]:
+    def run(self, work: Callable[[OnNodes, list[Collective]], Any]) -> list[Any]:
         node_store, rail_store = dist.HashStore(), dist.HashStore()
 
         def one(world: Group) -> Any:
@@ -79,13 +94,13 @@ class Case:
             beside = SideStream(CPU), SideStream(CPU)
             groups = NodeGroups(gloo_group(node_store, inside, me), gloo_group(rail_store, rail, me), nodes, *beside)
             log = record(world, groups.node, groups.rail)
-            return work(ExpertParallel(world, self.placement(), groups), log)
+            return work(OnNodes(world, self.placement(), groups), log)
 
         return on_ranks(self.size, one)
 
 
 def sums(
-    parallel: ExpertParallel, method: DispatchMethod, given: Given = inputs, max_pairs: int = 1000, largest: int = 12
+    parallel: OnNodes, method: DispatchMethod, given: Given = inputs, max_pairs: int = 1000, largest: int = 12
 ) -> tuple[torch.Tensor, int]:
     """The sums of experts that only scale, and the number of rounds."""
     held = torch.tensor([*parallel.held, -1])
@@ -134,7 +149,7 @@ def test_equal_sums_and_fewer_bytes_between_nodes(nodes: tuple[int, ...]) -> Non
     quantized = quantized_bytes(HIDDEN)
     runs = [(method, None) for method in METHODS] + [(method, quantized) for method in METHODS]
 
-    def work(parallel: ExpertParallel, log: list[Collective]) -> Any:
+    def work(parallel: OnNodes, log: list[Collective]) -> Any:
         results = []
         for method, parallel.quantized_sum_bytes in runs:
             log.clear()
@@ -159,7 +174,7 @@ def test_skew_costs_rounds_and_no_memory(nodes: tuple[int, ...]) -> None:
     case, row = Case(nodes), RowBytes.of(4 * HIDDEN, K)
     bounds = (1000, 30, 16, 1)
 
-    def work(parallel: ExpertParallel, log: list[Collective]) -> Any:
+    def work(parallel: OnNodes, log: list[Collective]) -> Any:
         results = []
         for max_pairs in bounds:
             log.clear()
@@ -182,7 +197,7 @@ def test_replicas_and_a_placement_that_changes() -> None:
     other = ((0, 1, 2, 3, 11), (4, 5, 6, 7), (7, 8, 9, 0), (10, 11, 12, 1))
     case = Case((0, 0, 1, 1), held)
 
-    def work(parallel: ExpertParallel, _: list[Collective]) -> Any:
+    def work(parallel: OnNodes, _: list[Collective]) -> Any:
         results = [sums(parallel, "by_node", max_pairs=20), sums(parallel, "all_to_all")]
         parallel.placement.change(other)
         return [*results, sums(parallel, "by_node")]
@@ -201,7 +216,7 @@ def test_a_sum_is_rounded_once_more_in_bfloat16() -> None:
         experts = torch.rand(200, EXPERTS, generator=g).argsort(dim=1)[:, :K].int()
         return torch.randn(200, HIDDEN, generator=g).bfloat16(), experts, torch.rand(200, K, generator=g)
 
-    def work(parallel: ExpertParallel, _: list[Collective]) -> Any:
+    def work(parallel: OnNodes, _: list[Collective]) -> Any:
         results = [sums(parallel, method, given, largest=200)[0] for method in METHODS]
         parallel.quantized_sum_bytes = quantized_bytes(HIDDEN)
         return results + [sums(parallel, method, given, largest=200)[0] for method in METHODS]
@@ -253,7 +268,7 @@ def test_tokens_to_experts_of_codes_travel_quantised(name: str, method: Dispatch
 
     all_given = [given(rank) for rank in range(4)]
 
-    def work(parallel: ExpertParallel, log: list[Collective]) -> Any:
+    def work(parallel: OnNodes, log: list[Collective]) -> Any:
         held = list(parallel.held)
         experts = made(name, len(held), hidden)
         for stored, of_all in zip(experts.tensors, whole.tensors, strict=True):

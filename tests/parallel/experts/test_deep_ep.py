@@ -12,11 +12,10 @@ import torch
 
 from dsa_engine.kernels.formats.quantize import codes_and_scales, quantize_tokens
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.experts import StepDispatch, deep_ep
-from dsa_engine.parallel.experts.deep_ep import DeepEP
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts import deep_ep
+from dsa_engine.parallel.experts.all_to_all import AllToAll
+from dsa_engine.parallel.experts.dispatch import Dispatch, ModelSizes, Received, Routed, StepSizes
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
 from dsa_engine.parallel.group import Group
 from gloo_ranks import on_ranks
 from library_stubs import install
@@ -38,9 +37,10 @@ def mesh_of(ranks: int, group: Any = None, device: torch.device = CPU, nodes: An
     return SimpleNamespace(config=config, nodes=nodes, device=device, ep=group)
 
 
-def library_of(mesh: Any, **given: Any) -> DeepEP:
-    sizes: dict[str, Any] = {"hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "rows": 9, "dtype": torch.bfloat16}
-    return deep_ep.DeepEP(mesh.config, mesh.ep, mesh.device, mesh.nodes, **sizes | given)
+def library_of(mesh: Any, **given: Any) -> deep_ep.DeepEP:
+    library = deep_ep.DeepEP(mesh.config, mesh.ep, mesh.device, mesh.nodes)
+    library.prepare(ModelSizes(HIDDEN, EXPERTS, TOP_K, 9, torch.bfloat16)._replace(**given))
+    return library
 
 
 def run_experts(received: Received, count: int) -> torch.Tensor:
@@ -60,15 +60,16 @@ def finish(dispatch: Dispatch, count: int) -> tuple[torch.Tensor, int]:
 
 
 def both_sums(
-    ranks: int, method: StepDispatch, words: bool = False, max_pairs: int = sys.maxsize, tokens: int = 9
+    ranks: int, method: str, words: bool = False, max_pairs: int = sys.maxsize, tokens: int = 9
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """For two micro-batches on their way at once, then one alone, and each rank: sums by ``method``, by "all_to_all",
     and rounds."""
 
     def work(group: Group) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         placement = ExpertPlacement.contiguous(EXPERTS, ranks, CPU)
-        parallel = ExpertParallel(group, placement)
-        parallel.deep_ep = library_of(mesh_of(ranks, group))
+        parallel, library = ExpertParallel(group, placement), library_of(mesh_of(ranks, group))
+        dispatcher = library.for_decode() if method == "low_latency" else library
+        sizes = StepSizes(tokens, max_pairs)
         g, begun, wanted = torch.Generator().manual_seed(group.index), [], []
         for count in (0 if group.index == 2 else tokens, tokens - 3):
             x = torch.randn(count, HIDDEN, generator=g).to(torch.bfloat16)
@@ -76,11 +77,12 @@ def both_sums(
             ids = torch.rand(count, EXPERTS, generator=g).argsort(1)[:, :TOP_K].int()
             ids[:1] = -1  # a token without experts, as padding
             ids[1:2] = EXPERTS - 1 - torch.arange(TOP_K)  # experts of one rank
-            given = x, ids, torch.rand(count, TOP_K, generator=g)
-            wanted.append(finish(parallel.dispatch(*given, "all_to_all", tokens), placement.count(group.index))[0])
-            begun.append(parallel.dispatch(*given, method, tokens, max_pairs))
+            given = Routed(x, ids, torch.rand(count, TOP_K, generator=g))
+            right = AllToAll().start(parallel, given, StepSizes(tokens))
+            wanted.append(finish(right, placement.count(group.index))[0])
+            begun.append(dispatcher.start(parallel, given, sizes))
         done = [finish(one, placement.count(group.index)) for one in begun]
-        done.append(finish(parallel.dispatch(*given, method, tokens, max_pairs), placement.count(group.index)))
+        done.append(finish(dispatcher.start(parallel, given, sizes), placement.count(group.index)))
         wanted.append(wanted[-1])
         return [(sums, right, rounds) for (sums, rounds), right in zip(done, wanted, strict=True)]
 
@@ -151,7 +153,7 @@ def test_buffers_of_many_ranks(calls: list[Call]) -> None:
     nodes = [rank // 8 for rank in range(64)]
     made: list[Callable[[], Any]] = []
     for other in ({"decode_dispatch": "all_gather"}, {"moe_dispatch": "auto"}):
-        sizes = {"hidden": 7168, "experts": 256, "top_k": 8, "rows": 600}
+        sizes = {"hidden": 7168, "experts": 256, "top_k": 8, "decode_rows": 600}
         made.append(lambda other=other, sizes=sizes: library_of(mesh_of(64, group, nodes=nodes, **other), **sizes))
     prefill, decode = made[0](), made[1]()
     assert prefill.buffer.nvlink > 0 < prefill.buffer.rdma and not prefill.buffer.low_latency

@@ -7,18 +7,20 @@ import sys
 import pytest
 import torch
 
-from dsa_engine.parallel.experts import MoeDispatch
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.all_gather import AllGather
+from dsa_engine.parallel.experts.all_to_all import AllToAll
+from dsa_engine.parallel.experts.dispatch import Dispatcher, Routed, StepSizes
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
 from dsa_engine.parallel.group import Group
 from gloo_ranks import on_ranks, watch_transfers
 
-THERE_AND_BACK = {"all_to_all": ("all_to_all", "all_to_all"), "all_gather": ("all_gather", "reduce_scatter")}
 
-
-@pytest.mark.parametrize("method", THERE_AND_BACK)
+@pytest.mark.parametrize(
+    ("dispatcher", "there", "back"),
+    [(AllToAll(), "all_to_all", "all_to_all"), (AllGather(), "all_gather", "reduce_scatter")],
+)
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_tokens_and_sums_travel_beside_other_work(method: MoeDispatch, rounds: int) -> None:
+def test_tokens_and_sums_travel_beside_other_work(dispatcher: Dispatcher, there: str, back: str, rounds: int) -> None:
     """Each exchange is begun by one call of a dispatch and waited for in a later one."""
 
     def work(group: Group) -> list[tuple[str, str, str]]:
@@ -27,9 +29,8 @@ def test_tokens_and_sums_travel_beside_other_work(method: MoeDispatch, rounds: i
         call, seen = "dispatch", list[tuple[str, str, str]]()
         watch_transfers(group, lambda what, kind, _: seen.append((what, kind, call)))
         max_pairs = sys.maxsize if rounds == 1 else 12
-        dispatch = ExpertParallel(group, placement).dispatch(
-            tokens, experts.contiguous(), torch.ones(8, 2), method, 8, max_pairs
-        )
+        routed = Routed(tokens, experts.contiguous(), torch.ones(8, 2))
+        dispatch = dispatcher.start(ExpertParallel(group, placement), routed, StepSizes(8, max_pairs))
         call = "receive"
         assert dispatch.rounds == rounds
         for number in range(rounds):
@@ -41,9 +42,8 @@ def test_tokens_and_sums_travel_beside_other_work(method: MoeDispatch, rounds: i
         assert torch.equal(dispatch.combine(), torch.full((8, 4), 2.0))
         return seen
 
-    there, back = THERE_AND_BACK[method]
     expected = [("begin", there, "dispatch"), ("wait", there, "receive")]
-    if method == "all_to_all" and rounds == 2:
+    if there == back and rounds == 2:
         expected += [("begin", back, "send_back"), ("begin", there, "send_back")]
         expected += [("wait", back, "receive"), ("wait", there, "receive")]
     expected += [("begin", back, "send_back"), ("wait", back, "combine")]

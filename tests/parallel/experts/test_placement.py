@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.dispatch import Alone, Routed, StepSizes
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
 from dsa_engine.parallel.group import Group
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def test_one_rank_in_any_order() -> None:
     parallel = ExpertParallel(Group((0,), 0, None), placement)
     assert parallel.held == (2, 0, 1)
     tokens, experts = torch.randn(2, 4), torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
-    dispatch = parallel.dispatch(tokens, experts, torch.rand(2, 2), "all_to_all", 2)
+    dispatch = Alone().start(parallel, Routed(tokens, experts, torch.rand(2, 2)), StepSizes(2))
     here = dispatch.receive(0)
     assert here.topk_ids.tolist() == [[1, 0], [2, -1]] and here.local_fraction == 1.0
     dispatch.send_back(0, tokens)

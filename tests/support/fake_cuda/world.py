@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +12,9 @@ import torch
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
-from dsa_engine.parallel.experts.all_to_all import RecvPlan
-from dsa_engine.parallel.experts.by_node import NodeGroups, Way
-from dsa_engine.parallel.experts.dispatch import Received
-from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, RecvPlan, Way
+from dsa_engine.parallel.experts.rails import NodeGroups
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
 from fake_cuda.events import Launch
@@ -81,7 +78,7 @@ class FakeDivision(ExpertDivision):
     _mesh: FakeMesh
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:
-        parallel = FakeExpertParallel(self._mesh.ep, placement, self._mesh.node_groups, self._choice)
+        parallel = FakeExpertParallel(self._mesh.ep, placement)
         parallel.skew = self._mesh.config.skew
         return parallel
 
@@ -171,17 +168,25 @@ class FakeExpertParallel(ExpertParallel):
 
     skew = 1.0
 
-    def _counts(self, sent: torch.Tensor) -> Generator[None, None, tuple[RecvPlan, int]]:
-        yield from super()._counts(sent)
-        total, size = self.pairs, self.group.size
-        each = [total // size] * size
-        local_pairs = self._skewed(total)
-        return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
+    def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
+        wait = super().counts(sent)
 
-    def _ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Generator[None, None, list[Way]]:
+        def made_up() -> tuple[RecvPlan, int]:
+            wait()
+            total, size = self.pairs, self.group.size
+            each = [total // size] * size
+            local_pairs = self._skewed(total)
+            return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
+
+        return made_up
+
+    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
+        wait = super().ways(sent, groups, takers)
+        return lambda: self._made_up_ways(len(wait()), groups)
+
+    def _made_up_ways(self, rounds: int, groups: NodeGroups) -> list[Way]:
         """Each pair crosses to another node, if there are so many, and is passed on in its own row."""
-        own = yield from super()._ways(sent, groups, takers)
-        rounds, rail, inside = len(own), groups.rail.size, groups.node.size
+        rail, inside = groups.rail.size, groups.node.size
         crossing = self.tokens * min(rail, self.pairs // max(1, self.tokens))
         self.passed = [self._skewed(n) for n in _even(self.pairs, rounds)]
         return [
@@ -194,16 +199,16 @@ class FakeExpertParallel(ExpertParallel):
             for rows, local_pairs in zip(_even(crossing, rounds), self.passed, strict=True)
         ]
 
-    def _local_pairs(self, received: Received, together: int) -> list[int]:
-        parts, pairs = len(super()._local_pairs(received, together)), received.topk_ids.numel()
+    def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:
+        parts, pairs = len(super().local_pairs(local_ids, together)), local_ids.numel()
         return _even(min(self._skewed(pairs // self.group.size), pairs), parts)
 
     def _skewed(self, balanced: int) -> int:
         """Number of tokens for this rank in place of a balanced number."""
         return int(self.skew * balanced)
 
-    def _plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
-        super()._plans(group, sent)
+    def plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
+        super().plans(group, sent)
         rounds, size = sent.shape[:2]
         if group is not self.group:  # inside a node
             return [RecvPlan(_even(n, size), _even(n, size), n) for n in _even(max(self.passed), rounds)]

@@ -122,10 +122,12 @@ class Indexer(Weighted):
         q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
-        if cache_format.fp8:
+        assert cache_format.index_key is not None
+        if cache_format.coded:
             return quantize_index_queries(
-                q, weights, cos, sin, interleaved=interleaved, power_of_two=cache_format.power_of_two
-            )
+                q, weights, cos, sin, key_format=cache_format.index_key, interleaved=interleaved,
+                power_of_two=cache_format.power_of_two,
+            )  # fmt: skip
         turned = q[..., : config.qk_rope_head_dim]  # RoPE on the first dimensions only, in place
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
         return q, weights

@@ -17,7 +17,7 @@ from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts
 from dsa_engine.measure.costs.weights import WeightBytes, rank_model
-from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes, exchange, quantized_bytes
@@ -60,7 +60,7 @@ class Placed:
         self.config, self.device, self.how = config, device, how
         self.narrow = how.weights in device.narrow  # whether products of weights have 8-bit inputs
         self.links, self.nodes = links_of(device), cdiv(how.ranks, device.node_size)
-        self.cache = cache_format(config, torch.float8_e4m3fn if how.cache == "fp8" else torch.bfloat16)
+        self.cache = cache_format(config, cache_dtype(how.cache, torch.bfloat16))
         held = cdiv(config.n_routed_experts, how.ranks)
         self.costs = ModelCosts(
             config, replace(_weights_of_one(config, how.weights, how.tp_size), held=held), self.cache

@@ -191,9 +191,7 @@ def store_results(
     columns = FORMAT.columns(BLOCK_VALUE)[None, :]
     known = head < HEADS
     row = (tl.program_id(1) * tokens + token) * HEADS + head
-    if (
-        FORMAT.coded
-    ):  # first, as top then needs no more registers: else, with Triton 3.7, the loop has spilled ones on sm_120
+    if FORMAT.coded:  # first: top then needs no more registers, of which the loop spilled some (Triton 3.7, sm_120)
         tl.store(lse + row, (top + tl.log2(total)) * LN_2, mask=known)
     result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * VALUE + columns, result, mask=known[:, None] & (columns < VALUE))

@@ -7,7 +7,8 @@ dim]`` in the dtype of q; scores are float32 ``[T, S]``, S the largest number of
 beyond a row's visible tokens are not defined and must not be read.
 
 Coded queries and keys (in FP8: e4m3, passed through the Hadamard transform and quantised by row) have scales. A scale
-is positive and relu is homogeneous: the caller multiplies the scale of a query row into ``w[t, h]``; that of a key is multiplied in after the sum over heads.
+is positive and relu is homogeneous: the caller multiplies the scale of a query row into ``w[t, h]``; that of a key is
+multiplied in after the sum over heads.
 
 Bits of a score: they depend on the query, the key, and whether the call's longest segment has more than two queries, as
 the two kernels add over heads in tiles of their own; under :func:`.launch.batch_invariance` that of many queries runs
@@ -142,7 +143,8 @@ def _launch(
         q, weights, keys, key_scales, block_tables, tiles, segments.sequences, segments.visible, scores,
         block_tables.stride(0), keys.stride(0), 0 if key_scales is None else key_scales.stride(0), scores.stride(0),
         FORMAT=key_format.helpers, HEADS=heads, DIM=dim, PAGE_SIZE=pool.shape[1], PRECISION=dot_precision(q.dtype),
-        BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim, BLOCK_KEYS=block_keys, QUERIES=queries, num_warps=config.warps, **extra,
+        BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim, BLOCK_KEYS=block_keys, QUERIES=queries,
+        num_warps=config.warps, **extra,
     )  # fmt: skip
     return scores
 

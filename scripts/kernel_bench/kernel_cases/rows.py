@@ -110,8 +110,8 @@ def quantise(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         yield KernelCase("quantise rows to INT8", shape, partial(quantize_rows_int8, x), bytes=moved)
         q, weights = make.normal(tokens, 64, INDEX_DIM), make.floats(tokens, 64)
         cos, sin = make.floats(tokens, ROPE // 2), make.floats(tokens, ROPE // 2)
-        how = {"key_format": index_key_format(INDEX_DIM, FP8), "interleaved": False, "power_of_two": True}
-        queries = partial(quantize_index_queries, q, weights, cos, sin, **how)
+        quantize = partial(quantize_index_queries, key_format=index_key_format(INDEX_DIM, FP8))
+        queries = partial(quantize, q, weights, cos, sin, interleaved=False, power_of_two=True)
         name, shape = "index queries: RoPE, Hadamard, quantise", f"{tokens} tokens, 64 heads"
         yield KernelCase(name, shape, queries, bytes=q.nbytes + q.numel(), flops=2.0 * q.numel() * INDEX_DIM)
     wide = make.normal(sizes.tokens, 18_432)

@@ -17,6 +17,7 @@ import torch
 
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
@@ -134,11 +135,12 @@ class Indexer(Weighted):
 
     def select(
         self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
-    ) -> torch.Tensor:
-        """int32 slots ``[sparse rows, index_topk]`` of the tokens that the sparse rows attend to."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int32 slots ``[sparse rows, index_topk]`` of the tokens that the sparse rows attend to; and which of the rows
+        have scores that are not finite, see :meth:`_overflowing`."""
         assert cache_format.index_key is not None
         with stage("lightning indexer"):
-            return lightning_indexer(
+            slots = lightning_indexer(
                 q,
                 weights,
                 pool,
@@ -149,15 +151,18 @@ class Indexer(Weighted):
                 workspace=self.runtime.workspace,
                 finished=self._finished,
             )
+        return slots, self._overflowing(q, weights, pool, batch, cache_format.index_key) if self.may_overflow else None
 
-    def overflowing(
-        self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
-    ) -> torch.Tensor | None:
-        """bool ``[sparse rows]``: the rows with scores that are not finite, which select anything; None where the
-        weights cannot make any. It computes all scores once more, and does not wait for the device."""
-        if not self.may_overflow:
-            return None
-        assert cache_format.index_key is not None
+    def _overflowing(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        pool: torch.Tensor,
+        batch: ForwardBatch,
+        key_format: IndexKeyFormat,
+    ) -> torch.Tensor:
+        """bool ``[sparse rows]``: the rows with scores that are not finite, which select anything. It computes
+        all scores once more, and does not wait for the device."""
         with stage("lightning indexer"):
             segments, workspace = batch.sparse_mqa, self.runtime.workspace
             step, parts = max(1, workspace // (16 * max(1, segments.longest))), []
@@ -170,7 +175,7 @@ class Indexer(Weighted):
                     pool,
                     batch.block_tables,
                     piece,
-                    key_format=cache_format.index_key,
+                    key_format=key_format,
                     workspace=workspace // 2,
                 )
                 visible = piece.visible[:, None]

@@ -12,7 +12,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
-from dsa_engine.model.forward_batch import BlockTables
+from dsa_engine.model.forward_batch import BlockTables, ForwardBatch
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -85,6 +85,16 @@ class KVCache:
         self.index_keys = [
             keys.empty_pool(pages, page_size, device) if keys and kind == "full" else None for kind in layers
         ]
+
+    def use(self, layer: int) -> None:
+        """A layer calls it before it uses its pools."""
+        for hook in self.before_use:
+            hook(layer)
+
+    def stored(self, layer: int, batch: ForwardBatch) -> None:
+        """A layer calls it when it has stored the rows of a batch."""
+        for hook in () if batch.first_micro_batch else self.after_store:
+            hook(layer)
 
     @property
     def bytes(self) -> int:

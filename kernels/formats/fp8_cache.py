@@ -21,7 +21,7 @@ from dsa_engine.kernels.formats.e4m3 import decode_e4m3, quantize_tile
 from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
 from dsa_engine.kernels.formats.plain_cache import load_tile
 from dsa_engine.kernels.formats.quantize import FP8, quantize_rows_reference
-from dsa_engine.kernels.formats.row_format import IndexKeyFormat, KeyHelpers, LatentFormat, LatentHelpers, RowFormat
+from dsa_engine.kernels.formats.row_format import Helpers, IndexKeyFormat, LatentFormat, RowFormat
 from dsa_engine.kernels.runtime.launch import Chip
 
 LATENT_BLOCK = 128  # values of a latent row that share a scale
@@ -138,7 +138,7 @@ class _FP8(RowFormat):
 class FP8Latents(_FP8, LatentFormat):
     """Raises ``ValueError`` for a rank that is no multiple of 128, or for an odd number of rotated numbers."""
 
-    helpers = LatentHelpers(True, value_columns, load_latents, expand_latents, store_latents)
+    helpers = Helpers(True, value_columns, load_latents, expand_latents, store_latents)
     least_block = LATENT_BLOCK
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class FP8IndexKeys(_FP8, IndexKeyFormat):
     """Raises ``ValueError`` for a size that is no power of two from 4 on: the Hadamard transform needs a power of two,
     and scales begin at multiples of 4 bytes."""
 
-    helpers = KeyHelpers(True, encode_keys, operand)
+    helpers = Helpers(True, encode=encode_keys, operand=operand)
     least_part = 16
 
     def __post_init__(self) -> None:

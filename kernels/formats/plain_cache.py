@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.row_format import IndexKeyFormat, KeyHelpers, LatentFormat, LatentHelpers, RowFormat
+from dsa_engine.kernels.formats.row_format import Helpers, IndexKeyFormat, LatentFormat, RowFormat
 from dsa_engine.kernels.runtime.launch import Chip
 
 _ROWS = 16  # keys a program, where no product asks for more: enough loads in flight
@@ -77,7 +77,7 @@ class _Plain(RowFormat):
 class PlainLatents(_Plain, LatentFormat):
     dtype: torch.dtype
 
-    helpers = LatentHelpers(False, value_columns, load_latents, None, store_latents)
+    helpers = Helpers(False, columns=value_columns, load=load_latents, store=store_latents)
     least_block = 16
 
     @cached_property
@@ -95,7 +95,7 @@ class PlainLatents(_Plain, LatentFormat):
 class PlainIndexKeys(_Plain, IndexKeyFormat):
     dtype: torch.dtype
 
-    helpers = KeyHelpers(False, None, operand)
+    helpers = Helpers(False, operand=operand)
     least_part = 1
 
     def pack_pages(self, rows: torch.Tensor) -> torch.Tensor:

@@ -22,52 +22,36 @@ from dsa_engine.kernels.runtime.launch import Chip
 
 @dataclass(frozen=True, eq=False)
 class Helpers:
-    """Triton functions, and constants, of a format: a kernel has them as one constexpr."""
+    """Triton functions of a format: a kernel has them as one constexpr.
+
+    Attributes of latent rows:
+        coded: rows take two steps, ``load`` to words and ``expand`` to numbers, so that a loop can load the words of a
+            later step while it works with the numbers of this one; if not, ``load`` gives numbers.
+        columns: the column of a row at each index of a tile of values ``[rows, BLOCK]``.
+        load: rows ``row [rows]`` (32 bits) as tiles ``[rows, BLOCK_VALUE]`` and ``[rows, BLOCK_ROTATED]``; if coded,
+            three tensors of 32-bit numbers, of which ``expand`` makes both tiles.
+        store: stores the normed numbers ``latent`` of the rows at ``target [rows, 1]``, and returns where the rotated
+            pairs (a, b) go, and both as they are stored.
+
+    Attributes of index keys:
+        coded: a key has a float32 scale, which lies apart.
+        encode: rows in parts, as :func:`.rope.load_pairs` has them, to codes ``[rows, DIM]`` and scales ``[rows, 1]``.
+        operand: loaded values as products take them.
+    """
+
+    coded: bool
+    columns: Any = None
+    load: Any = None
+    expand: Any = None
+    store: Any = None
+    encode: Any = None
+    operand: Any = None
 
     @property
     def cache_key(self) -> str:
         """Triton compiles a kernel again where a function has changed."""
         values = (getattr(self, field.name) for field in fields(self))
         return "".join(getattr(value, "cache_key", str(value)) for value in values)
-
-
-@dataclass(frozen=True, eq=False)
-class LatentHelpers(Helpers):
-    """What kernels call of latent rows.
-
-    Attributes:
-        coded: rows take two steps, ``load`` to words and ``expand`` to numbers, so that a loop can load the words of a
-            later step while it works with the numbers of this one; if not, ``load`` gives numbers.
-        columns: ``columns(BLOCK)``, the column of a row at each index of a tile of values ``[rows, BLOCK]``.
-        load: ``load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)``, of rows ``row [rows]`` (32 bits):
-            tiles ``[rows, BLOCK_VALUE]`` and ``[rows, BLOCK_ROTATED]``, or coded three tensors of 32-bit numbers.
-        expand: ``expand(*loaded, dtype, E4M3)``, from these three to both tiles.
-        store: ``store(target, column, latent, a, b, keep, RANK, ROTATED_AT, POWER_OF_TWO, CONVERTS)``: stores the
-            normed numbers ``latent [rows, columns]`` of the rows at ``target [rows, 1]``, and returns where the rotated
-            pairs (a, b) go, and both as they are stored.
-    """
-
-    coded: bool
-    columns: Any
-    load: Any
-    expand: Any
-    store: Any
-
-
-@dataclass(frozen=True, eq=False)
-class KeyHelpers(Helpers):
-    """What kernels call of index keys.
-
-    Attributes:
-        coded: a key has a float32 scale, which lies apart; the scales of a page lie after the values of its keys.
-        encode: ``encode(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED, POWER_OF_TWO, CONVERTS)``: of rows in
-            parts, as :func:`.rope.load_pairs` has them, codes ``[rows, DIM]`` and scales ``[rows, 1]``.
-        operand: ``operand(values)``: loaded values as products take them.
-    """
-
-    coded: bool
-    encode: Any
-    operand: Any
 
 
 class RowFormat(ABC):
@@ -81,6 +65,7 @@ class RowFormat(ABC):
     """
 
     dtype: torch.dtype
+    helpers: ClassVar[Helpers]
     coded: ClassVar[bool]
     alignment: ClassVar[int]
 
@@ -146,7 +131,6 @@ class LatentFormat(RowFormat):
     rank: int
     rope: int
 
-    helpers: ClassVar[LatentHelpers]
     least_block: ClassVar[int]
 
     @cached_property
@@ -192,7 +176,6 @@ class IndexKeyFormat(RowFormat):
 
     dim: int
 
-    helpers: ClassVar[KeyHelpers]
     least_part: ClassVar[int]
 
     @cached_property

@@ -25,6 +25,12 @@ def shard(size: int, group: Group, what: str) -> tuple[int, int]:
     return group.index * part, (group.index + 1) * part
 
 
+def head_group(group: Group, batch_invariant: bool) -> Group:
+    """The group that shards heads; this rank alone with ``batch_invariant``, as a sum over ranks adds by their
+    number."""
+    return Group((0,), 0, None) if batch_invariant else group
+
+
 def vocab_shard(vocab: int, group: Group) -> tuple[tuple[int, int], int]:
     """First and last + 1 token of this rank's part of the vocabulary, and the rows of its tables: as many on every rank
     of the group, so the last tables end with padding, or are padding alone."""

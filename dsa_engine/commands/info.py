@@ -34,7 +34,7 @@ def run_info(args: argparse.Namespace) -> None:
     """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them."""
     import torch
 
-    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
     from dsa_engine.model.layout import parameter_counts
     from dsa_engine.model.rank_weights import rank_model, weight_bytes
     from dsa_engine.weights.convert.schemes import stored_as
@@ -64,7 +64,7 @@ def run_info(args: argparse.Namespace) -> None:
     forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
     fp8 = None
     with suppress(ValueError):  # raised for sizes that have no FP8 format
-        fp8 = cache_bytes_per_token(config, cache_format(config, torch.float8_e4m3fn))
+        fp8 = cache_bytes_per_token(config, cache_format(config, cache_dtype("fp8", torch.bfloat16)))
 
     def needed(stored: QuantizationConfig | None, dtype: torch.dtype, modules: int = 0) -> tuple[int, int]:
         """Bytes of the weights of a rank, and of a token in the caches."""

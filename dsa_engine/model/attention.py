@@ -24,7 +24,8 @@ from dsa_engine.kernels.attention.dense_attention import dense_attention
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import CacheFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.rows.rope import apply_rope
@@ -38,8 +39,9 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
-from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.tensor_parallel import head_parallel_projection, shard
+from dsa_engine.parallel.tensor_parallel import head_group, head_parallel_projection, shard
+
+IndexQueries = tuple[torch.Tensor, torch.Tensor]  # and head weights, see :meth:`.Indexer.queries`
 
 _MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
@@ -62,8 +64,7 @@ class Attention(Weighted):
         self.kv_a_norm = self.weight(f"{prefix}.kv_a_layernorm.weight", rank)
         per_head = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b = self.linear(f"{prefix}.kv_b_proj.weight", heads * per_head, rank)
-        # A sum over ranks adds by their number.
-        self.tp = Group((0,), 0, None) if config.batch_invariant else runtime.mesh.tp
+        self.tp = head_group(runtime.mesh.tp, config.batch_invariant)
         first, last = shard(heads, self.tp, "num_attention_heads")
         width, columns = heads * config.v_head_dim, (first * config.v_head_dim, last * config.v_head_dim)
         self.o = self.linear(f"{prefix}.o_proj.weight", config.hidden_size, width, columns)
@@ -96,53 +97,66 @@ class Attention(Weighted):
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
         """
-        for hook in cache.before_use:
-            hook(self.layer)
-        indexer, cache_format = self.indexer, cache.format
-        latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
-
-        def index() -> tuple[torch.Tensor, ...]:
-            """The indexer's queries."""
-            if indexer is None or key_pool is None or not batch.sparse_mqa.rows:
-                return ()
-            return indexer.queries(x, q_resid, batch, cache_format)
-
-        # Stages are timed on the main stream: they see only the start of side work and the wait for it. The cache rows
-        # are started first, so that they, or their gather, overlap with the computation of q.
-        store = self._gather_cache_rows if batch.gathers else self._store_cache_rows
-        stored = store(x, batch, cache)
+        cache.use(self.layer)
+        pool, row_format = cache.latent[self.layer], cache.format.latent
+        # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
+        stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, batch, cache)
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
-        with stage("indexer prolog"):
-            indexed = self.streams.index_queries.run(index, x, q_resid)
+        indexed = self._index_queries(x, q_resid, batch, cache)
         with stage("MLA prolog"):
             q_mha, q_mqa = self._queries(q_resid, batch)
         with stage("indexer prolog"):
-            index_query = indexed()
+            index_queries = indexed()
         stored()
-        if not batch.first_micro_batch:
-            for hook in cache.after_store:
-                hook(self.layer)
-
-        if indexer and index_query and key_pool is not None:
-            topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch, cache_format)
-            overflowing = indexer.overflowing(index_query[0], index_query[1], key_pool, batch, cache_format)
-        else:
-            overflowing = None
+        topk_slots, overflowing = self._select(index_queries, topk_slots, batch, cache)
         with stage("sparse flash attention"):
-            out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots, cache_format.latent)
+            out_latent = self._mqa(q_mqa, pool, batch, topk_slots, row_format)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
-            self._mha(q_mha, latent_pool, batch, out, cache_format.latent)
-        if batch.recorder is not None:
-            more = (latent_pool, topk_slots, cache_format.latent, self.config.softmax_scale)
-            batch.recorder.record(q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *more)
-        batch.send_tokens()  # before o_proj's exchange, as collectives begin in the order of the host
+            self._mha(q_mha, pool, batch, out, row_format)
+        self._attended(q_mha, q_mqa, batch, pool, topk_slots, row_format)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             attended = head_parallel_projection(out, self.o, batch.tp_rows, self.tp)
             if overflowing is not None:  # then the logits are NaN too, which ends the row's request
                 attended[batch.first_sparse :].masked_fill_(overflowing[:, None], torch.nan)
             return attended, topk_slots
+
+    def _index_queries(
+        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, cache: KVCache
+    ) -> Callable[[], IndexQueries | None]:
+        """Starts to compute the indexer's queries and head weights, if rows select; returns a function that waits for
+        them."""
+
+        def queries() -> IndexQueries | None:
+            if self.indexer is None or not batch.sparse_mqa.rows:
+                return None
+            return self.indexer.queries(x, q_resid, batch, cache.format)
+
+        # Stages are timed on the main stream: they see only the start of side work and the wait for it.
+        with stage("indexer prolog"):
+            return self.streams.index_queries.run(queries, x, q_resid)
+
+    def _select(
+        self, queries: IndexQueries | None, topk_slots: torch.Tensor | None, batch: ForwardBatch, cache: KVCache
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """:meth:`.Indexer.select` where this layer has an indexer and rows select; else the selection of the last one
+        that had."""
+        keys = cache.index_keys[self.layer]
+        if self.indexer is None or keys is None or queries is None:
+            return topk_slots, None
+        return self.indexer.select(*queries, keys, batch, cache.format)
+
+    def _attended(
+        self, q_mha: torch.Tensor, q_mqa: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor,
+        topk_slots: torch.Tensor | None, row_format: LatentFormat,
+    ) -> None:  # fmt: skip
+        """What follows the attention beside the computation: records of the selection, and tokens of the other
+        micro-batch, before o_proj's exchange, as collectives begin in the order of the host."""
+        if batch.recorder is not None:
+            more = (pool, topk_slots, row_format, self.config.softmax_scale)
+            batch.recorder.record(q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *more)
+        batch.send_tokens()
 
     def _store_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
@@ -158,6 +172,7 @@ class Attention(Weighted):
             with stage("indexer prolog"):
                 for wait in waits:
                     wait()
+            cache.stored(self.layer, batch)
 
         return stored
 
@@ -207,6 +222,7 @@ class Attention(Weighted):
                     store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], batch.slot_mapping)
                 else:
                     store_cache_rows(latent_pool, key_pool, rows, batch.slot_mapping, index_key)
+            cache.stored(self.layer, batch)
 
         return stored
 

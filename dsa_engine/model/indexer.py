@@ -17,6 +17,7 @@ import torch
 
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
@@ -122,21 +123,24 @@ class Indexer(Weighted):
         q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
-        if cache_format.fp8:
+        assert cache_format.index_key is not None
+        if cache_format.coded:
             return quantize_index_queries(
-                q, weights, cos, sin, interleaved=interleaved, power_of_two=cache_format.power_of_two
-            )
+                q, weights, cos, sin, key_format=cache_format.index_key, interleaved=interleaved,
+                power_of_two=cache_format.power_of_two,
+            )  # fmt: skip
         turned = q[..., : config.qk_rope_head_dim]  # RoPE on the first dimensions only, in place
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
         return q, weights
 
     def select(
         self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
-    ) -> torch.Tensor:
-        """int32 slots ``[sparse rows, index_topk]`` of the tokens that the sparse rows attend to."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int32 slots ``[sparse rows, index_topk]`` of the tokens that the sparse rows attend to; and which of the rows
+        have scores that are not finite, see :meth:`_overflowing`."""
         assert cache_format.index_key is not None
         with stage("lightning indexer"):
-            return lightning_indexer(
+            slots = lightning_indexer(
                 q,
                 weights,
                 pool,
@@ -147,15 +151,18 @@ class Indexer(Weighted):
                 workspace=self.runtime.workspace,
                 finished=self._finished,
             )
+        return slots, self._overflowing(q, weights, pool, batch, cache_format.index_key) if self.may_overflow else None
 
-    def overflowing(
-        self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
-    ) -> torch.Tensor | None:
-        """bool ``[sparse rows]``: the rows with scores that are not finite, which select anything; None where the
-        weights cannot make any. It computes all scores once more, and does not wait for the device."""
-        if not self.may_overflow:
-            return None
-        assert cache_format.index_key is not None
+    def _overflowing(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        pool: torch.Tensor,
+        batch: ForwardBatch,
+        key_format: IndexKeyFormat,
+    ) -> torch.Tensor:
+        """bool ``[sparse rows]``: the rows with scores that are not finite, which select anything. It computes
+        all scores once more, and does not wait for the device."""
         with stage("lightning indexer"):
             segments, workspace = batch.sparse_mqa, self.runtime.workspace
             step, parts = max(1, workspace // (16 * max(1, segments.longest))), []
@@ -168,7 +175,7 @@ class Indexer(Weighted):
                     pool,
                     batch.block_tables,
                     piece,
-                    key_format=cache_format.index_key,
+                    key_format=key_format,
                     workspace=workspace // 2,
                 )
                 visible = piece.visible[:, None]

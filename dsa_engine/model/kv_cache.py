@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
-from dsa_engine.model.forward_batch import BlockTables
+from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
+from dsa_engine.model.forward_batch import BlockTables, ForwardBatch
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """dtype of the caches of an engine that computes in ``dtype``, by the option's value; float8_e4m3fn means FP8.
+    """dtype of the caches of an engine that computes in ``dtype``, by the option's value; of codes, their dtype.
 
     Raises:
         ValueError: bfloat16 caches for an engine of another dtype.
     """
-    if kv_cache_dtype.startswith("fp8"):
-        return FP8
+    if kv_cache_dtype in NAMES:
+        return NAMES[kv_cache_dtype]
     if kv_cache_dtype == "bfloat16" and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ValueError(
@@ -33,13 +33,10 @@ def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
-    """The format of the model's caches in ``dtype``.
-
-    float8_e4m3fn means FP8: 656 bytes for a latent row of 512 + 64 numbers, 132 for an index key of 128. Its scales are
-    powers of two if the checkpoint's scales are.
+    """The format of the model's caches in ``dtype``. Scales of codes are powers of two if the checkpoint's scales are.
 
     Raises:
-        ValueError: the model's sizes have no FP8 format.
+        ValueError: the model's sizes have no such format.
     """
     sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
     schemes = config.quantization.schemes if config.quantization else ()
@@ -48,7 +45,7 @@ def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
         return CacheFormat.of(*sizes, dtype, power_of_two)
     except ValueError as error:
         raise ValueError(
-            f"FP8 caches are not possible for this model (kv_lora_rank {sizes[0]}, qk_rope_head_dim {sizes[1]}, "
+            f"such caches are not possible for this model (kv_lora_rank {sizes[0]}, qk_rope_head_dim {sizes[1]}, "
             f"index_head_dim {sizes[2]}): {error}; use kv_cache_dtype='auto'"
         ) from error
 
@@ -88,6 +85,16 @@ class KVCache:
         self.index_keys = [
             keys.empty_pool(pages, page_size, device) if keys and kind == "full" else None for kind in layers
         ]
+
+    def use(self, layer: int) -> None:
+        """A layer calls it before it uses its pools."""
+        for hook in self.before_use:
+            hook(layer)
+
+    def stored(self, layer: int, batch: ForwardBatch) -> None:
+        """A layer calls it when it has stored the rows of a batch."""
+        for hook in () if batch.first_micro_batch else self.after_store:
+            hook(layer)
 
     @property
     def bytes(self) -> int:

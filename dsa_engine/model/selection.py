@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dsa_engine.kernels.attention.gather_latent import gather_latent
-from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.row_format import LatentFormat
 
 
 @dataclass

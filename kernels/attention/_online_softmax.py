@@ -1,5 +1,5 @@
 """The common part of attention over latent rows: tile sizes, queries and results of a program, one step of the online
-softmax, and the loop over the rows. Rows are loaded by :mod:`._latent_rows`.
+softmax, and the loop over the rows, which the format's helpers load (:class:`.row_format.LatentHelpers`).
 
     s = scale · log2(e) · q · rowᵀ      top' = max(top, s)      p = 2^(s − top')      r = 2^(top − top')
     total' = r · total + Σ p            acc' = r · acc + p · row[:value_dim]
@@ -23,16 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.attention._latent_rows import (
-    expand_fp8_rows,
-    load_fp8_rows,
-    load_plain_rows,
-    load_tile,
-    value_columns,
-)
 from dsa_engine.kernels.attention.merge_splits import merge_splits
-from dsa_engine.kernels.formats.cache_format import LatentFormat
-from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
+from dsa_engine.kernels.formats.plain_cache import load_tile
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import chip_of, config_for, dot_precision, is_batch_invariant
 
@@ -56,7 +49,7 @@ class Tilings(NamedTuple):
     """Tiles by the type of the rows in shared memory."""
 
     half: Tiles  # rows of 2 bytes a number
-    fp8: Tiles  # rows of 656 bytes, and their 2-byte numbers
+    coded: Tiles  # rows of codes (656 bytes in FP8), and their 2-byte numbers
     full: Tiles  # rows of 4 bytes a number
 
 
@@ -67,17 +60,17 @@ class Tilings(NamedTuple):
 # reads the numbers of the rows a step ahead, so that their copies wait for nothing. With 32 rows there would be room
 # for more copies in flight, but a warpgroup's half of the scores would be 16 columns wide, and its products limited by
 # reading the queries from shared memory.
-# fp8: the bytes of the next step's rows wait in registers (40 of a thread's on sm_90) while this step multiplies, and
+# coded: the bytes of the next step's rows wait in registers (40 of a thread's on sm_90) while this step multiplies, and
 # shared memory takes rows as numbers only; nothing is left for stages to do. With 64 rows a warpgroup's product of
 # scores is 32 columns wide, with 32 rows 16, which takes 20 cycles to read its operands and 8 to multiply. Wgmma takes
 # 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the largest that fits in registers: of
 # 32 heads 4 warps compute the scores twice and 8 warps four times, and tcgen05, which takes 64, spills 104 bytes and
 # more. float32 products are no tensor core's: small tiles, for correctness.
 TILINGS = {
-    80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(64, 16, 8, 1), full=Tiles(16, 16, 8, 1)),
-    90: Tilings(half=Tiles(64, 64, 8, 3), fp8=Tiles(64, 64, 8, 1, least=64), full=Tiles(16, 16, 8, 1)),
-    100: Tilings(half=Tiles(64, 32, 8, 3), fp8=Tiles(32, 16, 4, 1), full=Tiles(16, 16, 8, 1)),
-    120: Tilings(half=Tiles(64, 16, 8, 2), fp8=Tiles(32, 16, 4, 1), full=Tiles(16, 16, 8, 1)),
+    80: Tilings(half=Tiles(64, 32, 8, 2), coded=Tiles(64, 16, 8, 1), full=Tiles(16, 16, 8, 1)),
+    90: Tilings(half=Tiles(64, 64, 8, 3), coded=Tiles(64, 64, 8, 1, least=64), full=Tiles(16, 16, 8, 1)),
+    100: Tilings(half=Tiles(64, 32, 8, 3), coded=Tiles(32, 16, 4, 1), full=Tiles(16, 16, 8, 1)),
+    120: Tilings(half=Tiles(64, 16, 8, 2), coded=Tiles(32, 16, 4, 1), full=Tiles(16, 16, 8, 1)),
 }
 
 
@@ -88,7 +81,7 @@ def check_queries(q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat)
             f"q must be [T, heads, width] and the pool [pages, page_size, columns], not {tuple(q.shape)} and "
             f"{tuple(pool.shape)}"
         )
-    if q.shape[-1] != row_format.width or row_format.rank < 1 or (not row_format.fp8 and row_format.dtype != q.dtype):
+    if q.shape[-1] != row_format.width or row_format.rank < 1 or not row_format.reads_as(q.dtype):
         raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit rows of {row_format}")
     row_format.check_pool(pool)
 
@@ -126,9 +119,9 @@ def launch_attention(
     Returns:
         out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32.
     """
-    (tokens, heads, _), fp8, value_dim = q.shape, row_format.fp8, row_format.rank
+    (tokens, heads, _), value_dim = q.shape, row_format.rank
     tilings = config_for(TILINGS, chip_of(q))
-    tiles = tilings.full if q.dtype == torch.float32 else tilings.fp8 if fp8 else tilings.half
+    tiles = tilings.full if q.dtype == torch.float32 else tilings.coded if row_format.coded else tilings.half
     block_heads = min(tiles.heads, max(tiles.least, next_power_of_2(heads)))
     programs = tokens * cdiv(heads, block_heads)
     room = 1 if is_batch_invariant() else workspace // max(1, 4 * tokens * heads * (value_dim + 1))
@@ -141,8 +134,8 @@ def launch_attention(
         kernel[(programs, splits)](
             q, rows, *tensors, out, lse, tokens, number, scale * LOG2_E, STRIDE=rows.shape[1], HEADS=heads,
             VALUE=value_dim, ROTATED=row_format.rope, BLOCK_HEADS=block_heads, BLOCK_ROWS=tiles.rows,
-            BLOCK_VALUE=max(LATENT_BLOCK if fp8 else 16, next_power_of_2(value_dim)),
-            BLOCK_ROTATED=max(16, next_power_of_2(row_format.rope)), FP8=fp8,
+            BLOCK_VALUE=max(row_format.least_block, next_power_of_2(value_dim)),
+            BLOCK_ROTATED=max(16, next_power_of_2(row_format.rope)), FORMAT=row_format.helpers,
             E4M3=chip_of(q).capability >= 89,  # older chips have no conversion
             PRECISION=dot_precision(q.dtype), num_warps=tiles.warps, num_stages=tiles.stages, **constants,
         )  # fmt: skip
@@ -152,12 +145,12 @@ def launch_attention(
 @triton.jit
 def load_queries(
     q, token, head, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``[BLOCK_HEADS, BLOCK_VALUE]`` and ``[BLOCK_HEADS, BLOCK_ROTATED]``. Heads beyond the last repeat it, and
     their results are not stored."""
     first = q + (token * HEADS + tl.minimum(head, HEADS - 1))[:, None] * (VALUE + ROTATED)
-    value = load_tile(first, value_columns(BLOCK_VALUE, FP8), VALUE, BLOCK_VALUE)
+    value = load_tile(first, FORMAT.columns(BLOCK_VALUE), VALUE, BLOCK_VALUE)
     return value, load_tile(first + VALUE, tl.arange(0, BLOCK_ROTATED), ROTATED, BLOCK_ROTATED)
 
 
@@ -191,18 +184,18 @@ def attend(
 @triton.jit
 def store_results(
     out, lse, tokens, token, head, top, total, acc, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Stores a program's part of ``out [splits, tokens, HEADS, VALUE]`` and ``lse [splits, tokens, HEADS]``, after one
     step at least. ``token`` is int64."""
-    columns = value_columns(BLOCK_VALUE, FP8)[None, :]
+    columns = FORMAT.columns(BLOCK_VALUE)[None, :]
     known = head < HEADS
     row = (tl.program_id(1) * tokens + token) * HEADS + head
-    if FP8:  # first, as top then needs no more registers: else, with Triton 3.7, the loop has spilled ones on sm_120
+    if FORMAT.coded:  # first: top then needs no more registers, of which the loop spilled some (Triton 3.7, sm_120)
         tl.store(lse + row, (top + tl.log2(total)) * LN_2, mask=known)
     result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * VALUE + columns, result, mask=known[:, None] & (columns < VALUE))
-    if not FP8:
+    if not FORMAT.coded:
         tl.store(lse + row, (top + tl.log2(total)) * LN_2, mask=known)
 
 
@@ -240,7 +233,7 @@ def attend_to_rows(
     q, pool, out, lse, tokens, token, head, first, stop, hole, source, scale,
     INDEX: tl.constexpr, ROW: tl.constexpr, HOLES: tl.constexpr, STRIDE: tl.constexpr, HEADS: tl.constexpr,
     VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FORMAT: tl.constexpr, E4M3: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of a program's heads to the rows ``first … stop-1`` of its token, one at least, and its results.
@@ -249,29 +242,29 @@ def attend_to_rows(
     ``ROW(index, source, entry, stop)`` computes their rows of the pool; entries from ``stop`` on repeat the last one,
     so that loads need no mask. The steps before ``hole`` leave out no entry. With HOLES ``source[0]`` points to slots,
     and entries whose slot is negative are left out."""
-    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FORMAT)
     top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
     entry = first + tl.arange(0, BLOCK_ROWS)
-    if FP8:
+    if FORMAT.coded:
         row = ROW(INDEX(source, entry, stop), source, entry, stop)
-        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        words, factors, pairs = FORMAT.load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
         index = INDEX(source, entry + BLOCK_ROWS, stop)
     for start in range(first, stop, BLOCK_ROWS):
         entry = start + tl.arange(0, BLOCK_ROWS)
-        if FP8:
+        if FORMAT.coded:
             # The next step's words, and the indices of the one after, come while this one multiplies.
-            tile, rotated = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            tile, rotated = FORMAT.expand(words, factors, pairs, q.dtype.element_ty, E4M3)
             row = ROW(index, source, entry + BLOCK_ROWS, stop)
-            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            words, factors, pairs = FORMAT.load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
             index = INDEX(source, entry + 2 * BLOCK_ROWS, stop)
         else:
             row = ROW(INDEX(source, entry, stop), source, entry, stop)
-            tile, rotated = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            tile, rotated = FORMAT.load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
         partial = start + BLOCK_ROWS > hole
         top, total, acc = attend(
             q_value, q_rotated, tile, rotated, entry, stop, partial, source[0], top, total, acc, scale,
             ROTATED, HOLES, PRECISION,
         )  # fmt: skip
-    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FORMAT)

@@ -24,7 +24,7 @@ from dsa_engine.kernels.attention._online_softmax import (
     store_nothing,
 )
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.rows.paged import read_rows
 from dsa_engine.kernels.rows.segment import Segments, slots_of
 from dsa_engine.kernels.runtime.kernel import kernel
@@ -120,7 +120,7 @@ def dense_mla_kernel(
     PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr,
     HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
-    FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_HEADS heads of a token and a part of the positions it sees; the result goes to its part of ``out [splits,
     T, HEADS, VALUE]``."""
@@ -132,7 +132,8 @@ def dense_mla_kernel(
         return
     attend_to_rows(
         q, pool, out, lse, tokens, token, head, first, stop, stop, (table, PAGE_SIZE), scale, page_at, row_in_page,
-        False, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3, PRECISION,
+        False, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FORMAT, E4M3,
+        PRECISION,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
     out[i] = row[slots[i]]            FP8 rows: e4m3 · scale, and the rotated part, in the dtype of the run
 
-The formats are in `formats/cache_format.py`. The numbers are those that the absorbed form computes with, rounded once.
+Formats: :mod:`.formats.row_format`. The numbers are those that the absorbed form computes with, rounded once.
 
 Bits: rows are copied, or each expanded by itself.
 """
@@ -12,9 +12,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, value_columns
-from dsa_engine.kernels.formats.cache_format import LatentFormat
-from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.rows.paged import gather_rows
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
@@ -29,15 +27,15 @@ _ROWS, _WARPS = 16, 4
 def gather_latent_kernel(
     pool, slots, out, count, STRIDE: tl.constexpr,
     VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
-    ROWS: tl.constexpr, E4M3: tl.constexpr,
+    ROWS: tl.constexpr, FORMAT: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     known = (entry < count)[:, None]
     row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves beyond the end
-    words, scales, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-    tile, rotated = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
+    words, scales, pairs = FORMAT.load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+    tile, rotated = FORMAT.expand(words, scales, pairs, out.dtype.element_ty, E4M3)
     target = out + entry[:, None] * (VALUE + ROTATED)
-    column = value_columns(BLOCK_VALUE, True)[None, :]
+    column = FORMAT.columns(BLOCK_VALUE)[None, :]
     tl.store(target + column, tile, mask=known & (column < VALUE))
     column = tl.arange(0, BLOCK_ROTATED)[None, :]
     tl.store(target + VALUE + column, rotated, mask=known & (column < ROTATED))
@@ -62,9 +60,9 @@ def gather_latent(
         ValueError: a pool that does not hold such rows.
     """
     row_format.check_pool(pool)
-    if not row_format.fp8 and row_format.dtype != dtype:
+    if not row_format.reads_as(dtype):
         raise ValueError(f"plain rows are gathered in their dtype {row_format.dtype}, not in {dtype}")
-    if not row_format.fp8:
+    if not row_format.coded:
         return gather_rows(pool, slots)
     if not runs_triton(pool):
         return row_format.unpack(gather_rows(pool, slots)).to(dtype)
@@ -74,8 +72,8 @@ def gather_latent(
         rows = row_format.rows(pool)
         gather_latent_kernel[(cdiv(slots.shape[0], _ROWS),)](
             rows, slots.contiguous(), out, slots.shape[0], STRIDE=rows.shape[1],
-            VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(LATENT_BLOCK, next_power_of_2(rank)),
-            BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, E4M3=chip_of(pool).capability >= 89,
-            num_warps=_WARPS,
+            VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(row_format.least_block, next_power_of_2(rank)),
+            BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, FORMAT=row_format.helpers,
+            E4M3=chip_of(pool).capability >= 89, num_warps=_WARPS,
         )  # fmt: skip
     return out

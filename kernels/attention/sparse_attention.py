@@ -24,7 +24,7 @@ from dsa_engine.kernels.attention._online_softmax import (
     program_span,
     store_nothing,
 )
-from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
@@ -97,7 +97,7 @@ def sparse_attention_kernel(
     q, pool, slots, counts, out, lse, tokens, k, scale,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
-    COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
+    COUNTED: tl.constexpr, FORMAT: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attends with BLOCK_HEADS heads of a token to one split of its slots, and writes to ``out [splits, T, HEADS,
     VALUE]``."""
@@ -113,7 +113,8 @@ def sparse_attention_kernel(
         return
     attend_to_rows(
         q, pool, out, lse, tokens, token, head, first, stop, hole, (chosen, greatest), scale, slot_at, row_of_slot,
-        True, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3, PRECISION,
+        True, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FORMAT, E4M3,
+        PRECISION,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.kernels.runtime.integers import cdiv
 

@@ -11,18 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import decode_e4m3
 from dsa_engine.kernels.runtime.kernel import kernel
 
 
 @triton.jit
-def _load_rows(rows, exist, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """The rows at the pointers ``rows``. Chips that know no e4m3 are given its codes, which float16 holds exactly."""
+def _load_rows(rows, exist, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """The rows at the pointers ``rows``."""
     column = tl.arange(0, BLOCK_DIM)
     values = tl.load(rows[:, None] + column[None, :], mask=exist[:, None] & (column < DIM)[None, :], other=0.0)
-    if values.dtype == tl.uint8:
-        values = decode_e4m3(values, False).to(tl.float16)
-    return values
+    return FORMAT.operand(values)
 
 
 @triton.jit
@@ -48,7 +45,7 @@ def _store_sums(products, w, key_scale, line, line_stride, exists, second_exists
 def score_tile_kernel(
     q, weights, keys, key_scales, block_tables, tiles, sequences, visible, scores,
     table_stride, page_stride, scale_stride, score_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys against one tile of queries, QUERIES at a time. No accumulator outlives a step."""
@@ -68,7 +65,7 @@ def score_tile_kernel(
     table = block_tables + tl.load(sequences + row).to(tl.int64) * table_stride
     page = tl.load(table + position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
     offset = position % PAGE_SIZE
-    tile_keys = _load_rows(keys + page * page_stride + offset * DIM, exists, DIM, BLOCK_DIM)
+    tile_keys = _load_rows(keys + page * page_stride + offset * DIM, exists, DIM, BLOCK_DIM, FORMAT)
     if key_scales is not None:
         key_scales = tl.load(key_scales + page * scale_stride + offset, mask=exists, other=0.0)
     lane = tl.arange(0, QUERIES * BLOCK_HEADS)
@@ -81,7 +78,7 @@ def score_tile_kernel(
     for i in tl.range(begin, count, QUERIES):
         known = (i + query < count) & (head < HEADS)
         line = (i + query) * HEADS + head
-        queries = _load_rows(q + line * DIM, known, DIM, BLOCK_DIM)
+        queries = _load_rows(q + line * DIM, known, DIM, BLOCK_DIM, FORMAT)
         w = tl.load(weights + line, mask=known, other=0.0)  # before the product, which covers its latency
         products = tl.dot(tile_keys, tl.trans(queries), input_precision=PRECISION)
         line_scores = scores + (row + i) * score_stride + position
@@ -92,7 +89,7 @@ def score_tile_kernel(
 def score_span_kernel(
     q, weights, keys, key_scales, block_tables, tiles, sequences, visible, scores,
     table_stride, page_stride, scale_stride, score_stride, span,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, QUERIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +106,7 @@ def score_span_kernel(
     head = lane % BLOCK_HEADS
     known = (query < count) & (head < HEADS)
     line = row * HEADS + query * HEADS + head
-    queries = _load_rows(q + line * DIM, known, DIM, BLOCK_DIM)
+    queries = _load_rows(q + line * DIM, known, DIM, BLOCK_DIM, FORMAT)
     w = tl.load(weights + line, mask=known, other=0.0)
     scores += row * score_stride
     table = block_tables + tl.load(sequences + row).to(tl.int64) * table_stride
@@ -124,7 +121,7 @@ def score_span_kernel(
         next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < stop, other=0)
         here = page.to(tl.int64)
         offset = position % PAGE_SIZE
-        tile_keys = _load_rows(keys + here * page_stride + offset * DIM, exists, DIM, BLOCK_DIM)
+        tile_keys = _load_rows(keys + here * page_stride + offset * DIM, exists, DIM, BLOCK_DIM, FORMAT)
         key_scale = None
         if key_scales is not None:
             key_scale = tl.load(key_scales + here * scale_stride + offset, mask=exists, other=0.0)

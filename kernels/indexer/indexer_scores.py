@@ -6,9 +6,9 @@ Shapes: ``q [T, heads, dim]``, ``w [T, heads]`` float32 with every scale already
 dim]`` in the dtype of q; scores are float32 ``[T, S]``, S the largest number of tokens that a query sees. Columns
 beyond a row's visible tokens are not defined and must not be read.
 
-In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and the pool has the FP8 index-key format of
-`formats/cache_format.py`. A scale is positive and relu is homogeneous: the caller multiplies
-the scale of a query row into ``w[t, h]``; that of a key is multiplied in after the sum over heads.
+Coded queries and keys (in FP8: e4m3, passed through the Hadamard transform and quantised by row) have scales. A scale
+is positive and relu is homogeneous: the caller multiplies the scale of a query row into ``w[t, h]``; that of a key is
+multiplied in after the sum over heads.
 
 Bits of a score: they depend on the query, the key, and whether the call's longest segment has more than two queries, as
 the two kernels add over heads in tiles of their own; under :func:`.launch.batch_invariance` that of many queries runs
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.indexer._arguments import check_indexer_arguments, read_index_keys
 from dsa_engine.kernels.indexer._score_kernels import score_span_kernel, score_tile_kernel
 from dsa_engine.kernels.rows.segment import Segments
@@ -119,8 +119,7 @@ def _launch(
     if not rows:
         return scores
     keys, key_scales = key_format.views(pool)
-    if key_scales is not None and chip_of(q).capability < 89:
-        q, keys = q.view(torch.uint8), keys.view(torch.uint8)
+    q, keys = key_format.operands(q, keys, chip_of(q))
     max_length = _MANY_QUERIES if is_batch_invariant() else segments.max_length
     streams_keys = max_length <= 2
     config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, chip_of(q))
@@ -143,8 +142,9 @@ def _launch(
     kernel[(cdiv(width, span), len(tiles))](
         q, weights, keys, key_scales, block_tables, tiles, segments.sequences, segments.visible, scores,
         block_tables.stride(0), keys.stride(0), 0 if key_scales is None else key_scales.stride(0), scores.stride(0),
-        HEADS=heads, DIM=dim, PAGE_SIZE=pool.shape[1], PRECISION=dot_precision(q.dtype), BLOCK_HEADS=block_heads,
-        BLOCK_DIM=block_dim, BLOCK_KEYS=block_keys, QUERIES=queries, num_warps=config.warps, **extra,
+        FORMAT=key_format.helpers, HEADS=heads, DIM=dim, PAGE_SIZE=pool.shape[1], PRECISION=dot_precision(q.dtype),
+        BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim, BLOCK_KEYS=block_keys, QUERIES=queries,
+        num_warps=config.warps, **extra,
     )  # fmt: skip
     return scores
 
@@ -170,8 +170,8 @@ def indexer_scores(
     """Scores of every query against the tokens that it sees.
 
     Args:
-        q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
-        weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
+        q: ``[T, heads, dim]`` rotated index queries; codes for a pool of codes.
+        weights: ``[T, heads]`` float32 head weights, all scales included, those of q's codes too.
         pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``, the queries' own keys stored.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: segments of the queries.

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.indexer._arguments import check_indexer_arguments
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.topk import select_topk
@@ -85,7 +85,7 @@ def lightning_indexer(
     if cpu.serves(q, pool) and cpu.serves(weights, dtype=torch.float32):
         _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, slots, workspace)
         return slots
-    if is_batch_invariant() and key_format.fp8 and cpu.serves(weights):
+    if is_batch_invariant() and key_format.coded and cpu.serves(weights):
         _select_expanded(q.float(), weights, pool, block_tables, segments, key_format, slots, workspace)
         return slots
     # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
@@ -116,7 +116,7 @@ def _select_expanded(
     slots: torch.Tensor,
     workspace: int,
 ) -> None:
-    """The same from an FP8 pool: the pages of a segment are expanded to float32, in their order."""
+    """The same from a pool of codes: the pages of a segment are expanded to float32, in their order."""
     for s in segments:
         rows = slice(s.row, s.row + s.length)
         visible = segments.visible[rows]

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from dsa_engine.kernels.formats.e4m3 import quantize_tile
-from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
-from dsa_engine.kernels.formats.quantize import quantize_rows_reference
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.rows.rope import (
     check_angles,
     load_angles,
@@ -39,11 +37,11 @@ _PROGRAMS, _WARPS = 2, 4
 
 
 def quantize_index_queries_reference(
-    q: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, power_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dim = q.shape[-1]
-    turned = rotate_first_reference(q, cos, sin, interleaved)
-    codes, scales = quantize_rows_reference(hadamard_reference(turned, dim**-0.5), dim, power_of_two)
+    q: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_format: IndexKeyFormat,
+    interleaved: bool, power_of_two: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    codes, scales = key_format.encode(rotate_first_reference(q, cos, sin, interleaved), power_of_two)
+    assert scales is not None
     return codes, weights * scales.squeeze(-1)
 
 
@@ -53,7 +51,7 @@ def quantize_index_queries_kernel(
     q_token, q_head, weights_stride, cos_stride, sin_stride, head_tiles,
     DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Tiles of HEADS heads of TOKENS tokens, from this program's number on in steps of the number of programs."""
     row = tl.arange(0, TOKENS * HEADS)[:, None]
@@ -71,8 +69,7 @@ def quantize_index_queries_kernel(
         c = load_angles(cos, first, tokens, cos_stride, TOKENS, HEADS, HALF, PADDED)
         s = load_angles(sin, first, tokens, sin_stride, TOKENS, HEADS, HALF, PADDED)
         a, b = turn(a, b, c, s)
-        query = hadamard_of_parts(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
-        code, scale = quantize_tile(query.to(a.dtype).to(tl.float32), POWER_OF_TWO, CONVERTS)
+        code, scale = FORMAT.encode(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED, POWER_OF_TWO, CONVERTS)
         weight = tl.load(weights + token * weights_stride + head, mask=inside)
         at = token * heads + head
         tl.store(codes + at * DIM + column, code, mask=inside)
@@ -91,23 +88,25 @@ def quantize_index_queries(
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
+    key_format: IndexKeyFormat,
     interleaved: bool,
     power_of_two: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index queries as products with FP8 index keys take them, and their head weights.
+    """Index queries as products with coded index keys take them, and their head weights.
 
     Args:
         q: ``[T, heads, dim]``, the output of wq_b; the last dimension contiguous.
         weights: float32 ``[T, heads]``, the output of weights_proj.
         cos, sin: float32 ``[T, rotated / 2]``.
+        key_format: format of the keys, coded.
         interleaved: see :mod:`.rows.rope`.
         power_of_two: scales are rounded up to powers of two.
 
     Returns:
-        float8_e4m3fn ``[T, heads, dim]`` and float32 ``weights · scales [T, heads]``, where ``query = e4m3 · scale``.
+        codes ``[T, heads, dim]`` and float32 ``weights · scales [T, heads]``, where ``query = code · scale``.
 
     Raises:
-        ValueError: shapes that do not fit, weights that are not float32, or a dim that is no power of two.
+        ValueError: shapes that do not fit, weights that are not float32, or keys of another size.
     """
     tokens, heads, dim = q.shape
     rotated = 2 * cos.shape[-1]
@@ -119,24 +118,25 @@ def quantize_index_queries(
             f"{list(weights.shape)}"
         )
     check_angles(cos, sin, tokens)
-    check_size(dim)
+    if dim != key_format.dim:
+        raise ValueError(f"queries of {dim} numbers do not fit keys of {key_format}")
     if not runs_triton(q):
-        return quantize_index_queries_reference(q, weights, cos, sin, interleaved, power_of_two)
+        return quantize_index_queries_reference(q, weights, cos, sin, key_format, interleaved, power_of_two)
     q = q if q.stride(2) == 1 else q.contiguous()
     weights = weights if weights.stride(1) == 1 else weights.contiguous()
-    codes = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+    codes = torch.empty(q.shape, dtype=key_format.dtype, device=q.device)
     weighted = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if q.numel():
-        rows = rows_for(q)
+        rows = key_format.rows_at_once(q)
         heads_at_once = min(next_power_of_2(heads), rows)
         tokens_at_once = rows // heads_at_once
         head_tiles = cdiv(heads, heads_at_once)
         tiles = cdiv(tokens, tokens_at_once) * head_tiles
         quantize_index_queries_kernel[(min(tiles, _PROGRAMS * chip_of(q).multiprocessors),)](
-            q, weights, cos, sin, codes.view(torch.uint8), weighted, tokens, heads,
+            q, weights, cos, sin, codes.view(key_format.pool_dtype), weighted, tokens, heads,
             q.stride(0), q.stride(1), weights.stride(0), cos.stride(0), sin.stride(0), head_tiles,
-            **row_parts(dim, rotated, 16), TOKENS=tokens_at_once, HEADS=heads_at_once,
-            INTERLEAVED=interleaved, POWER_OF_TWO=power_of_two, CONVERTS=chip_of(q).converts_e4m3,
-            num_warps=_WARPS,
+            **row_parts(dim, rotated, key_format.least_part), TOKENS=tokens_at_once, HEADS=heads_at_once,
+            INTERLEAVED=interleaved, FORMAT=key_format.helpers, POWER_OF_TWO=power_of_two,
+            CONVERTS=chip_of(q).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip
     return codes, weighted

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.formats.fp8_cache import FP8IndexKeys
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import chip_of
@@ -30,7 +31,7 @@ def _takes(
     segments: Segments, *, key_format: IndexKeyFormat, **_: Any,
 ) -> bool:  # fmt: skip
     return (
-        key_format.fp8
+        isinstance(key_format, FP8IndexKeys)
         and (q.dtype, weights.dtype, block_tables.dtype) == (torch.float8_e4m3fn, torch.float32, torch.int32)
         and q.shape[1] in (32, 64)
         and q.shape[2] in (32, 64, 128)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, latent_format
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.runtime.launch import chip_of
 from dsa_engine.kernels.runtime.libraries import adapter
 
@@ -26,12 +27,12 @@ _schedules: dict[tuple[Any, ...], Any] = {}
 
 
 def _takes(
-    fp8: bool, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat,
+    stored: torch.dtype, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat,
     counts: torch.Tensor | None = None, **_: Any,
 ) -> bool:  # fmt: skip
     return (
         (q.dtype, slots.dtype, counts) == (torch.bfloat16, torch.int32, None)
-        and row_format == LatentFormat(512, 64, FP8 if fp8 else torch.bfloat16)
+        and row_format == latent_format(512, 64, stored)
         and q.shape[1] in (64, 128)
         and slots.shape[1] % 128 == 0 < slots.shape[1]  # the sparse prefill of sm_90; others take 64
         and pool.is_contiguous()
@@ -39,7 +40,7 @@ def _takes(
     )
 
 
-@adapter("sparse_attention", "FlashMLA's sparse prefill", "flash_mla", partial(_takes, False))
+@adapter("sparse_attention", "FlashMLA's sparse prefill", "flash_mla", partial(_takes, torch.bfloat16))
 def sparse_prefill(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat, scale: float, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +50,7 @@ def sparse_prefill(
     return out, _of_nothing(lse)
 
 
-@adapter("sparse_attention", "FlashMLA's sparse decode", "flash_mla", partial(_takes, True))
+@adapter("sparse_attention", "FlashMLA's sparse decode", "flash_mla", partial(_takes, FP8))
 def sparse_decode(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat, scale: float,
     workspace: int = 256 << 20, **_: Any,

@@ -1,9 +1,9 @@
 """Latent rows and index keys that context parallelism gathered side by side, straight to their causal slots.
 
-    row = [latent row | index key]      both as their pools hold them: numbers of one dtype, or the bytes of FP8
+    row = [latent row | index key]      both as their pools hold them: numbers of one dtype, or codes
 
-Both parts of a row go to the same slot of their pools, in one launch that reads the gathered buffer once. An FP8 index
-key comes as its values and its scale, which lie apart in a page (:mod:`.formats.cache_format`).
+Both parts of a row go to the same slot of their pools, in one launch that reads the gathered buffer once. A coded
+index key comes as its values and its scale, which lie apart in a page (:mod:`.formats.row_format`).
 
 Bits: rows are copied.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.rows.paged import as_pool, copy_tile, page_and_offset, rows_at_once, store_rows_reference
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
@@ -43,7 +43,7 @@ def store_cache_rows_reference(
 def store_cache_rows_kernel(
     rows, slots, latents, keys, count, row_stride, latent_page_stride, key_page_stride,
     LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, KEY: tl.constexpr, KEY_PADDED: tl.constexpr,
-    FP8: tl.constexpr, SCALES_AT: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    CODED: tl.constexpr, SCALES_AT: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """KEY counts the values of an index key, without its scale; a page's scales begin at SCALES_AT."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -52,7 +52,7 @@ def store_cache_rows_kernel(
     copy_tile(source, latents + page * latent_page_stride + offset * LATENT, keep, LATENT, LATENT_PADDED)
     at_page = keys + page * key_page_stride
     copy_tile(source + LATENT, at_page + offset * KEY, keep, KEY, KEY_PADDED)
-    if FP8:
+    if CODED:
         scale = tl.load((source + LATENT + KEY).to(tl.pointer_type(tl.float32)), mask=keep, other=0.0)
         tl.store((at_page + SCALES_AT + offset * 4).to(tl.pointer_type(tl.float32)), scale, mask=keep)
 
@@ -89,11 +89,13 @@ def store_cache_rows(
             f"rows and pools must have one dtype, not {rows.dtype}, {latent_pool.dtype} and {key_pool.dtype}"
         )
     key_format.check_pool(key_pool)
-    fp8 = key_format.fp8
     latent_pool = as_pool(latent_pool, slots, count, latent)
     key_pool = as_pool(key_pool, slots, count, index_key)
-    if fp8 and (rows.data_ptr() | rows.stride(0) | latent | index_key | key_pool.stride(0)) % 4:
-        raise ValueError(f"FP8 rows and their parts must begin at multiples of 4 bytes; the stride is {rows.stride(0)}")
+    step = key_format.alignment
+    if step > 1 and (rows.data_ptr() | rows.stride(0) | latent | index_key | key_pool.stride(0)) % step:
+        raise ValueError(
+            f"rows and their parts must begin at multiples of {step} bytes; the stride is {rows.stride(0)}"
+        )
     if not runs_triton(rows):
         store_cache_rows_reference(latent_pool, key_pool, rows, slots, key_format)
     elif count:
@@ -104,5 +106,6 @@ def store_cache_rows(
         store_cache_rows_kernel[(cdiv(count, at_once),)](
             rows, slots, latent_pool, key_pool, count, rows.stride(0), latent_pool.stride(0), key_pool.stride(0),
             LATENT=latent, LATENT_PADDED=padded, KEY=key, KEY_PADDED=key_padded,
-            FP8=fp8, SCALES_AT=key_format.scales_at(page_size), PAGE_SIZE=page_size, ROWS=at_once, num_warps=_WARPS,
+            CODED=key_format.coded, SCALES_AT=key_format.scales_at(page_size), PAGE_SIZE=page_size, ROWS=at_once,
+            num_warps=_WARPS,
         )  # fmt: skip

@@ -5,7 +5,7 @@
     k = Hadamard(k) · dim^-0.5                  in an FP8 pool: rounded once more, then quantised by one scale a key
 
 DeepSeek-V3.2-Exp, section 2.1, rounded in bfloat16 as its released code does; the formats of a pool are in
-:mod:`.formats.cache_format`.
+:mod:`.formats.row_format`.
 
 Bits of a row: they depend on that row alone.
 """
@@ -20,11 +20,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
-from dsa_engine.kernels.formats.e4m3 import quantize_tile
-from dsa_engine.kernels.formats.fp8_cache import index_key_views
-from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
-from dsa_engine.kernels.formats.quantize import quantize_rows_reference
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_native, store_rows_reference
 from dsa_engine.kernels.rows.rope import (
     check_angles,
@@ -42,8 +38,7 @@ from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Keys a program, where no product with signs asks for more: 16 are enough loads in flight.
-_ROWS, _WARPS = 16, 4
+_WARPS = 4
 
 
 def index_keys_reference(
@@ -58,15 +53,12 @@ def index_keys_reference(
 def store_keys_reference(
     pool: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, key_format: IndexKeyFormat, power_of_two: bool
 ) -> None:
-    """Stores ``keys [T, dim]`` in the pool's dtype; in FP8 they are transformed and quantised first."""
-    if not key_format.fp8:
-        store_rows_reference(pool, keys, slots)
-        return
-    dim = keys.shape[-1]
-    codes, scales = quantize_rows_reference(hadamard_reference(keys, dim**-0.5), dim, power_of_two)
-    pool_codes, pool_scales = index_key_views(pool)
-    store_rows_reference(pool_codes.view(torch.uint8), codes.view(torch.uint8), slots)
-    store_rows_reference(pool_scales.unsqueeze(-1), scales, slots)
+    """Stores ``keys [T, dim]`` as the pool's format encodes them."""
+    codes, scales = key_format.encode(keys, power_of_two)
+    values, factors = key_format.views(pool)
+    store_rows_reference(values.view(pool.dtype), codes.view(pool.dtype), slots)
+    if scales is not None and factors is not None:
+        store_rows_reference(factors.unsqueeze(-1), scales, slots)
 
 
 @triton.jit
@@ -107,11 +99,11 @@ def store_index_keys_kernel(
     x, weight, bias, cos, sin, pool, slots, count, eps, x_stride, cos_stride, sin_stride, page_stride,
     DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr, SCALES_AT: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+    FORMAT: tl.constexpr, SCALES_AT: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens a program. A key lies in three parts, so that its pairs meet without moving between threads.
 
-    FP8: the scales of a page lie after the values of all its keys, from the byte SCALES_AT on."""
+    Coded: the scales of a page lie after the values of all its keys, from the byte SCALES_AT on."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)
     page, offset, keep = page_and_offset(slots, row, count, PAGE_SIZE)
@@ -124,9 +116,8 @@ def store_index_keys_kernel(
     s = load_angles(sin, first, count, sin_stride, ROWS, 1, HALF, PADDED)
     a, b, rest = layer_norm_parts(a, b, rest, weight, bias, eps, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
     a, b = turn(a, b, c, s)
-    if FP8:
-        key = hadamard_of_parts(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
-        codes, scales = quantize_tile(key.to(a.dtype).to(tl.float32), POWER_OF_TWO, CONVERTS)
+    if FORMAT.coded:
+        codes, scales = FORMAT.encode(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED, POWER_OF_TWO, CONVERTS)
         tl.store(target + tl.arange(0, DIM)[None, :], codes, mask=keep)
         at_scale = (pool + page * page_stride + SCALES_AT + offset * 4).to(tl.pointer_type(tl.float32))
         tl.store(at_scale, scales, mask=keep)
@@ -157,10 +148,10 @@ def _run_native(
 
 
 def _numbers(given: dict[str, Any], result: None) -> list[torch.Tensor] | None:
-    """The keys of an FP8 destination as numbers."""
+    """The keys of a destination with codes as numbers."""
     key_format: IndexKeyFormat = given["key_format"]
     pool = given["out"] if given["slots"] is not None else given["out"].unsqueeze(1)
-    return [key_format.unpack_pages(pool)] if key_format.fp8 else None
+    return [key_format.unpack_pages(pool)] if key_format.coded else None
 
 
 @operation(writes=("out",), runs=cpu.runs_kernel, decoded=_numbers, waits=True)
@@ -204,12 +195,10 @@ def store_index_keys(
     check_angles(cos, sin, tokens)
     if (key_format.dim, key_format.pool_dtype) != (dim, out.dtype):
         raise ValueError(f"keys of {dim} numbers in {out.dtype} do not have the format {key_format}")
-    fp8 = key_format.fp8
-    if fp8:
-        check_size(dim)
     pool = as_pool(out, slots, tokens, key_format.columns)
-    if fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4 or dim % 4):
-        raise ValueError(f"FP8 keys must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
+    step = key_format.alignment
+    if step > 1 and (pool.stride(0) % step or pool.data_ptr() % step):
+        raise ValueError(f"such keys must begin at multiples of {step} bytes; the row stride is {pool.stride(0)}")
 
     def store(keys: torch.Tensor) -> None:
         store_keys_reference(pool, keys, slots, key_format, power_of_two)
@@ -221,11 +210,12 @@ def store_index_keys(
         store(index_keys_reference(projected, norm_weight, norm_bias, eps, cos, sin, interleaved))
     elif tokens:
         projected = projected if projected.stride(1) == 1 else projected.contiguous()
-        rows = rows_for(projected) if fp8 else _ROWS
+        rows = key_format.rows_at_once(projected)
         store_index_keys_kernel[(cdiv(tokens, rows),)](
             projected, norm_weight, norm_bias, cos, sin, pool, slots, tokens, eps,
             projected.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
-            **row_parts(dim, rotated, 16 if fp8 else 1), PAGE_SIZE=0 if slots is None else pool.shape[1], ROWS=rows,
-            INTERLEAVED=interleaved, FP8=fp8, SCALES_AT=key_format.scales_at(pool.shape[1]), POWER_OF_TWO=power_of_two,
+            **row_parts(dim, rotated, key_format.least_part), PAGE_SIZE=0 if slots is None else pool.shape[1],
+            ROWS=rows, INTERLEAVED=interleaved, FORMAT=key_format.helpers,
+            SCALES_AT=key_format.scales_at(pool.shape[1]), POWER_OF_TWO=power_of_two,
             CONVERTS=chip_of(projected).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip

@@ -3,7 +3,7 @@
     row = [RMSNorm(c[:rank]) · weight | RoPE(c[rank:])]        c = compressed, [rank + rope]
 
 Rounded as the two operations round by themselves (:mod:`.rms_norm`, :mod:`.rope`), so that all ways to the cache
-give the same row. An FP8 pool quantises the rounded row; the formats are in :mod:`.formats.cache_format`.
+give the same row. The format of a pool (:mod:`.formats.row_format`) encodes the rounded row.
 
 Bits of a row: they depend on that row alone.
 """
@@ -14,12 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.cache_format import LatentFormat
-from dsa_engine.kernels.formats.e4m3 import quantize_tile
-from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_native, store_rows_reference
 from dsa_engine.kernels.rows.rms_norm import rms_norm_reference
 from dsa_engine.kernels.rows.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
@@ -33,8 +30,6 @@ from dsa_engine.kernels.runtime.operation import operation
 # programs, more bytes in flight than the latency of memory needs.
 _TILE, _WARPS = 512, 1
 
-_SCALED = tl.constexpr(LATENT_BLOCK)
-
 
 def latent_rows_reference(
     compressed: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor,
@@ -46,22 +41,12 @@ def latent_rows_reference(
     return torch.cat((rms_norm_reference(latent, norm_weight, eps), turned), dim=-1)
 
 
-@triton.jit
-def to_bfloat16(x, CONVERTS: tl.constexpr):
-    """Rounds to nearest, ties to even; the conversion of Triton's interpreter would cut off instead."""
-    full = x.to(tl.float32)
-    if not CONVERTS:
-        bits = full.to(tl.int32, bitcast=True)
-        full = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
-    return full.to(tl.bfloat16)
-
-
 @kernel(do_not_specialize=["count"])
 def store_latent_kernel(
     x, weight, cos, sin, pool, slots, count, eps, x_stride, cos_stride, sin_stride, page_stride,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, ROTATED_AT: tl.constexpr, ROWS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens a program; a row of the pool has ROW elements, the first rotated number at ROTATED_AT."""
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -80,22 +65,8 @@ def store_latent_kernel(
     # Rounded before the weight as well, as the model's definition does.
     latent = tl.load(weight + column, mask=column < RANK, other=0.0) * (full * scale).to(values.dtype)
     a, b = turn(a, b, c, s)
-    if FP8:
-        BLOCKS: tl.constexpr = RANK_PADDED // _SCALED
-        codes, scales = quantize_tile(
-            tl.reshape(latent.to(tl.float32), (ROWS * BLOCKS, _SCALED)), POWER_OF_TWO, CONVERTS
-        )
-        tl.store(target + column, tl.reshape(codes, (ROWS, RANK_PADDED)), mask=keep & (column < RANK))
-        block = tl.arange(0, BLOCKS)[None, :]
-        at_scales = (target + RANK).to(tl.pointer_type(tl.float32))
-        tl.store(at_scales + block, tl.reshape(scales, (ROWS, BLOCKS)), mask=keep & (block < RANK // _SCALED))
-        at_rope = (target + ROTATED_AT).to(tl.pointer_type(tl.bfloat16))
-        a, b = to_bfloat16(a, CONVERTS), to_bfloat16(b, CONVERTS)
-        store_pairs(at_rope, a, b, keep, HALF, HALF_PADDED, INTERLEAVED)
-    else:
-        element: tl.constexpr = pool.dtype.element_ty
-        tl.store(target + column, latent.to(element), mask=keep & (column < RANK))
-        store_pairs(target + ROTATED_AT, a.to(element), b.to(element), keep, HALF, HALF_PADDED, INTERLEAVED)
+    at_rope, a, b = FORMAT.store(target, column, latent, a, b, keep, RANK, ROTATED_AT, POWER_OF_TWO, CONVERTS)
+    store_pairs(at_rope, a, b, keep, HALF, HALF_PADDED, INTERLEAVED)
 
 
 def _run_native(
@@ -116,9 +87,9 @@ def _run_native(
 
 
 def _numbers(given: dict[str, Any], result: None) -> list[torch.Tensor] | None:
-    """The rows of an FP8 destination as numbers."""
+    """The rows of a destination with codes as numbers."""
     row_format: LatentFormat = given["row_format"]
-    return [row_format.unpack(given["out"])] if row_format.fp8 else None
+    return [row_format.unpack(given["out"])] if row_format.coded else None
 
 
 @operation(writes=("out",), runs=cpu.runs_kernel, decoded=_numbers, waits=True)
@@ -162,8 +133,9 @@ def store_latent(
     if (row_format.rank, row_format.rope, row_format.pool_dtype) != (rank, rope, out.dtype):
         raise ValueError(f"rows of {rank} + {rope} numbers in {out.dtype} do not have the format {row_format}")
     pool = as_pool(out, slots, tokens, row_format.columns)
-    if row_format.fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4):
-        raise ValueError(f"FP8 rows must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
+    step = row_format.alignment
+    if step > 1 and (pool.stride(0) % step or pool.data_ptr() % step):
+        raise ValueError(f"such rows must begin at multiples of {step} bytes; the row stride is {pool.stride(0)}")
 
     def store(rows: torch.Tensor) -> None:
         store_rows_reference(pool, row_format.pack(rows, power_of_two), slots)
@@ -182,6 +154,6 @@ def store_latent(
             compressed.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
             RANK=rank, RANK_PADDED=padded, HALF=rope // 2, HALF_PADDED=next_power_of_2(rope // 2),
             PAGE_SIZE=0 if slots is None else pool.shape[1], ROW=row_format.columns,
-            ROTATED_AT=row_format.rotated_at, ROWS=at_once, INTERLEAVED=interleaved, FP8=row_format.fp8,
+            ROTATED_AT=row_format.rotated_at, ROWS=at_once, INTERLEAVED=interleaved, FORMAT=row_format.helpers,
             POWER_OF_TWO=power_of_two, CONVERTS=chip_of(compressed).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsa_engine.kernels.attention.dense_mla import dense_mla
-from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.cache_format import latent_format
 from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -216,7 +216,7 @@ class EngineForm(Absorbed):
 
     def decode(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache) -> torch.Tensor:
         q = torch.cat((self.absorbed_query(q_latent), self.rotated_query(q_latent, cos, sin)), dim=-1)
-        row_format = LatentFormat(self.size.kv_rank, self.size.rope, q.dtype)
+        row_format = latent_format(self.size.kv_rank, self.size.rope, q.dtype)
         out, _ = dense_mla(q, *cache, row_format=row_format, scale=self.scale)
         return self.project(out)
 

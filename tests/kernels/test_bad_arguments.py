@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import index_key_format, latent_format
 from dsa_engine.kernels.rows.segment import CuSeqlens, Paging, Segment, Segments
 from dsa_engine.kernels.runtime.operation import OPERATIONS
 from operation_cases import BF16, CASES, Make, T
@@ -79,7 +79,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("out", set_to(torch.ones(3, 2, 16)), r"\[60, 2, 16\] in torch.bfloat16"),
     ],
     "dense_mla": [
-        ("q", columns(143), "does not fit rows of LatentFormat"),
+        ("q", columns(143), "does not fit rows of PlainLatents"),
         ("q", to(HALF), "torch.float16"),
         ("q", rows(29), "60 rows, the batch has 29"),
         ("block_tables", columns(2), "token 60, its block table holds 2 pages of 16"),
@@ -107,7 +107,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     "gather_latent": [
         ("pool", columns(163), r"\[pages, page_size, 164\], not torch.uint8 \[4, 16, 163\]"),
         ("pool", to(F32), "not torch.float32"),
-        ("row_format", set_to(LatentFormat(128, 36, torch.uint8)), "gathered in their dtype torch.uint8, not in"),
+        ("row_format", set_to(latent_format(128, 36, torch.uint8)), "gathered in their dtype torch.uint8, not in"),
     ],
     "indexer_scores": [
         ("weights", columns(2), r"weights \(60, 2\)"),
@@ -133,7 +133,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "per_head_matmul": [("weight", lambda x: x[:, :5], r"weight \(2, 5, 32\), out \(60, 2, 32\)")],
     "quantize_index_queries": [
-        ("q", columns(24), "a power of two, at most 128, not 24"),
+        ("q", columns(24), "queries of 24 numbers do not fit keys of FP8IndexKeys"),
         ("q", columns(8), "16 rotated columns do not fit queries of 8"),
         ("cos", rows(2), r"must both be \[60, dim / 2\]"),
         ("weights", columns(1), r"float32 \[60, 2\].* torch.float32 \[60, 1\]"),
@@ -168,13 +168,13 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "slots_of": [("sequences", rows(2), "60 rows of positions, but 2")],
     "sparse_attention": [
-        ("q", columns(143), "does not fit rows of LatentFormat"),
+        ("q", columns(143), "does not fit rows of PlainLatents"),
         ("pool", to(HALF), r"\[pages, page_size, 144\], not torch.float16"),
         ("slots", rows(3), r"slots must be \[60, k\], not \(3, 16\)"),
         ("slots", lambda x: x[:, None], r"slots must be \[60, k\], not \(60, 1, 16\)"),
         ("slots", to(I64), "slots must be int32, not torch.int64"),
         ("counts", set_to(torch.ones(3)), r"counts must be \[60\], not \(3,\)"),
-        ("row_format", set_to(LatentFormat(0, 144, BF16)), "rank=0"),
+        ("row_format", set_to(latent_format(0, 144, BF16)), "rank=0"),
     ],
     "sparse_attention, FP8": [("pool", columns(163), r"\[pages, page_size, 164\], not torch.uint8 \[4, 16, 163\]")],
     "store_cache_rows": [
@@ -186,7 +186,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("cos", rows(2), r"must both be \[60, dim / 2\]"),
         ("slots", rows(2), r"60 rows need as many slots, not \[2\]"),
         ("slots", set_to(None), r"without slots the rows go to a buffer \[60, 32\]"),
-        ("key_format", set_to(IndexKeyFormat(16, BF16)), "keys of 32 numbers in torch.bfloat16"),
+        ("key_format", set_to(index_key_format(16, BF16)), "keys of 32 numbers in torch.bfloat16"),
     ],
     "store_latent": [
         ("compressed", columns(143), r"compressed \(60, 143\).*128 norm weights and 16"),
@@ -196,7 +196,7 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("out", columns(143), r"\[pages, page_size, 144\], not \[40, 16, 143\]"),
         ("slots", set_to(None), r"without slots the rows go to a buffer \[60, 144\]"),
         ("out", set_to(_APART), "rows of a page must be contiguous"),
-        ("row_format", set_to(LatentFormat(128, 16, HALF)), r"rows of 128 \+ 16 numbers in torch.bfloat16"),
+        ("row_format", set_to(latent_format(128, 16, HALF)), r"rows of 128 \+ 16 numbers in torch.bfloat16"),
     ],
     "store_latent, FP8": [
         ("out", lambda x: torch.ones(40, 1, 166, dtype=x.dtype)[..., :164], "4 bytes; the row stride is 166")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16, block_fp8
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
@@ -103,7 +103,7 @@ class Given:
         return lambda rows: route(logits[rows], bias, **how)
 
     def index(self, dtype: torch.dtype) -> Rows:
-        kind = IndexKeyFormat(32, dtype)
+        kind = index_key_format(32, dtype)
         pool, tables, _ = self.make.paged(kind)
         pool, tables = self.on(pool, tables)
         q, weights = self.x(T, 12, 32, dtype=torch.float32).to(dtype), self.x(T, 12, dtype=torch.float32)
@@ -128,7 +128,7 @@ class Given:
         return self.index(FP8)
 
     def attention(self, dtype: torch.dtype) -> Rows:
-        kind = LatentFormat(128, 16, dtype)
+        kind = latent_format(128, 16, dtype)
         pool, tables, _ = self.make.paged(kind)
         pool, tables = self.on(pool, tables)
         q, slots = self.x(T, HEADS, 144), torch.stack([self.make.order(T)[:16] for _ in range(T)]).to(self.device)
@@ -153,7 +153,11 @@ class Given:
         ]  # fmt: skip
 
     def store(self, dtype: torch.dtype) -> Rows:
-        latent, key, (cos, sin) = LatentFormat(128, 16, dtype), IndexKeyFormat(32, dtype), self.on(*self.make.angles(8))
+        latent, key, (cos, sin) = (
+            latent_format(128, 16, dtype),
+            index_key_format(32, dtype),
+            self.on(*self.make.angles(8)),
+        )
         x, y, weight = self.x(T, 144), self.x(T, 32), self.x(128)
         norm = self.x(32, dtype=torch.float32), self.x(32, dtype=torch.float32)
         q, head_weights = self.x(T, 12, 32), self.x(T, 12, dtype=torch.float32)
@@ -165,7 +169,9 @@ class Given:
             store_latent(x[rows], weight, 1e-6, *turns, outs[0], row_format=latent, interleaved=True)
             store_index_keys(y[rows], *norm, 1e-6, *turns, outs[1], key_format=key, interleaved=False)
             if dtype == FP8:
-                codes, scaled = quantize_index_queries(q[rows], head_weights[rows], *turns, interleaved=False)
+                codes, scaled = quantize_index_queries(
+                    q[rows], head_weights[rows], *turns, key_format=key, interleaved=False
+                )
                 outs += [codes.view(torch.uint8), scaled]
             return outs
 

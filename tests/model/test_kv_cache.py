@@ -176,7 +176,9 @@ def test_an_fp8_cache_is_attended_to() -> None:
         selected, _ = sparse_attention(q, pool, slots, row_format=stored.latent, scale=scale, counts=segments.visible)
         torch.testing.assert_close(selected, out, rtol=1e-4, atol=1e-4)
         if dtype == FP8:
-            codes, weighted = quantize_index_queries(index_q, weights, tokens.cos, tokens.sin, interleaved=False)
+            codes, weighted = quantize_index_queries(
+                index_q, weights, tokens.cos, tokens.sin, key_format=stored.index_key, interleaved=False
+            )
             scores = indexer_scores(codes, weighted, key_pool, tables, segments, key_format=stored.index_key)
         else:
             turned = torch.cat((index_q[..., :0], _turned(index_q, tokens)), dim=-1)

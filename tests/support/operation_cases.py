@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 import dsa_engine.kernels
-from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.quantize import quantize_tokens
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.grouped.product_formats import INT8, W4A16, block_fp8
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments
 
@@ -81,14 +82,14 @@ def _slots(make: Make) -> torch.Tensor:
 
 
 def _store_latent(make: Make, dtype: torch.dtype) -> Call:
-    kind = LatentFormat(128, 16, dtype)
+    kind = latent_format(128, 16, dtype)
     weight, out = make.normal(128), _pool(kind.columns, kind.pool_dtype)
     given = (make.normal(T, 144), weight, 1e-6, *make.angles(8), out, _slots(make))
     return given, {"row_format": kind, "interleaved": True}
 
 
 def _store_keys(make: Make, dtype: torch.dtype) -> Call:
-    kind = IndexKeyFormat(32, dtype)
+    kind = index_key_format(32, dtype)
     norm, out = (make.floats(32), make.floats(32)), _pool(kind.columns, kind.pool_dtype)
     given = (make.normal(T, 32), *norm, 1e-6, *make.angles(8), out, _slots(make))
     return given, {"key_format": kind, "interleaved": False}
@@ -96,7 +97,7 @@ def _store_keys(make: Make, dtype: torch.dtype) -> Call:
 
 def _store_cache_rows(make: Make) -> Call:
     latent, keys = _pool(144, BF16), _pool(32, BF16)
-    return (latent, keys, make.normal(T, 176), _slots(make), IndexKeyFormat(32, BF16)), {}
+    return (latent, keys, make.normal(T, 176), _slots(make), index_key_format(32, BF16)), {}
 
 
 def _route(make: Make) -> Call:
@@ -105,7 +106,7 @@ def _route(make: Make) -> Call:
 
 
 def _scores(make: Make) -> Call:
-    kind = IndexKeyFormat(32, BF16)
+    kind = index_key_format(32, BF16)
     pool, tables, segments = make.paged(kind)
     return (make.normal(T, 8, 32), make.floats(T, 8), pool, tables, segments), {"key_format": kind}
 
@@ -116,13 +117,13 @@ def _indexer(make: Make) -> Call:
 
 
 def _dense(make: Make) -> Call:
-    kind = LatentFormat(128, 16, BF16)
+    kind = latent_format(128, 16, BF16)
     pool, tables, segments = make.paged(kind)
     return (make.normal(T, HEADS, 144), pool, tables, segments), {"row_format": kind, "scale": 0.1}
 
 
 def _sparse(make: Make, dtype: torch.dtype) -> Call:
-    kind = LatentFormat(128, 16, dtype)
+    kind = latent_format(128, 16, dtype)
     pool, _, _ = make.paged(kind)
     slots = torch.stack([make.order(T)[:16] for _ in range(T)])
     return (make.normal(T, HEADS, 144), pool, slots), {"row_format": kind, "scale": 0.1}
@@ -161,7 +162,7 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "expert_mlp, INT8": lambda m: ((*m.experts(), m.int8(EXPERTS, 128, HIDDEN), m.int8(EXPERTS, HIDDEN, 64), INT8), {}),
     "expert_order": lambda m: ((m.whole(EXPERTS, T, TOP_K), EXPERTS), {}),
     "gather_latent": lambda m: (
-        (m.paged(LatentFormat(128, 16, FP8))[0], m.order(T), LatentFormat(128, 16, FP8), BF16), {},
+        (m.paged(latent_format(128, 16, FP8))[0], m.order(T), latent_format(128, 16, FP8), BF16), {},
     ),
     "indexer_scores": _scores,
     "lightning_indexer": _indexer,
@@ -170,7 +171,8 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "pack_tokens": lambda m: (m.experts(), {}),
     "per_head_matmul": lambda m: ((m.normal(T, HEADS, 16), m.normal(HEADS, 16, 32), m.normal(T, HEADS, 32)), {}),
     "quantize_index_queries": lambda m: (
-        (m.normal(T, HEADS, 32), m.floats(T, HEADS), *m.angles(8)), {"interleaved": False},
+        (m.normal(T, HEADS, 32), m.floats(T, HEADS), *m.angles(8)),
+        {"key_format": index_key_format(32, FP8), "interleaved": False},
     ),
     "quantize_rows": lambda m: ((m.normal(T, 256),), {}),
     "quantize_rows_int8": lambda m: ((m.normal(T, HIDDEN),), {}),

@@ -63,7 +63,7 @@ class LayerComparison:
 
     def __init__(self, engine: Engine, plain: PlainModel):
         self._plain, self._config = plain, plain.config
-        coarse = engine.cache.format.fp8 or not isinstance(engine.model.runtime.weights, Unquantized)
+        coarse = engine.cache.format.coded or not isinstance(engine.model.runtime.weights, Unquantized)
         fine = engine.dtype == torch.float32 and not coarse
         # Errors of a number, and of a norm: see `differences`.
         self._bounds = (0.3, 0.15) if coarse else (2e-3, 1e-3) if fine else (0.1, 4e-2)

@@ -14,7 +14,7 @@ from dsa_engine.config.released import released_fp8
 from dsa_engine.engine.startup.estimates import cache_room
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts
-from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.rank_weights import WeightBytes
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.experts import KINDS, DispatchMethod
@@ -59,7 +59,7 @@ class Placed:
         self.config, self.device, self.how = config, device, how
         self.narrow = how.weights in device.narrow  # whether products of weights have 8-bit inputs
         self.links, self.nodes = links_of(device), cdiv(how.ranks, device.node_size)
-        self.cache = cache_format(config, torch.float8_e4m3fn if how.cache == "fp8" else torch.bfloat16)
+        self.cache = cache_format(config, cache_dtype(how.cache, torch.bfloat16))
         weights = WeightBytes.of_rank(config, stored(how.weights, config), torch.bfloat16, how.ranks, how.tp_size)
         self.costs = ModelCosts(config, weights, self.cache)
         hidden, top_k = config.hidden_size, config.num_experts_per_tok

@@ -154,7 +154,7 @@ def _timed(
     """Seconds of the stages of ``passes`` passes over ``rows`` rows of each rank, and of what they wait for."""
     device, config, stages = placed.device, placed.config, {}
     for name, one in work.items():
-        narrow = placed.narrow if name in NARROW else name == "lightning indexer" and placed.cache.fp8
+        narrow = placed.narrow if name in NARROW else name == "lightning indexer" and placed.cache.coded
         peak = (device.narrow_tflops if narrow else device.tflops) * 1e12
         products = one.flops / (peak * kernels.parts.get(name, (PRODUCT, PRODUCT))[decodes])
         part = CACHE_ROWS.get(name, kernels.weights if decodes else COPY)

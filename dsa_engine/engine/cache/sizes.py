@@ -182,8 +182,7 @@ def _folder_key(options: EngineOptions, path: Path, model: Model, format: CacheF
         "format": VERSION,
         "dsa_engine": __version__,
     }
-    stored = "fp8" if format.latent.fp8 else str(format.latent.dtype).removeprefix("torch.")
-    return _digest(json.dumps(facts, sort_keys=True)), {"model": str(options.model), "cache_dtype": stored} | facts
+    return _digest(json.dumps(facts, sort_keys=True)), {"model": str(options.model), "cache_dtype": format.name} | facts
 
 
 def _digest(text: str) -> str:

@@ -17,7 +17,6 @@ from dsa_engine.config.fields import is_given, plain
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes, cache_room
-from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.rank_weights import WeightBytes
@@ -159,7 +158,7 @@ def _on_cpu(choice: Choice, name: str) -> tuple[Any, str]:
 def _kv_cache_dtype(choice: Choice) -> tuple[str, str]:
     if quantization_name(choice.stored) == "fp8" and choice.config.has_indexer and choice.dtype == torch.bfloat16:
         try:
-            cache_format(choice.config, FP8)
+            cache_format(choice.config, cache_dtype("fp8", choice.dtype))
             return "fp8", "weights are FP8 too, and it takes half of the memory"
         except ValueError:
             return "auto", "the model's sizes have no FP8 format"

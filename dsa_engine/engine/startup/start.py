@@ -250,7 +250,7 @@ def _can_be_recorded(prepared: Prepared, model: Model) -> bool:
     CPU's kernels, and rows that see few tokens may select."""
     indexers = [module for module in model.modules() if isinstance(module, Indexer)]
     finite = bool(indexers) and not any(indexer.may_overflow for indexer in indexers)
-    native = not prepared.format.fp8 and cpu.serves(torch.empty(0, dtype=prepared.dtype))
+    native = not prepared.format.coded and cpu.serves(torch.empty(0, dtype=prepared.dtype))
     return prepared.mesh.world_size == 1 and finite and native
 
 
@@ -318,10 +318,10 @@ def capture(prepared: Prepared, engine: Engine) -> None:
 
 def _log_cache(prepared: Prepared, cache: KVCache) -> None:
     tokens, ranks = cache.pages * cache.page_size, prepared.mesh.world_size
-    fp8 = " in FP8" if cache.format.fp8 else ""
+    how = f" in {cache.format.name.upper()}" if cache.format.coded else ""
     limit = "" if prepared.on_cuda else " (a limit: memory is taken as it fills)"
     text = (
-        f"cache of each rank: {tokens:,} tokens in pages of {cache.page_size}, {format_bytes(cache.bytes)}{fp8}{limit}"
+        f"cache of each rank: {tokens:,} tokens in pages of {cache.page_size}, {format_bytes(cache.bytes)}{how}{limit}"
         f"; room for {ranks * tokens / prepared.max_model_len:.2f} requests of max_model_len "
         f"{prepared.max_model_len:,} on {ranks} rank(s)"
     )

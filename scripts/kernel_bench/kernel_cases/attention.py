@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.topk import A_ROW_EACH, select_by_kernel, select_topk, takes_spans
 from dsa_engine.kernels.rows.segment import Paging, Segments
@@ -51,7 +52,7 @@ def _scores(
     pairs = sum(s.visible_pairs for s in segments)
     for name, dtype in (("", make.dtype), (", FP8", FP8)):
         q = make.fp8(n, heads, INDEX_DIM) if dtype == FP8 else make.normal(n, heads, INDEX_DIM)
-        key_format = IndexKeyFormat(INDEX_DIM, dtype)
+        key_format = index_key_format(INDEX_DIM, dtype)
         pool = make.pool(pages, key_format)
         yield KernelCase(
             kernel + name,
@@ -112,18 +113,18 @@ def _sparse(
     kernel: str, make: Inputs, q: torch.Tensor, slots: torch.Tensor, context: int, dtype: torch.dtype, *,
     product: bool = False,
 ) -> KernelCase:  # fmt: skip
-    row_format = LatentFormat(RANK, ROPE, dtype)
+    row_format = latent_format(RANK, ROPE, dtype)
     pool = make.pool(cdiv(context, PAGE_SIZE), row_format)
     (tokens, heads, _), k = q.shape, slots.shape[1]
     # Each row that some token selected is read once; with few tokens that is every selected row.
     rows = min(tokens * k, context)
     return KernelCase(
-        kernel + (", FP8 cache" if row_format.fp8 else ""),
+        kernel + (", FP8 cache" if row_format.coded else ""),
         f"{tokens} tokens, {heads} heads, k {k}, S {context:,}",
         partial(sparse_attention, q, pool, slots, row_format=row_format, scale=SCALE, workspace=WORKSPACE),
         bytes=q.nbytes * (1 + RANK / LATENT) + rows * pool.shape[-1] * pool.element_size() + slots.nbytes,
         flops=2.0 * tokens * heads * k * (LATENT + RANK),
-        baselines=_others(q, pool, slots, context) if product and not row_format.fp8 else {},
+        baselines=_others(q, pool, slots, context) if product and not row_format.coded else {},
         product=product,
     )
 
@@ -157,7 +158,7 @@ def dense_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         for batch in sizes.batches:
             for dtype in (make.dtype, FP8):
                 if batch * context <= sizes.max_cached:
-                    yield _dense(make, batch, context, LatentFormat(RANK, ROPE, dtype))
+                    yield _dense(make, batch, context, latent_format(RANK, ROPE, dtype))
 
 
 def _dense(make: Inputs, batch: int, context: int, row_format: LatentFormat) -> KernelCase:
@@ -169,10 +170,10 @@ def _dense(make: Inputs, batch: int, context: int, row_format: LatentFormat) -> 
         return F.scaled_dot_product_attention(q[:, :, None], rows, rows[..., :RANK], scale=SCALE, enable_gqa=True)
 
     return KernelCase(
-        "dense MLA, decode" + (", FP8 cache" if row_format.fp8 else ""),
+        "dense MLA, decode" + (", FP8 cache" if row_format.coded else ""),
         f"batch {batch}, 128 heads, S {context:,}",
         partial(dense_mla, q, pool, tables, segments, row_format=row_format, scale=SCALE, workspace=WORKSPACE),
         bytes=q.nbytes * (1 + RANK / LATENT) + pool.nbytes,
         flops=2.0 * batch * 128 * context * (LATENT + RANK),
-        baselines={} if row_format.fp8 else {"SDPA over the gathered cache": sdpa},
+        baselines={} if row_format.coded else {"SDPA over the gathered cache": sdpa},
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
 

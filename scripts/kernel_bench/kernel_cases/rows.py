@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from dsa_engine.kernels.attention.gather_latent import gather_latent
-from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, index_key_format, latent_format
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
 from dsa_engine.kernels.formats.quantize import quantize_rows
@@ -52,11 +52,11 @@ def prologs(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         sequences = torch.zeros(tokens, dtype=torch.int32, device=make.device)
         slots = partial(slots_of, positions, tables, sequences, PAGE_SIZE)
         yield KernelCase("slots of positions", f"{tokens} x {TOPK}", slots, bytes=2 * positions.nbytes)
-    latent = LatentFormat(RANK, ROPE, FP8)
+    latent = latent_format(RANK, ROPE, FP8)
     for tokens in (sizes.tokens, *sizes.contexts[-1:]):
         pages = cdiv(2 * tokens, PAGE_SIZE)
         chosen, pool = make.order(pages * PAGE_SIZE)[:tokens], make.pool(pages, latent)
-        plain = make.pool(pages, LatentFormat(RANK, ROPE, make.dtype))
+        plain = make.pool(pages, latent_format(RANK, ROPE, make.dtype))
         yield KernelCase(
             "gather latent rows, FP8",
             f"{tokens} tokens",
@@ -71,7 +71,7 @@ def _stores(
 ) -> Iterator[KernelCase]:
     """Rows into a cache four times as large as the step; rows without index keys as in DeepSeek-V3, and in layers that
     reuse a selection."""
-    latent, keys = LatentFormat(RANK, ROPE, dtype), IndexKeyFormat(INDEX_DIM, dtype)
+    latent, keys = latent_format(RANK, ROPE, dtype), index_key_format(INDEX_DIM, dtype)
     pages, name, shape = cdiv(4 * tokens, PAGE_SIZE), ", FP8" if dtype == FP8 else "", f"{tokens} tokens"
     pools, slots = (make.pool(pages, latent), make.pool(pages, keys)), make.order(pages * PAGE_SIZE)[:tokens]
     row_bytes = [pool.shape[-1] * pool.element_size() + 4 * ROPE for pool in pools]
@@ -87,10 +87,10 @@ def _stores(
         shape,
         partial(
             store_index_keys, projected, *norm, EPS, cos, sin, pools[1], slots, key_format=keys, interleaved=False,
-            power_of_two=keys.fp8,
+            power_of_two=keys.coded,
         ),
         bytes=projected.nbytes + tokens * row_bytes[1],
-        flops=2.0 * projected.numel() * INDEX_DIM if keys.fp8 else 0.0,  # the Hadamard transform
+        flops=2.0 * projected.numel() * INDEX_DIM if keys.coded else 0.0,  # the Hadamard transform
     )  # fmt: skip
 
     packed = CacheFormat.of(RANK, ROPE, INDEX_DIM, dtype).packed_width()
@@ -110,7 +110,8 @@ def quantise(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         yield KernelCase("quantise rows to INT8", shape, partial(quantize_rows_int8, x), bytes=moved)
         q, weights = make.normal(tokens, 64, INDEX_DIM), make.floats(tokens, 64)
         cos, sin = make.floats(tokens, ROPE // 2), make.floats(tokens, ROPE // 2)
-        queries = partial(quantize_index_queries, q, weights, cos, sin, interleaved=False, power_of_two=True)
+        quantize = partial(quantize_index_queries, key_format=index_key_format(INDEX_DIM, FP8))
+        queries = partial(quantize, q, weights, cos, sin, interleaved=False, power_of_two=True)
         name, shape = "index queries: RoPE, Hadamard, quantise", f"{tokens} tokens, 64 heads"
         yield KernelCase(name, shape, queries, bytes=q.nbytes + q.numel(), flops=2.0 * q.numel() * INDEX_DIM)
     wide = make.normal(sizes.tokens, 18_432)

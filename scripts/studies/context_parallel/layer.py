@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import index_key_format, latent_format
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
@@ -112,8 +112,8 @@ class Layer:
 
     def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, seed: int = 0):
         self.size, self.dtype, self.device, self.seed = size, dtype, device, seed
-        self.latent_format = LatentFormat(size.kv_rank, size.rope, dtype)
-        self.key_format = IndexKeyFormat(size.index_dim, dtype)
+        self.latent_format = latent_format(size.kv_rank, size.rope, dtype)
+        self.key_format = index_key_format(size.index_dim, dtype)
         self.w_uk = self._randn(size.heads, size.nope, size.kv_rank) * size.kv_rank**-0.5
         self.w_uv = self._randn(size.heads, size.value, size.kv_rank, more=1) * size.kv_rank**-0.5
 

@@ -236,7 +236,7 @@ def test_a_layer_asks_before_it_uses_its_pools() -> None:
     def arrive(layer: int) -> None:
         raise Asked(layer)
 
-    only: Any = SimpleNamespace(before_use=[arrive])
+    only: Any = SimpleNamespace(use=arrive)
     attention: Any = SimpleNamespace(layer=3)
     with pytest.raises(Asked, match="3"):
         Attention.forward(attention, torch.empty(0), None, only, None)  # type: ignore[arg-type]

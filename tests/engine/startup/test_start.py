@@ -233,7 +233,7 @@ def test_options_that_are_left_out_are_chosen(
         == (8, engine.mesh.tp.size, "auto")
     )
     assert (options.enable_dbo, options.max_num_seqs, options.max_num_batched_tokens) == (True, 12, 4096)
-    assert options.kv_cache_dtype == "fp8" and engine.cache.format.fp8
+    assert options.kv_cache_dtype == "fp8" and engine.cache.format.coded
     values, reasons = [record.getMessage() for record in caplog.records if record.name.endswith("choice")]
     assert values.startswith("chosen for optimize=latency on 8 rank(s) on 1 node(s): kv_cache_dtype fp8, tp_size 8, ")
     assert "max_num_seqs" not in values + reasons and "tp_size: a decode step reads fewer weights" in reasons

@@ -9,8 +9,8 @@ import torch
 
 from dsa_engine.kernels.attention import _online_softmax as online_softmax
 from dsa_engine.kernels.attention.dense_mla import dense_mla
-from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
-from dsa_engine.kernels.formats.fp8_cache import pack_latent_rows, unpack_latent_rows
+from dsa_engine.kernels.formats.cache_format import FP8, latent_format
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import INTERPRETED, batch_invariance
@@ -29,7 +29,7 @@ SEGMENTS = [
 
 def plain(q: torch.Tensor, rank: int) -> LatentFormat:
     """The format of plain rows as wide as q."""
-    return LatentFormat(rank, q.shape[-1] - rank, q.dtype)
+    return latent_format(rank, q.shape[-1] - rank, q.dtype)
 
 
 def problem(
@@ -118,14 +118,15 @@ def test_fp8_rows(
     """Against the numbers in the packed rows; rows beyond the sequences hold NaN in every part."""
     width, page_size, scale = rank + rope, 16, rank**-0.5
     q, rows = problem(dtype, heads, width)
-    pool = torch.full((20, page_size, pack_latent_rows(rows[0][:1].float(), rank).shape[1]), 255, dtype=torch.uint8)
+    row_format = latent_format(rank, rope, FP8)
+    pool = torch.full((20, page_size, row_format.columns), 255, dtype=torch.uint8)
     tables = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:18].view(2, 9).int()
     numbers = []
     for table, values in zip(tables, (rows[0], rows[2])):
-        packed = pack_latent_rows(values.float(), rank)
+        packed = row_format.pack(values.float())
         for i, row in enumerate(packed):
             pool[table[i // page_size], i % page_size] = row
-        numbers.append(unpack_latent_rows(packed, rank).to(dtype))
+        numbers.append(row_format.unpack(packed).to(dtype))
     part = [Segment(0, 2, 0, 50), Segment(2, 1, 1, 39)]
     segments = Segments.of(part, device)
     out, lse = dense_mla(
@@ -133,7 +134,7 @@ def test_fp8_rows(
         pool.to(device),
         tables.to(device),
         segments,
-        row_format=LatentFormat(rank, rope, FP8),
+        row_format=row_format,
         scale=scale,
     )
     expected, expected_lse = naive(q[:3], numbers, part, rank, scale)
@@ -195,9 +196,9 @@ def test_memory_of_the_threads_stays_within_the_workspace(
 ) -> None:
     """Under batch_invariant each thread gathers a whole context, here 3 MB."""
     workspace, dtype = 12 << 20, FP8 if fp8 else torch.float32
-    row_format = LatentFormat(128, 64, dtype)
+    row_format = latent_format(128, 64, dtype)
     q, pool = torch.randn(40, 2, 192), torch.randn(64, 64, 192)
-    pool = pack_latent_rows(pool.view(-1, 192), 128).view(64, 64, -1) if fp8 else pool
+    pool = row_format.pack(pool)
     tables, segments = torch.arange(64, dtype=torch.int32)[None], Segments.of([Segment(0, 40, 0, 4056)])
 
     def run() -> object:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.attention.gather_latent import gather_latent
-from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, latent_format
 
 
 def naive(row: torch.Tensor, rank: int) -> list[float]:
@@ -30,9 +30,9 @@ def test_fp8_rows(rank: int, rope: int, power_of_two: bool, dtype: torch.dtype, 
     g = torch.Generator().manual_seed(0)
     numbers = torch.randn(35, rank + rope, generator=g) * torch.randn(35, 1, generator=g).exp()
     numbers[4, :128] = 0.0
-    pool = LatentFormat(rank, rope, FP8).pack(numbers, power_of_two).view(5, 7, -1)
+    pool = latent_format(rank, rope, FP8).pack(numbers, power_of_two).view(5, 7, -1)
     slots = torch.randint(35, (21,), generator=g, dtype=torch.int32)  # some named twice
-    got = gather_latent(pool.to(device), slots.to(device), LatentFormat(rank, rope, FP8), dtype)
+    got = gather_latent(pool.to(device), slots.to(device), latent_format(rank, rope, FP8), dtype)
     assert got.dtype == dtype and got.shape == (21, rank + rope)
     wanted = torch.tensor([naive(row, rank) for row in pool.view(35, -1)[slots.long()]], dtype=torch.float64)
     # The product of a code and a scale is made in float32; then each is rounded once.
@@ -43,12 +43,12 @@ def test_fp8_rows(rank: int, rope: int, power_of_two: bool, dtype: torch.dtype, 
 def test_plain_rows(index: torch.dtype, dtype: torch.dtype, device: str) -> None:
     pool = torch.randn(3, 4, 24, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     slots = torch.tensor([11, 0, 5, 5], dtype=index, device=device)
-    assert torch.equal(gather_latent(pool, slots, LatentFormat(16, 8, dtype), dtype), pool.view(12, 24)[slots.long()])
+    assert torch.equal(gather_latent(pool, slots, latent_format(16, 8, dtype), dtype), pool.view(12, 24)[slots.long()])
 
 
 @pytest.mark.parametrize("stored", [torch.float32, FP8])
 def test_no_row(stored: torch.dtype, device: str) -> None:
-    row_format = LatentFormat(128, 8, stored)
+    row_format = latent_format(128, 8, stored)
     pool = row_format.empty_pool(2, 2, torch.device(device))
     none = torch.empty(0, dtype=torch.int32, device=device)
     assert gather_latent(pool, none, row_format, torch.float32).shape == (0, 136)
@@ -56,7 +56,7 @@ def test_no_row(stored: torch.dtype, device: str) -> None:
 
 def test_offsets_beyond_two_to_the_31(device: str) -> None:
     """The last row of a pool of more than 2^31 bytes, of which no more is touched."""
-    row_format = LatentFormat(512, 64, FP8)
+    row_format = latent_format(512, 64, FP8)
     pages = 2**31 // (64 * row_format.columns) + 2
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * pages * 64 * row_format.columns:
         pytest.skip("the pool needs as much free GPU memory")

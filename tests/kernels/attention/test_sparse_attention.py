@@ -13,8 +13,8 @@ import triton.language as tl
 from dsa_engine.kernels.attention import _online_softmax as online_softmax
 from dsa_engine.kernels.attention._online_softmax import load_queries, store_results
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
-from dsa_engine.kernels.formats.fp8_cache import pack_latent_rows, unpack_latent_rows
+from dsa_engine.kernels.formats.cache_format import FP8, latent_format
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -25,7 +25,7 @@ SCALE = 0.37
 
 def plain(q: torch.Tensor, rank: int) -> LatentFormat:
     """The format of plain rows as wide as q."""
-    return LatentFormat(rank, q.shape[-1] - rank, q.dtype)
+    return latent_format(rank, q.shape[-1] - rank, q.dtype)
 
 
 def naive(
@@ -196,17 +196,16 @@ def test_fp8_rows(
     """Against the numbers in the packed rows; rows without a slot hold NaN in every part."""
     width = rank + rope
     q, rows, slots = problem(3, heads, width, k, dtype=dtype)
-    packed = pack_latent_rows(rows.view(-1, width).float() * torch.rand(9 * 13, 1), rank)
+    row_format = latent_format(rank, rope, FP8)
+    packed = row_format.pack(rows.view(-1, width).float() * torch.rand(9 * 13, 1))
     packed[:, :8] = torch.tensor([0, 1, 7, 8, 128, 129, 126, 254], dtype=torch.uint8)  # zeros, subnormals, ±448
-    numbers = unpack_latent_rows(packed, rank).to(dtype)
+    numbers = row_format.unpack(packed).to(dtype)
     read = torch.zeros(9 * 13, dtype=torch.bool)
     read[slots[slots >= 0].long()] = True
     packed[~read] = 255
     pool = packed.view(9, 13, -1).to(device)
     scale = rank**-0.5
-    out, lse = sparse_attention(
-        q.to(device), pool, slots.to(device), row_format=LatentFormat(rank, rope, FP8), scale=scale
-    )
+    out, lse = sparse_attention(q.to(device), pool, slots.to(device), row_format=row_format, scale=scale)
     expected, expected_lse = naive(q, numbers, slots, rank, scale)
     assert out.dtype == dtype
     assert relative_error(out, expected) < bound

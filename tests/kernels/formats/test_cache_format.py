@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, index_key_format, latent_format
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat, LatentFormat
 
 # rank, rope, index key; bytes of an FP8 latent row and index key
 FP8_SIZES = [(512, 64, 128, 656, 132), (384, 64, 64, 524, 68), (128, 16, 16, 164, 20)]
@@ -17,7 +18,7 @@ PLAIN = [torch.float32, torch.float16, torch.bfloat16]
 def test_plain_rows(rank: int, rope: int, dim: int, dtype: torch.dtype) -> None:
     both = CacheFormat.of(rank, rope, dim, dtype)
     latent, key = both.latent, both.index_key
-    assert key is not None and not latent.fp8 and latent.pool_dtype == key.pool_dtype == dtype
+    assert key is not None and not latent.coded and latent.pool_dtype == key.pool_dtype == dtype
     assert latent.columns == latent.width == rank + rope and key.columns == key.width == dim
     assert latent.row_bytes == (rank + rope) * dtype.itemsize and key.row_bytes == dim * dtype.itemsize
     assert latent.rotated_at == rank
@@ -27,7 +28,7 @@ def test_plain_rows(rank: int, rope: int, dim: int, dtype: torch.dtype) -> None:
 def test_fp8_rows(rank: int, rope: int, dim: int, latent_bytes: int, key_bytes: int) -> None:
     both = CacheFormat.of(rank, rope, dim, FP8)
     latent, key = both.latent, both.index_key
-    assert key is not None and latent.fp8 and latent.pool_dtype == key.pool_dtype == torch.uint8
+    assert key is not None and latent.coded and latent.pool_dtype == key.pool_dtype == torch.uint8
     assert latent.width == rank + rope and latent.columns == latent.row_bytes == latent_bytes
     assert key.width == dim and key.columns == key.row_bytes == key_bytes
     assert latent.rotated_at == rank + 4 * rank // 128 and key.scales_at(64) == 64 * dim
@@ -58,12 +59,12 @@ def test_other_sizes_that_fp8_has_no_rows_for() -> None:
     with pytest.raises(ValueError, match="needs a power of two, at most 128, not 24"):
         CacheFormat.of(512, 64, 24, FP8)
     with pytest.raises(ValueError, match="an even number of rotated numbers, not 7"):
-        LatentFormat(512, 7, FP8)
+        latent_format(512, 7, FP8)
 
 
 @pytest.mark.parametrize("dtype", [*PLAIN, FP8])
 def test_a_pool_is_checked_against_its_format(dtype: torch.dtype) -> None:
-    for row_format in (LatentFormat(256, 16, dtype), IndexKeyFormat(32, dtype)):
+    for row_format in (latent_format(256, 16, dtype), index_key_format(32, dtype)):
         pool = row_format.empty_pool(3, 4, torch.device("cpu"))
         assert pool.shape == (3, 4, row_format.columns) and pool.dtype == row_format.pool_dtype
         row_format.check_pool(pool)
@@ -73,20 +74,20 @@ def test_a_pool_is_checked_against_its_format(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*PLAIN, FP8])
-@pytest.mark.parametrize("row_format", [LatentFormat(256, 16, FP8), IndexKeyFormat(32, FP8)])
+@pytest.mark.parametrize("row_format", [latent_format(256, 16, FP8), index_key_format(32, FP8)])
 def test_packed_pages_give_their_numbers_back(
     row_format: LatentFormat | IndexKeyFormat, dtype: torch.dtype, device: str
 ) -> None:
     if isinstance(row_format, LatentFormat):
-        row_format = LatentFormat(row_format.rank, row_format.rope, dtype)
+        row_format = latent_format(row_format.rank, row_format.rope, dtype)
     else:
-        row_format = IndexKeyFormat(row_format.dim, dtype)
+        row_format = index_key_format(row_format.dim, dtype)
     rows = torch.randn(3, 5, row_format.width, generator=torch.Generator().manual_seed(0)).to(device)
-    rows = rows if row_format.fp8 else rows.to(dtype)
+    rows = rows if row_format.coded else rows.to(dtype)
     pages = row_format.pack_pages(rows)
     assert pages.shape == (3, 5, row_format.columns) and pages.dtype == row_format.pool_dtype
     again = row_format.unpack_pages(pages)
-    if row_format.fp8:
+    if row_format.coded:
         # Half a step of e4m3, and of bfloat16 in the rotated part; small values of a block lie on a fixed grid.
         assert again.dtype == torch.float32 and float((again - rows).abs().max()) < rows.abs().max() / 16
         assert float((again - rows).norm() / rows.norm()) < 0.04
@@ -96,7 +97,7 @@ def test_packed_pages_give_their_numbers_back(
 
 @pytest.mark.parametrize("dtype", [*PLAIN, FP8])
 def test_random_pages_are_standard_normal(dtype: torch.dtype, device: str) -> None:
-    for row_format in (LatentFormat(256, 16, dtype), IndexKeyFormat(32, dtype)):
+    for row_format in (latent_format(256, 16, dtype), index_key_format(32, dtype)):
         pages = row_format.random_pages(50, 8, torch.Generator(device).manual_seed(1))
         numbers = row_format.unpack_pages(pages).float()
         assert abs(float(numbers.mean())) < 0.05 and abs(float(numbers.std()) - 1) < 0.05

@@ -8,25 +8,21 @@ import struct
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.fp8_cache import (
-    index_key_views,
-    latent_row_bytes,
-    pack_latent_rows,
-    unpack_latent_rows,
-)
+from dsa_engine.kernels.formats.fp8_cache import FP8IndexKeys, FP8Latents
 from dsa_engine.kernels.formats.quantize import quantize_rows
 
 
 @pytest.mark.parametrize("rank, rope, size", [(512, 64, 656), (128, 16, 164), (256, 0, 264)])
 def test_row_sizes(rank: int, rope: int, size: int) -> None:
-    assert latent_row_bytes(rank, rope) == size
+    assert FP8Latents(rank, rope).row_bytes == size
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_a_latent_row(power_of_two: bool) -> None:
     rows = torch.randn(5, 512 + 64, generator=torch.Generator().manual_seed(0)) * 3
     rows[1, 128:256] = 0.0
-    packed = pack_latent_rows(rows, 512, power_of_two)
+    row_format = FP8Latents(512, 64)
+    packed = row_format.pack(rows, power_of_two)
     assert packed.dtype == torch.uint8 and packed.shape == (5, 656)
     for row, given in zip(packed, rows, strict=True):
         scales = struct.unpack("<4f", bytes(row[512:528].tolist()))
@@ -39,15 +35,15 @@ def test_a_latent_row(power_of_two: bool) -> None:
             # 3 bits of mantissa: half a step of 1/8 at most, and half of the smallest step, 2^-9, near zero.
             assert bool(((values - block).abs() <= block.abs() / 16 + scale * 2**-10).all())
         assert torch.equal(row[528:].view(torch.bfloat16), given[512:].bfloat16())
-    unpacked = unpack_latent_rows(packed, 512)
+    unpacked = row_format.unpack(packed)
     assert unpacked.dtype == torch.float32 and not unpacked[1, 128:256].any()
-    assert torch.equal(pack_latent_rows(unpacked, 512, power_of_two), packed) or not power_of_two
+    assert torch.equal(row_format.pack(unpacked, power_of_two), packed) or not power_of_two
 
 
 def test_index_keys_lie_before_their_scales() -> None:
     page_size, dim = 4, 128
     pool = torch.zeros(3, page_size, dim + 4, dtype=torch.uint8)
-    values, scales = index_key_views(pool)
+    values, scales = FP8IndexKeys(dim).views(pool)
     assert values.shape == (3, page_size, dim) and scales.shape == (3, page_size)
     keys = torch.randn(page_size, dim, generator=torch.Generator().manual_seed(0))
     quantised, scale = quantize_rows(keys, dim, power_of_two=True)

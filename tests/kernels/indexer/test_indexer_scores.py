@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
-from dsa_engine.kernels.formats.fp8_cache import index_key_views
+from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime import launch
@@ -24,7 +23,7 @@ BOUND, FP8_BOUND = 1e-5, 1e-3
 
 def score(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
     """The operation, with the key format that belongs to the width and dtype of the queries."""
-    return indexer_scores(q, *arguments, key_format=IndexKeyFormat(q.shape[-1], q.dtype), **options)
+    return indexer_scores(q, *arguments, key_format=index_key_format(q.shape[-1], q.dtype), **options)
 
 
 def naive(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, start: int) -> torch.Tensor:
@@ -152,7 +151,7 @@ def fp8_pool(
     factors, same = scatter([s[:, None] for s in scales], page_size)
     assert torch.equal(tables, same)
     pool = torch.empty(*codes.shape[:2], codes.shape[2] + 4, dtype=torch.uint8)
-    values, page_scales = index_key_views(pool)
+    values, page_scales = index_key_format(pool.shape[2] - 4, FP8).views(pool)
     values.view(torch.uint8).copy_(codes.nan_to_num(0x7F).byte())
     page_scales.copy_(factors[..., 0])
     return [pool, tables]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
-from dsa_engine.kernels.formats.fp8_cache import index_key_views
+from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.indexer.lightning_indexer import _pieces, lightning_indexer
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime import cpu
@@ -24,7 +23,7 @@ HEADS, DIM = 3, 8
 
 def select(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
     """The operation, with the key format that belongs to the width and dtype of the queries."""
-    return lightning_indexer(q, *arguments, key_format=IndexKeyFormat(q.shape[-1], q.dtype), **options)
+    return lightning_indexer(q, *arguments, key_format=index_key_format(q.shape[-1], q.dtype), **options)
 
 
 def whole_numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -99,7 +98,7 @@ def pack(
     """An FP8 pool of ``keys`` that e4m3 holds, in scattered pages."""
     values, tables = scatter(keys, page_size)
     pool = torch.empty(*values.shape[:2], values.shape[2] + 4, dtype=torch.uint8)
-    pool_values, pool_scales = index_key_views(pool)
+    pool_values, pool_scales = index_key_format(pool.shape[2] - 4, FP8).views(pool)
     pool_values.view(torch.uint8).copy_(values.to(torch.float8_e4m3fn).view(torch.uint8))
     pool_scales.copy_(scatter(scales, page_size)[0][..., 0])
     return pool, tables

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat
+from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -39,9 +40,10 @@ def make(
     return q, angle.cos().float(), angle.sin().float(), wanted
 
 
-def quantize(q: torch.Tensor, *turns: torch.Tensor, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(q: torch.Tensor, *turns: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales: head weights of one leave them as they are."""
-    return quantize_index_queries(q, torch.ones(q.shape[:2], device=q.device), *turns, **options)
+    weights = torch.ones(q.shape[:2], device=q.device)
+    return quantize_index_queries(q, weights, *turns, key_format=index_key_format(q.shape[2], FP8), **options)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -83,7 +85,8 @@ def test_head_weights(strided: bool, dtype: torch.dtype, device: str) -> None:
     weights[2, 4:6] = torch.tensor([0.0, -0.0])
     given = q.to(device), cos.to(device), sin.to(device)
     codes, scales = quantize(*given, interleaved=False)
-    same, weighted = quantize_index_queries(given[0], weights, *given[1:], interleaved=False)
+    key_format = index_key_format(32, FP8)
+    same, weighted = quantize_index_queries(given[0], weights, *given[1:], key_format=key_format, interleaved=False)
     assert torch.equal(same.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(weighted.view(torch.int32), (weights * scales).view(torch.int32))
 
@@ -110,7 +113,7 @@ def test_products_with_fp8_keys_are_those_of_queries_and_keys(device: str, relat
     rows = torch.empty(3, 132, dtype=torch.uint8, device=device)
     plain = torch.empty(3, 128, dtype=torch.float16, device=device)
     for out, stored in ((rows, FP8), (plain, torch.float16)):
-        key_format = IndexKeyFormat(128, stored)
+        key_format = index_key_format(128, stored)
         store_index_keys(projected, ones, 0 * ones, 1e-6, *turns, out, key_format=key_format, interleaved=False)
     values, scales = quantize(q.to(device), *turns, interleaved=False)
     keys = rows[:, :128].view(torch.float8_e4m3fn).double() * rows[:, 128:].contiguous().view(torch.float32).double()

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dsa_engine.kernels.libraries
 from dsa_engine.kernels.attention.dense_attention import dense_attention
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.grouped.product_formats import block_fp8
@@ -40,7 +40,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def _sparse(dtype: torch.dtype, tokens: int, heads: int, workspace: int = 256 << 20) -> Case:
     g = torch.Generator().manual_seed(tokens)
-    kind = LatentFormat(512, 64, dtype)
+    kind = latent_format(512, 64, dtype)
     slots = torch.randint(-40, 320, (tokens, 128), generator=g, dtype=torch.int32).clamp_(min=-1)
     slots[-1] = -1  # a query that sees nothing, as padding of a graph
     q = torch.randn(tokens, heads, 576, generator=g).to(BF16)
@@ -50,7 +50,7 @@ def _sparse(dtype: torch.dtype, tokens: int, heads: int, workspace: int = 256 <<
 
 def _scores(segments: list[Segment], tables: list[list[int]], heads: int) -> Case:
     g = torch.Generator().manual_seed(1)
-    kind, of = IndexKeyFormat(128, FP8), Segments.of(segments, "cpu")
+    kind, of = index_key_format(128, FP8), Segments.of(segments, "cpu")
     q = torch.randn(of.rows, heads, 128, generator=g).to(FP8)
     pool = kind.random_pages(8, 64, g)
     table = torch.tensor(tables, dtype=torch.int32)
@@ -165,7 +165,7 @@ def test_schedules_of_decode(stubs: list[Any]) -> None:
 def test_another_form_is_not_taken() -> None:
     for name, changes in (
         ("prefill", {"counts": torch.zeros(70, dtype=torch.int32)}),
-        ("decode", {"row_format": LatentFormat(512, 64, torch.float16)}),
+        ("decode", {"row_format": latent_format(512, 64, torch.float16)}),
         ("experts", {"dtype": torch.float32}),
         ("experts", {"local_fraction": 0.1, "local_pairs": None}),
     ):

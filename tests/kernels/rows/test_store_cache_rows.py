@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, index_key_format
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 
-KEYS = IndexKeyFormat(4, torch.float32)
+KEYS = index_key_format(4, torch.float32)
 
 
 def scattered(rows: int, slots: int) -> list[int]:
@@ -25,7 +25,7 @@ def test_numbers(dtype: torch.dtype, latent: int, dim: int, rows: int, padding: 
     latents = torch.full((20, 7, latent), float("nan"), dtype=dtype, device=device)
     keys = torch.full((20, 7, dim), float("nan"), dtype=dtype, device=device)
     slots = scattered(rows, 140)
-    store_cache_rows(latents, keys, buffer, torch.tensor(slots, device=device), IndexKeyFormat(dim, dtype))
+    store_cache_rows(latents, keys, buffer, torch.tensor(slots, device=device), index_key_format(dim, dtype))
     for part, pool in ((buffer[:, :latent], latents), (buffer[:, latent : latent + dim], keys)):
         flat = pool.view(140, -1)
         for row, slot in enumerate(slots):
@@ -42,7 +42,7 @@ def test_fp8(latent: int, rank: int, rope: int, dim: int, rows: int, device: str
     keys = torch.full((20, 5, dim + 4), 255, dtype=torch.uint8, device=device)
     slots = scattered(rows, 100)
     at = torch.tensor(slots, dtype=torch.int32, device=device)
-    store_cache_rows(latents, keys, buffer, at, IndexKeyFormat(dim, FP8))
+    store_cache_rows(latents, keys, buffer, at, index_key_format(dim, FP8))
     pages = keys.view(20, -1)
     values, scales = pages[:, : 5 * dim].reshape(100, dim), pages[:, 5 * dim :].reshape(100, 4)
     for row, slot in enumerate(slots):
@@ -70,7 +70,7 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     latents[-1], keys[-1] = 0, 0
     buffer = (torch.arange(2 * 800).view(2, 800) % 251).to(torch.uint8).to(device)
     store_cache_rows(
-        latents, keys, buffer, torch.tensor([pages * 64 - 1, pages * 64 - 2], device=device), IndexKeyFormat(128, FP8)
+        latents, keys, buffer, torch.tensor([pages * 64 - 1, pages * 64 - 2], device=device), index_key_format(128, FP8)
     )
     assert torch.equal(latents[-1, [63, 62]], buffer[:, :656]) and not latents[-1, :62].any()
     page = keys[-1].flatten()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat
+from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -28,7 +29,7 @@ def matrix(size: int) -> torch.Tensor:
 
 def format_of(out: torch.Tensor, dim: int) -> IndexKeyFormat:
     """FP8 keys in bytes, plain keys else."""
-    return IndexKeyFormat(dim, FP8 if out.dtype == torch.uint8 else out.dtype)
+    return index_key_format(dim, FP8 if out.dtype == torch.uint8 else out.dtype)
 
 
 class Keys:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
-from dsa_engine.kernels.formats.fp8_cache import pack_latent_rows
+from dsa_engine.kernels.formats.cache_format import FP8, latent_format
+from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.rows.store_latent import store_latent
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -52,7 +52,7 @@ class Rows:
 
 def format_of(out: torch.Tensor, rank: int, rope: int) -> LatentFormat:
     """FP8 rows in bytes, plain rows else."""
-    return LatentFormat(rank, rope, FP8 if out.dtype == torch.uint8 else out.dtype)
+    return latent_format(rank, rope, FP8 if out.dtype == torch.uint8 else out.dtype)
 
 
 def scattered_slots(tokens: int, slots: int, dropped: int = 3) -> list[int]:
@@ -95,7 +95,7 @@ def test_a_strided_input_and_int64_slots(device: str, relative_error: Error) -> 
     pool = torch.zeros(2, 4, 40, device=device)
     slots = torch.tensor([7, 0, 3, -1, 2], device=device)
     turns = rows.cos.to(device), rows.sin.to(device)
-    row_format = LatentFormat(32, 8, torch.float32)
+    row_format = latent_format(32, 8, torch.float32)
     store_latent(
         wide[:, 3:43], rows.weight.to(device), EPS, *turns, pool, slots, row_format=row_format, interleaved=True
     )
@@ -142,7 +142,7 @@ def test_both_ways_to_an_fp8_cache_give_the_same_bytes(power_of_two: bool, dtype
     rows.store(plain)
     rows.store(packed, power_of_two=power_of_two)
     # Two kernels on a GPU may sum a row in different orders, and then a norm differs in its last bit at times.
-    different = (packed != pack_latent_rows(plain, 256, power_of_two)).float().mean()
+    different = (packed != latent_format(256, 32, FP8).pack(plain, power_of_two)).float().mean()
     assert different == 0 if device == "cpu" else different < 0.01
 
 

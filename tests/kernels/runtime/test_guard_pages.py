@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.cache_format import index_key_format, latent_format
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
@@ -87,13 +87,13 @@ def run_some() -> None:
         expert_mlp(x, chosen, weights, (make(heads, 2 * outputs, width),), (make(heads, width, outputs),), PLAIN)
         rms_norm(x, make(width), 1e-6)
         silu_mul(make(rows, 2 * width))
-        sparse_attention(q, pool, slots, row_format=LatentFormat(width, 0, dtype), scale=0.1)
+        sparse_attention(q, pool, slots, row_format=latent_format(width, 0, dtype), scale=0.1)
         tables, segments = (
             guarded(torch.tensor([[1, 0]], dtype=torch.int32)),
             Segments.of([Segment(0, rows, 0, 0)], "cpu"),
         )
         keys, by_head = make(2, random.randint(rows, 40), width), guarded(torch.rand(rows, heads))
-        lightning_indexer(q, by_head, keys, tables, segments, 3, key_format=IndexKeyFormat(width, dtype))
+        lightning_indexer(q, by_head, keys, tables, segments, 3, key_format=index_key_format(width, dtype))
 
 
 @pytest.mark.skipif(INTERPRETED or cpu.library() is None or sys.platform != "linux", reason="no kernels of the CPU")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.cache_format import latent_format
 from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.runtime import cpu
@@ -112,7 +112,7 @@ def test_what_follows_from_numbers_is_refused(function: Callable[[torch.Tensor],
 @torch.inference_mode()
 def test_a_slot_that_does_not_exist_is_an_error_of_a_replay() -> None:
     q, pool, slots = torch.randn(1, 2, 24), torch.randn(3, 4, 24), torch.tensor([[0, 5, 11]], dtype=torch.int32)
-    row_format = LatentFormat(16, 8, torch.float32)
+    row_format = latent_format(16, 8, torch.float32)
     recording = Recording(lambda: sparse_attention(q, pool, slots, row_format=row_format, scale=0.1)[0])
     slots[0, 1] = 12
     with pytest.raises(IndexError, match="dsa_sparse_attention has met slots"):

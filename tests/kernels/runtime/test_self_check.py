@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.runtime import launch, operation
 from dsa_engine.kernels.runtime.operation import OPERATIONS, Comparison
 from operation_cases import CASES, PAGE, Call, Make
@@ -48,7 +48,7 @@ def parts_of(name: str, given: dict[str, Any], result: Any) -> dict[str, tuple[t
         if out is None:
             return {"0": (given["latent_pool"], rows), "1": (given["key_pool"], rows)}
         kind = given.get("key_format", given.get("row_format"))
-        if kind is None or not kind.fp8:
+        if kind is None or not kind.coded:
             return {"0": (out, rows)}
         if isinstance(kind, IndexKeyFormat):
             codes, scales = kind.views(out)

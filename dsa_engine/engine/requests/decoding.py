@@ -15,20 +15,17 @@ import numpy.typing as npt
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import (
-    NEEDS_HOST,
     NOT_FINITE,
     NOTHING_LEFT,
-    RECORDS,
     DecodeStep,
     DraftResult,
     Ints,
     ReadSamples,
     RequestTokens,
     Samples,
-    asks_of,
     key_of,
-    top_k_of,
 )
+from dsa_engine.sampling_params import NEEDS_HOST, RECORDS
 
 _ALL = slice(None)
 _FORMS = slice(-3, None)  # the last columns: rows by form of attention
@@ -126,8 +123,8 @@ class Decoding:
             "unread": len(request.placeholders),
             "unverified": 0,
             "drafts": len(request.drafts),
-            "asks": asks_of(request),
-            "top_k": top_k_of(request),
+            "asks": params.asks,
+            "top_k": params.num_best,
             "logprobs": -1 if params.logprobs is None else params.logprobs,
             "direct": 2 if request.owner == self._rank or request.delivery == "tokens" else 1,
             "slot": self._slot(),

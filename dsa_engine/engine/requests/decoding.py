@@ -127,7 +127,7 @@ class Decoding:
             "unread": len(request.placeholders),
             "unverified": 0,
             "drafts": len(request.drafts),
-            "asks": params.asks,
+            "asks": request.asks,
             "top_k": params.num_best,
             "logprobs": -1 if params.logprobs is None else params.logprobs,
             "direct": 2 if request.owner == self._rank or request.delivery == "tokens" else 1,

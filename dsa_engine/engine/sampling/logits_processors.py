@@ -46,7 +46,7 @@ class LogitsProcessors:
             logits: float32 ``[n, vocab]``.
             sampled: tokens of the step before, if they have not been read (``batch.known_ids``).
         """
-        of_each, vocab, asks = [request.params.asks for request, *_ in wanted], logits.shape[1], 0
+        of_each, vocab, asks = [request.asks for request, *_ in wanted], logits.shape[1], 0
         for asked in of_each:
             asks |= asked
         inputs = Inputs(asks, edit=self._edit(wanted, logits, sampled))
@@ -110,7 +110,9 @@ class LogitsProcessors:
             length = position - len(request.prompt)
             if length < request.params.min_tokens:
                 forbidden += [(i, t) for t in (*self._eos_token_ids, *(request.params.stop_token_ids or ()))]
-            longest = min(length, max(map(len, request.bad_words), default=1) - 1)
+            if not request.bad_words:
+                continue
+            longest = min(length, max(map(len, request.bad_words)) - 1)
             recent = request.tokens(position - longest, longest)
             for word in request.bad_words:
                 size, last = len(word) - 1, word[-1]

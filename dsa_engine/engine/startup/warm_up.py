@@ -111,7 +111,7 @@ class DummySteps:
         keys, logprobs = np.arange(world * requests), -1 if params.logprobs is None else params.logprobs
         counts, starts = np.full(len(keys), rows), np.full(len(keys), len(own[0]) - 1)
         samples = Samples.by_rank(keys, keys // requests, counts, world, logprobs)
-        return Step(chunks, DecodeStep(chunks, samples, starts, params.asks, params.num_best))
+        return Step(chunks, DecodeStep(chunks, samples, starts, own[0].asks, params.num_best))
 
     def likely_buckets(self) -> list[tuple[int, int]]:
         """Requests of a rank and context of the decode steps to capture, the largest first, as smaller graphs reuse its

@@ -116,7 +116,7 @@ class Decoding:
         params = request.params
         if params.stop_token_ids and not self._ends.issuperset(params.stop_token_ids):
             self._set_ends((*self._ends, *params.stop_token_ids))
-        cells: dict[str, int] = {
+        cells = {
             "key": key_of(request),
             "owner": request.owner,
             "length": len(request),
@@ -125,19 +125,15 @@ class Decoding:
             "recorded": len(request.prompt) + params.selection,
             "pages": pages,
             "unread": len(request.placeholders),
-            "unverified": 0,
             "drafts": len(request.drafts),
             "asks": request.asks,
             "top_k": params.num_best,
             "logprobs": -1 if params.logprobs is None else params.logprobs,
             "direct": 2 if request.owner == self._rank or request.delivery == "tokens" else 1,
             "slot": self._slot(),
-            "mha": 0,
-            "dense": 0,
-            "sparse": 0,
         }
         row = self._row(request)
-        self._cells = np.insert(self._cells, row, [cells[name] for name in Table._fields], axis=1)
+        self._cells = np.insert(self._cells, row, [cells.get(name, 0) for name in Table._fields], axis=1)
         self.requests.insert(row, request)
         self._changed()
 

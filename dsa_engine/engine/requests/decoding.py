@@ -279,8 +279,8 @@ class Decoding:
             room = table.limit[rows] - table.length[rows] - 1
             table.drafts[rows] = room.clip(0, self._num_drafts)
             ending &= np.arange(tokens.shape[1]) <= accepted[:, None]
-        ends = table.length[rows] - table.unread[rows] >= table.limit[rows]
-        chosen = ends | ending.any(axis=1)
+        is_full = table.length[rows] - table.unread[rows] >= table.limit[rows]
+        chosen = is_full | ending.any(axis=1)
         chosen |= table.direct[rows] > 0
         table.direct[rows] &= 2
         numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]

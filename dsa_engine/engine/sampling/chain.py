@@ -21,7 +21,7 @@ from dsa_engine.sampling_params import DRAWS, MIN_P, TOP_P, SamplingParams
 
 # Parameters with which the chain takes the most memory in a graph: every row is drawn from a part of the vocabulary,
 # and its request has penalties.
-MOST_MEMORY = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.5, seed=0)
+LARGEST = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.5, seed=0)
 _INTEGERS = 2  # the first fields of Parameters
 
 

@@ -60,7 +60,7 @@ class GraphKey(NamedTuple):
     """Name of a graph: everything that the launches of a step depend on."""
 
     bucket: Bucket
-    asks: int  # of all requests, see ``chain.Inputs``
+    asks: int  # what any request asks, see ``chain.Inputs``
     top_k: int
     rule: AcceptanceRule
 

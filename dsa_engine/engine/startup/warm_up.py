@@ -29,7 +29,7 @@ from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Samples
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampling.chain import MOST_MEMORY
+from dsa_engine.engine.sampling.chain import LARGEST
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 GRAPH_BYTES = 32 << 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 # In a graph, and in an eager step: there are biases and log-probabilities too.
-DRAWN = replace(MOST_MEMORY, max_tokens=64)
+DRAWN = replace(LARGEST, max_tokens=64)
 WITH_HOST = replace(DRAWN, logit_bias={0: 1.0}, logprobs=1)
 
 

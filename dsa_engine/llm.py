@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from functools import partial, wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -35,6 +35,19 @@ from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
 from dsa_engine.text.tokenizer import check_tokenizer
 from dsa_engine.weights.model_folder import resolve_model
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _led_by_rank_0(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM, P], T]:
+    """A method that runs on rank 0; on every rank that calls it, it returns or raises what it does there."""
+
+    @wraps(method)
+    def call(self: LLM, *args: P.args, **named: P.kwargs) -> T:
+        return self._spmd.result(lambda _: method(self, *args, **named))
+
+    return call
 
 
 class LLM(AsyncCalls):
@@ -71,6 +84,7 @@ class LLM(AsyncCalls):
         self._spmd, trusts = self.loop.spmd, options.trust_remote_code
         super().__init__(self.loop.calls, self.engine.limits, folder, trusts, defaults, options.stream_interval)
 
+    @_led_by_rank_0
     def generate(
         self,
         prompts: Prompt | Seq[Prompt] | None = None,
@@ -99,7 +113,7 @@ class LLM(AsyncCalls):
             TypeError, ValueError, CapacityError: an argument or a prompt is not possible; nothing has run.
         """
         refuse(of_vllm)
-        return self._spmd.result(lambda _: self._generate(either(prompts, prompt_token_ids), sampling_params, use_tqdm))
+        return self._generate(either(prompts, prompt_token_ids), sampling_params, use_tqdm)
 
     def _generate(
         self,
@@ -128,6 +142,7 @@ class LLM(AsyncCalls):
         bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
         bar.update(sum(reply.ending is not None for reply in replies) - bar.n)
 
+    @_led_by_rank_0
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
@@ -153,35 +168,30 @@ class LLM(AsyncCalls):
         """
         refuse(of_vllm)
         form = self.conversation_format
-
-        def call(_: int | None) -> list[RequestOutput]:
-            several, prompts = conversations(messages), []
-            for conversation in several:
-                text = form.render(
-                    conversation,
-                    chat_template=chat_template,
-                    chat_template_kwargs=chat_template_kwargs,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                )
-                # The text contains the special tokens.
-                ids = self.encode_prompt(text, add_special_tokens=False)
-                prompts.append({"prompt": text, "prompt_token_ids": ids})
-            params: Any = sampling_params
-            if isinstance(params, SamplingParams) and params.structured_outputs:
-                params = [params] * len(prompts)
-            if isinstance(params, (list, tuple)):
-                params = [
-                    _after_thought(form, one, str(prompt["prompt"]))
-                    for one, prompt in zip(params, prompts, strict=True)
-                ]
-            outputs = self._generate(prompts, params, use_tqdm)
-            for output, conversation in zip(outputs, several, strict=True):
-                form.add_messages(output, conversation, tools)
-            return outputs
-
-        return self._spmd.result(call)
+        several, prompts = conversations(messages), []
+        for conversation in several:
+            text = form.render(
+                conversation,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+            )
+            # The text contains the special tokens.
+            ids = self.encode_prompt(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        params: Any = sampling_params
+        if isinstance(params, SamplingParams) and params.structured_outputs:
+            params = [params] * len(prompts)
+        if isinstance(params, (list, tuple)):
+            params = [
+                _after_thought(form, one, str(prompt["prompt"])) for one, prompt in zip(params, prompts, strict=True)
+            ]
+        outputs = self._generate(prompts, params, use_tqdm)
+        for output, conversation in zip(outputs, several, strict=True):
+            form.add_messages(output, conversation, tools)
+        return outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Generates for one prompt and yields pieces of the output; the last piece has a ``finish_reason``.

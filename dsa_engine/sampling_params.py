@@ -17,6 +17,9 @@ _MAX_CHARACTERS = 1024  # of a stop string or a bad word
 # Entries that each step, each token or each output of a request goes through.
 _MAX_ENTRIES = {"stop": 512, "stop_token_ids": 512, "bad_words": 512, "logit_bias": 512, "allowed_token_ids": 4096}
 
+# What a request asks of the sampler beyond its most likely token, see `SamplingParams.asks`.
+NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES, HAS_GRAMMAR, RECORDS = (1 << bit for bit in range(7))
+
 String = Annotated[str, NOT_EMPTY]
 Penalty = Annotated[float, at_least(-2, 2)]
 Count = Annotated[int, at_least(0)]
@@ -151,3 +154,20 @@ class SamplingParams(Options):
     def penalises(self) -> bool:
         """Whether logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def asks(self) -> int:
+        """What it asks of the sampler, ``NEEDS_HOST`` and its neighbours added up; without ``min_tokens``, which asks
+        for the host only at first."""
+        asks = PENALISES * self.penalises + HAS_GRAMMAR * (self.structured_outputs is not None)
+        asks += RECORDS * (self.selection > 0)
+        if self.logprobs is not None or self.allowed_token_ids or self.logit_bias or self.bad_words:
+            asks += NEEDS_HOST
+        if self.temperature > 0:
+            asks += DRAWS + MIN_P * (self.min_p > 0) + TOP_P * (self.top_p < 1)
+        return asks
+
+    @property
+    def num_best(self) -> int:
+        """Number of most likely tokens from which one is drawn; 0: all, or none is drawn."""
+        return max(0, self.top_k) if self.temperature > 0 else 0

@@ -28,7 +28,7 @@ from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens, Samples, StepResult
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampling.sampler import mixed_seed, seed_key
+from dsa_engine.engine.sampling.chain import mixed_seed, seed_key
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.engine.steps.rebalancing import CountRecorder, Rebalancing
 from dsa_engine.model.kv_cache import KVCache

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import HAS_GRAMMAR, NEEDS_HOST, RECORDS, DecodeStep, StepResult
+from dsa_engine.engine.requests.samples import DecodeStep, StepResult
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
@@ -25,6 +25,7 @@ from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
+from dsa_engine.sampling_params import HAS_GRAMMAR, NEEDS_HOST, RECORDS
 
 
 @dataclass(eq=False)

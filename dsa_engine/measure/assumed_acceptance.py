@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.engine.sampling.sampler import exponential_noise
+from dsa_engine.engine.sampling.chain import exponential_noise
 
 DEFAULT_RATE = 0.85
 

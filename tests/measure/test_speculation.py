@@ -15,7 +15,7 @@ import torch
 
 from dsa_engine import SpeculationMetrics
 from dsa_engine.commands.bench.generation_benchmark import measure_latency
-from dsa_engine.engine.sampling.sampler import seed_key
+from dsa_engine.engine.sampling.chain import seed_key
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 
 

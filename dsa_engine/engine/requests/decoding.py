@@ -8,6 +8,7 @@ are preempted or fill a page. Until then their tokens stay in an array.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,39 +16,26 @@ import numpy.typing as npt
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import (
-    NEEDS_HOST,
     NOT_FINITE,
     NOTHING_LEFT,
-    RECORDS,
     DecodeStep,
     DraftResult,
     Ints,
     ReadSamples,
     RequestTokens,
     Samples,
-    asks_of,
     key_of,
-    top_k_of,
 )
+from dsa_engine.sampling_params import NEEDS_HOST, RECORDS
 
 _ALL = slice(None)
-_FORMS = slice(-3, None)  # the last columns: rows by form of attention
 _BUFFERED = 256  # tokens of a request in the array; when it is full, they go to the request
+_FORMS = slice(-3, None)  # the last columns of the table
 
 
-class Decoding:
-    """A table with a row for every request that decodes.
+class Table(NamedTuple):
+    """The columns of n requests, ``[n]`` each."""
 
-    Args:
-        rank: this rank; its requests are updated in every step.
-
-    Attributes:
-        requests: the object of each row. While it is here, the table knows its length and its number of pages, and
-            only this rank's requests and those whose tokens are delivered as they come have a current ``output``.
-        num_taken: number of tokens read so far, without those that :meth:`take` returned.
-    """
-
-    # The columns, each with a number for every request.
     key: Ints  # see ``samples.key_of``
     owner: Ints
     length: Ints  # tokens, with those that are not read
@@ -63,25 +51,37 @@ class Decoding:
     logprobs: Ints
     direct: Ints  # its object gets, as they are read: 2 all tokens, 1 the next ones, 0 none
     slot: Ints  # where they are buffered if not
-    # Last, see _FORMS.
     mha: Ints  # rows computed in this form, and the next two, of which its object does not know
     dense: Ints
     sparse: Ints
-    _COLUMNS = tuple(__annotations__)
+
+
+class Decoding:
+    """A table with a row for every request that decodes.
+
+    Args:
+        rank: this rank; its requests are updated in every step.
+
+    Attributes:
+        table: the columns, in the order of the keys.
+        requests: the object of each row. While it is here, the table knows its length and its number of pages, and
+            only this rank's requests and those whose tokens are delivered as they come have a current ``output``.
+        num_taken: number of tokens read so far, without those that :meth:`take` returned.
+    """
 
     def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
         self._rank, self._world, self._page_size = rank, capacity.world_size, capacity.page_size
         self._eos_token_ids, self._num_drafts = eos_token_ids, num_drafts
         self._set_ends(eos_token_ids)
         self.requests: list[Request] = []
-        self._cells = np.empty((len(self._COLUMNS), 0), np.int64)
+        self._cells = np.empty((len(Table._fields), 0), np.int64)  # [columns, requests]
         # Each has a row for every slot.
         self._tokens = np.empty((0, _BUFFERED + num_drafts), np.int64)
         self._buffered = np.empty(0, np.int64)  # number of tokens in each
         self._accepted = np.empty((0, num_drafts + 1, num_drafts + 1), np.int64)  # [slot, offered, accepted]: steps
         self._free_slots: list[int] = []
         self.num_taken = 0
-        self._bind()
+        self._changed()
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -90,13 +90,14 @@ class Decoding:
         row = self._row(request)
         return row < len(self) and self.requests[row] is request
 
-    def _bind(self) -> None:
-        for name, cells in zip(self._COLUMNS, self._cells, strict=True):
-            setattr(self, name, cells)
+    def _changed(self) -> None:
+        """Called when requests have come or left."""
+        self.table = Table(*self._cells)
         self._all = np.arange(len(self))
         self._samples: Samples | None = None  # those of the last step, if it was of all requests
-        self._asks = int(np.bitwise_or.reduce(self.asks))
-        self._top_k, self._max_logprobs = int(self.top_k.max(initial=0)), int(self.logprobs.max(initial=-1))
+        self._asks = int(np.bitwise_or.reduce(self.table.asks))
+        self._top_k = int(self.table.top_k.max(initial=0))
+        self._max_logprobs = int(self.table.logprobs.max(initial=-1))
 
     def _set_ends(self, tokens: Collection[int]) -> None:
         """Sets the tokens that may end some request."""
@@ -112,63 +113,60 @@ class Decoding:
 
     def enter(self, request: Request, pages: int) -> None:
         """Adds a request that is prefilled and holds ``pages`` pages on its owner."""
-        params, length = request.params, len(request)
+        params = request.params
         if params.stop_token_ids and not self._ends.issuperset(params.stop_token_ids):
             self._set_ends((*self._ends, *params.stop_token_ids))
-        values = {
+        cells = {
             "key": key_of(request),
             "owner": request.owner,
-            "length": length,
+            "length": len(request),
             "limit": len(request.prompt) + request.max_tokens,
             "least": len(request.prompt) + params.min_tokens,
             "recorded": len(request.prompt) + params.selection,
             "pages": pages,
             "unread": len(request.placeholders),
-            "unverified": 0,
             "drafts": len(request.drafts),
-            "asks": asks_of(request),
-            "top_k": top_k_of(request),
+            "asks": request.asks,
+            "top_k": params.num_best,
             "logprobs": -1 if params.logprobs is None else params.logprobs,
             "direct": 2 if request.owner == self._rank or request.delivery == "tokens" else 1,
             "slot": self._slot(),
-            "mha": 0,
-            "dense": 0,
-            "sparse": 0,
         }
-        row = int(self.key.searchsorted(values["key"]))
-        self._cells = np.insert(self._cells, row, [int(values[name]) for name in self._COLUMNS], axis=1)
+        row = self._row(request)
+        self._cells = np.insert(self._cells, row, [cells.get(name, 0) for name in Table._fields], axis=1)
         self.requests.insert(row, request)
-        self._bind()
+        self._changed()
 
     def leave(self, request: Request) -> None:
         """Removes a request and gives its object what the table knows; tokens that are not read are forgotten."""
         row = self._row(request)
         self._flush(row)
-        self._free_slots.append(int(self.slot[row]))
+        self._free_slots.append(int(self.table.slot[row]))
         request.placeholders = []
         request.num_computed_tokens = max(request.num_computed_tokens, len(request) - 1)
         self._cells = np.delete(self._cells, row, axis=1)
         del self.requests[row]
-        self._bind()
+        self._changed()
         if not self.requests:
             self._set_ends(self._eos_token_ids)
 
     def _row(self, request: Request) -> int:
-        return int(self.key.searchsorted(key_of(request)))
+        return int(self.table.key.searchsorted(key_of(request)))
 
     def _slot(self) -> int:
         if not self._free_slots:
             slots = len(self._buffered)
             more = max(64, slots)
             self._free_slots = list(range(slots + more - 1, slots - 1, -1))
-            for name in ("_tokens", "_buffered", "_accepted"):
-                old = getattr(self, name)
-                setattr(self, name, np.concatenate((old, np.zeros((more, *old.shape[1:]), np.int64))))
+            self._tokens, self._buffered, self._accepted = (
+                np.concatenate((old, np.zeros((more, *old.shape[1:]), np.int64)))
+                for old in (self._tokens, self._buffered, self._accepted)
+            )
         return self._free_slots.pop()
 
     def _flush(self, row: int) -> None:
         """Gives a request's object the tokens that are buffered for it."""
-        slot, request = self.slot[row], self.requests[row]
+        slot, request = self.table.slot[row], self.requests[row]
         forms = self._cells[_FORMS, row]
         request.count_rows(forms.tolist())
         forms[:] = 0
@@ -184,7 +182,7 @@ class Decoding:
     @property
     def _active(self) -> npt.NDArray[np.bool_]:
         """Requests with another step: not those whose last token has certainly been sampled and only has to be read."""
-        return self.length - self.unverified < self.limit
+        return self.table.length - self.table.unverified < self.table.limit
 
     @property
     def decodes(self) -> bool:
@@ -201,17 +199,18 @@ class Decoding:
         Returns:
             the requests that got none.
         """
-        drafts, needed = self._num_drafts, self.length
+        table, drafts = self.table, self._num_drafts
+        needed = table.length
         if drafts:
-            wanted = np.minimum(self.length + drafts + drafts - 1, self.limit - 1)
-            needed = np.maximum(self.length - self.unverified, wanted)
-        lacks = -(-needed // self._page_size) - self.pages
+            wanted = np.minimum(table.length + drafts + drafts - 1, table.limit - 1)
+            needed = np.maximum(table.length - table.unverified, wanted)
+        lacks = -(-needed // self._page_size) - table.pages
         if not (lacks > 0).any():
             return []
         rows = ((lacks > 0) & self._active).nonzero()[0]
         lacks, requests = lacks[rows], [self.requests[row] for row in rows.tolist()]
         given = [give(request, pages) for request, pages in zip(requests, lacks.tolist(), strict=True)]
-        self.pages[rows] += lacks * np.array(given, np.int64)
+        table.pages[rows] += lacks * np.array(given, np.int64)
         return [] if all(given) else [one for one, has in zip(requests, given, strict=True) if not has]
 
     def step(self) -> DecodeStep | None:
@@ -219,18 +218,19 @@ class Decoding:
 
         If only the device knows the last token, it alone knows the drafts too: there are rows for as many as possible.
         """
-        active = self._active
+        table, active = self.table, self._active
         rows: slice | Ints = _ALL if active.all() else active.nonzero()[0]
-        starts, unread, samples = self.length[rows] - 1, self.unread[rows], self._samples
+        starts, unread, samples = table.length[rows] - 1, table.unread[rows], self._samples
         if not len(starts):
             return None
         on_device = (unread > 0) & (self._num_drafts > 0)
         if samples is None or self._num_drafts or rows is not _ALL:
-            counts = 1 + np.where(on_device, self._num_drafts, self.drafts[rows])
-            samples = Samples.by_rank(self.key[rows], self.owner[rows], counts, self._world, self._max_logprobs)
+            counts = 1 + np.where(on_device, self._num_drafts, table.drafts[rows])
+            of_each = table.key[rows], table.owner[rows], counts
+            samples = Samples.by_rank(*of_each, self._world, self._max_logprobs)
             self._samples = samples if rows is _ALL else None
-        asks = self._asks | NEEDS_HOST * bool((starts + 1 - unread < self.least[rows]).any())
-        if asks & RECORDS and not (starts + 1 - unread < self.recorded[rows]).any():
+        asks = self._asks | NEEDS_HOST * bool((starts + 1 - unread < table.least[rows]).any())
+        if asks & RECORDS and not (starts + 1 - unread < table.recorded[rows]).any():
             asks -= RECORDS
         own, rank = samples.of_rank(self._rank), range(self._rank, self._rank + 1)
         columns = (self._all[rows], starts, samples.counts, on_device)
@@ -242,17 +242,17 @@ class Decoding:
 
     def launched(self, samples: Samples, rows_by_form: Ints | int | None = None) -> None:
         """Records that a step with these samples has been launched; see :meth:`.StepPlan.rows_by_form`."""
-        rows, at = self._find(samples)
+        table, (rows, at) = self.table, self._find(samples)
         counts = samples.counts[at]
         if isinstance(rows_by_form, int):
             self._cells[_FORMS][rows_by_form, rows] += counts
         elif rows_by_form is not None:
             self._cells[_FORMS, rows] += rows_by_form[at].T
-        self.length[rows] += counts
-        self.unread[rows] += counts
+        table.length[rows] += counts
+        table.unread[rows] += counts
         if self._num_drafts:
-            self.unverified[rows] += counts - 1
-        own = (self.owner[rows] == self._rank).nonzero()[0]
+            table.unverified[rows] += counts - 1
+        own = (table.owner[rows] == self._rank).nonzero()[0]
         first = samples.indices[at][own].tolist()
         for row, index, count in zip(_chosen(rows, own).tolist(), first, counts[own].tolist(), strict=True):
             self.requests[row].placeholders += range(index, index + count)
@@ -266,21 +266,23 @@ class Decoding:
             those of requests that this rank owns or delivers, of new ones, and of those that may end with one of these:
             the caller appends them to the requests. All others are in the table.
         """
-        rows, at = self._find(read.samples)
+        table, (rows, at) = self.table, self._find(read.samples)
         counts, tokens = read.samples.counts[at], read.tokens[at]
-        self.unread[rows] -= counts
+        table.unread[rows] -= counts
         ending = self._end_ids[self._end_ids.searchsorted(tokens)] == tokens
         accepted = offered = counts - 1
         if read.accepted is not None and read.offered is not None:
             accepted, offered = read.accepted[at], read.offered[at]
-            self.length[rows] += 1 + accepted - counts
-            self.unverified[rows] -= counts - 1
+            table.length[rows] += 1 + accepted - counts
+            table.unverified[rows] -= counts - 1
             # The last token that a request may have is not drafted, as no step would be saved.
-            self.drafts[rows] = (self.limit[rows] - self.length[rows] - 1).clip(0, self._num_drafts)
+            room = table.limit[rows] - table.length[rows] - 1
+            table.drafts[rows] = room.clip(0, self._num_drafts)
             ending &= np.arange(tokens.shape[1]) <= accepted[:, None]
-        chosen = ending.any(axis=1) | (self.length[rows] - self.unread[rows] >= self.limit[rows])
-        chosen |= self.direct[rows] > 0
-        self.direct[rows] &= 2
+        is_full = table.length[rows] - table.unread[rows] >= table.limit[rows]
+        chosen = is_full | ending.any(axis=1)
+        chosen |= table.direct[rows] > 0
+        table.direct[rows] &= 2
         numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]
         if len(others):
             self._buffer(_chosen(rows, others), tokens[others], offered[others], accepted[others])
@@ -291,18 +293,18 @@ class Decoding:
     def _taken(self, row: int, number: int, count: int, read: ReadSamples) -> RequestTokens:
         """The ``count`` tokens of request ``number`` of a step, in this row."""
         request = self.requests[row]
-        if self.direct[row] < 2 or request.params.stop_strings:  # its caller may end it with this token
+        if self.table.direct[row] < 2 or request.params.stop_strings:  # its caller may end it with this token
             self._flush(row)
         del request.placeholders[: int(read.samples.counts[number])]
         sampled = read.of(request, number, count)
         if read.drafts is None or read.offered is None:
             return RequestTokens(request, sampled)
-        request.drafts = read.drafts[number, : self.drafts[row]].tolist()
+        request.drafts = read.drafts[number, : self.table.drafts[row]].tolist()
         return RequestTokens(request, sampled, DraftResult(int(read.offered[number]), count - 1))
 
     def _buffer(self, rows: Ints, tokens: Ints, offered: Ints, accepted: Ints) -> None:
         """Keeps the first ``1 + accepted`` tokens of each row."""
-        slots = self.slot[rows]
+        slots = self.table.slot[rows]
         first = self._buffered[slots]
         for number in range(tokens.shape[1]):
             self._tokens[slots, first + number] = tokens[:, number]
@@ -316,10 +318,10 @@ class Decoding:
     def _find(self, samples: Samples) -> tuple[slice | Ints, slice | Ints]:
         """The rows of those of these requests that are still here, and their numbers in the step."""
         keys = samples.keys
-        if samples is self._samples or (len(keys) == len(self) and (keys == self.key).all()):
+        if samples is self._samples or (len(keys) == len(self) and (keys == self.table.key).all()):
             return _ALL, _ALL
-        rows = self.key.searchsorted(keys)
-        numbers = (self.key[rows.clip(max=len(self) - 1)] == keys if len(self) else rows < 0).nonzero()[0]
+        rows = self.table.key.searchsorted(keys)
+        numbers = (self.table.key[rows.clip(max=len(self) - 1)] == keys if len(self) else rows < 0).nonzero()[0]
         return rows[numbers], numbers
 
 

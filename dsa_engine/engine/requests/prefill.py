@@ -29,9 +29,10 @@ class RankLoad(NamedTuple):
 
     @classmethod
     def of(cls, decoding: Decoding, prefilling: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> RankLoad:
-        more = -(-(decoding.limit - 1) // capacity.page_size) - decoding.pages
-        columns = (decoding.length, more, np.minimum(more, 1))
-        load = cls(*(np.bincount(decoding.owner, of, capacity.world_size).astype(np.int64) for of in columns))
+        table = decoding.table
+        more = -(-(table.limit - 1) // capacity.page_size) - table.pages
+        columns = (table.length, more, np.minimum(more, 1))
+        load = cls(*(np.bincount(table.owner, of, capacity.world_size).astype(np.int64) for of in columns))
         for request in prefilling:
             lacking = capacity.max_pages(len(request.prompt), request.max_tokens) - ledger.held(request, request.owner)
             load.tokens[request.owner] += len(request)

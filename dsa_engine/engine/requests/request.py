@@ -133,7 +133,8 @@ class Request:
     stop_reason: int | str | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # for the prompt's tokens so far, if requested
     selection: dict[int, Selection] = field(default_factory=dict)  # by number of the output token, if requested
-    draw_key: int = 0  # fixes its random numbers, see ``sampler.seed_key``
+    asks: int = field(init=False)  # of the sampler, see ``SamplingParams.asks``
+    draw_key: int = 0  # fixes its random numbers, see ``chain.seed_key``
     # What ``Engine.step`` returns of it on this rank: each of its tokens; its first token, and the others at its end;
     # or only that it has ended.
     delivery: Literal["tokens", "end", "nothing"] = "tokens"
@@ -144,6 +145,7 @@ class Request:
         if not isinstance(self.prompt, array):
             self.prompt = array("i", self.prompt)
         self.num_prefill_tokens = len(self.prompt)
+        self.asks = self.params.asks
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token follows no other
 

@@ -77,25 +77,6 @@ class Samples(NamedTuple):
 
 NO_SAMPLES = Samples.of([], [], [], 1)
 
-# What a request asks of the sampler.
-NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES, HAS_GRAMMAR, RECORDS = (1 << bit for bit in range(7))
-
-
-def asks_of(request: Request) -> int:
-    """What a request asks of the sampler, ``NEEDS_HOST`` and its neighbours added up; without its ``min_tokens``."""
-    params = request.params
-    biased = params.allowed_token_ids or params.logit_bias or request.bad_words
-    asks = NEEDS_HOST * (params.logprobs is not None or bool(biased)) + PENALISES * params.penalises
-    asks += HAS_GRAMMAR * (params.structured_outputs is not None) + RECORDS * (params.selection > 0)
-    if params.temperature > 0:
-        asks += DRAWS + MIN_P * (params.min_p > 0) + TOP_P * (params.top_p < 1)
-    return asks
-
-
-def top_k_of(request: Request) -> int:
-    """``top_k`` of a request that draws; 0: it has none."""
-    return max(0, request.params.top_k) if request.params.temperature > 0 else 0
-
 
 class DecodeStep(NamedTuple):
     """The next tokens of n requests that decode; the arrays are about the requests of all ranks, by key."""
@@ -103,8 +84,8 @@ class DecodeStep(NamedTuple):
     chunks: list[Chunk]  # those of this rank
     samples: Samples  # every row has logits
     starts: Ints  # [n], position of each request's first row
-    asks: int  # what any request asks of the sampler, see ``NEEDS_HOST`` and its neighbours
-    top_k: int  # largest top_k of a request that draws
+    asks: int  # what any request asks of the sampler, see ``SamplingParams.asks``
+    top_k: int  # the largest ``num_best`` of a request
 
 
 class DraftResult(NamedTuple):

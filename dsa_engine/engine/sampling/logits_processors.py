@@ -1,4 +1,4 @@
-"""Changes to a request's logits before a token is chosen: biases, forbidden tokens, penalties.
+"""What the chain needs for the rows of an eager step: biases, forbidden tokens, counts for penalties, parameters.
 
 Definitions and order are vLLM's. With ``x`` a token's logit: ``allowed_token_ids``, ``bad_words`` and ``min_tokens``
 set it to -inf; ``logit_bias`` is added; if prompt or output contain the token, ``x`` becomes ``x / r`` if it is
@@ -13,26 +13,21 @@ launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.penalties import (
-    PenaltyCounts,
-    PerRequestTable,
-    add_occurrences,
-    indices,
-    penalised,
-    penalties_of,
-)
+from dsa_engine.engine.sampling.chain import Inputs, Parameters
+from dsa_engine.engine.sampling.penalties import PenaltyCounts, PerRequestTable, add_occurrences, indices
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.sampling_params import DRAWS, PENALISES
 
 
 class LogitsProcessors:
-    """Changes the logits of requests as their parameters say.
+    """Reads what the rows of requests ask for.
 
     Args:
         eos_token_ids: the model's end-of-sequence tokens, which ``min_tokens`` forbids.
@@ -43,36 +38,81 @@ class LogitsProcessors:
         self._biases = PerRequestTable(torch.float32)  # constant terms of a request; -inf forbids
         self._counts = PenaltyCounts()
 
-    def apply(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
-        """Changes ``logits`` (float32 ``[len(wanted), vocab]``).
+    def inputs(self, wanted: Sequence[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None) -> Inputs:
+        """The inputs of the chain, without masks and drafts.
 
         Args:
-            logits: a row for each of ``wanted``; the rows of a request are in order of position.
+            wanted: one for each row of logits; those of a request are in order of position.
+            logits: float32 ``[n, vocab]``.
             sampled: tokens of the step before, if they have not been read (``batch.known_ids``).
         """
-        self._add_biases(logits, wanted)
-        self._forbid(logits, wanted, sampled)
-        self._penalise(logits, wanted, sampled)
+        of_each, vocab, asks = [request.asks for request, *_ in wanted], logits.shape[1], 0
+        for asked in of_each:
+            asks |= asked
+        inputs = Inputs(asks, edit=self._edit(wanted, logits, sampled))
+        if not asks & (DRAWS | PENALISES):
+            return inputs
+        params, keys = zip(*((request.params, request.draw_key) for request, *_ in wanted), strict=True)
+        inputs = inputs._replace(table=upload(Parameters.pack(params, keys, vocab), logits.device))
+        if asks & DRAWS:
+            inputs = inputs._replace(
+                top_k=max((p.num_best for p in params if p.num_best < vocab), default=0),
+                positions=indices([one.position for one in wanted], logits),
+                drawn=_rows_that_ask(DRAWS, of_each, logits),
+            )
+        if asks & PENALISES:
+            of_rows = [one for one, asked in zip(wanted, of_each, strict=True) if asked & PENALISES]
+            inputs = inputs._replace(
+                counts=lambda: self._counted(of_rows, logits, sampled),
+                with_penalties=_rows_that_ask(PENALISES, of_each, logits),
+            )
+        return inputs
 
-    def _add_biases(self, logits: torch.Tensor, wanted: Sequence[Wanted]) -> None:
-        rows = [i for i, (request, *_) in enumerate(wanted) if is_biased(request)]
-        if not rows:
-            return
-        requests = [wanted[i].request for i in rows]
-        slots = self._biases.slots(requests, lambda request: _bias(request, logits.shape[1]), logits)
-        biases = self._biases.table[indices([slots[request] for request in requests], logits)]
-        logits[indices(rows, logits)] += biases
+    def _edit(
+        self, wanted: Sequence[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], None] | None:
+        """Changes logits by biases and forbidden tokens; None: nothing is to change."""
+        biased = [i for i, (request, *_) in enumerate(wanted) if is_biased(request)]
+        forbidden, perhaps, conditions = self._forbidden(wanted, logits.shape[1])
+        if not (biased or forbidden or perhaps):
+            return None
 
-    def _forbid(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
-        """Forbids tokens for ``min_tokens``, and for ``bad_words`` of several tokens."""
-        forbidden: list[tuple[int, int]] = []  # (row, token)
-        perhaps: list[tuple[int, int]] = []  # (row, token) that is forbidden if its conditions are met
-        conditions: list[list[tuple[int, int]]] = []  # for each: (placeholder, the token that it must be)
+        def edit(logits: torch.Tensor) -> None:
+            if biased:
+                requests = [wanted[i].request for i in biased]
+                slots = self._biases.slots(requests, lambda request: _bias(request, logits.shape[1]), logits)
+                biases = self._biases.table[indices([slots[request] for request in requests], logits)]
+                logits[indices(biased, logits)] += biases
+            never = logits.new_full((), float("-inf"))  # made on the device: a copy from the host would wait
+            if forbidden:
+                rows, ids = indices(forbidden, logits).unbind(1)
+                logits[rows, ids] = never
+            if perhaps:
+                rows, ids = indices(perhaps, logits).unbind(1)
+                longest = max(map(len, conditions))
+                filled = torch.tensor([of + of[-1:] * (longest - len(of)) for of in conditions], dtype=torch.int64)
+                placeholders, expected = filled.unbind(2)
+                met = known_ids(placeholders, sampled, logits.device) == upload(expected, logits.device)
+                added = torch.where(met.all(dim=1), never, torch.zeros_like(never))
+                logits.index_put_((rows, ids), added, accumulate=True)
+
+        return edit
+
+    def _forbidden(
+        self, wanted: Sequence[Wanted], vocab: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[list[tuple[int, int]]]]:
+        """Tokens that ``min_tokens`` and ``bad_words`` of several tokens forbid, as (row, token); those that are
+        forbidden if conditions are met; and the conditions of each, as (placeholder, the token that it must be)."""
+        forbidden: list[tuple[int, int]] = []
+        perhaps: list[tuple[int, int]] = []
+        conditions: list[list[tuple[int, int]]] = []
         for i, (request, position, _) in enumerate(wanted):
             length = position - len(request.prompt)
             if length < request.params.min_tokens:
                 forbidden += [(i, t) for t in (*self._eos_token_ids, *(request.params.stop_token_ids or ()))]
-            longest = min(length, max(map(len, request.bad_words), default=1) - 1)
+            if not request.bad_words:
+                continue
+            longest = min(length, max(map(len, request.bad_words)) - 1)
             recent = request.tokens(position - longest, longest)
             for word in request.bad_words:
                 size, last = len(word) - 1, word[-1]
@@ -87,41 +127,28 @@ class LogitsProcessors:
                     conditions.append(unknown)
                 else:
                     forbidden.append((i, last))
-        forbidden = [(row, token) for row, token in forbidden if token < logits.shape[1]]
-        if not forbidden and not perhaps:
-            return
-        never = logits.new_full((), float("-inf"))  # made on the device: a copy from the host would wait
-        if forbidden:
-            rows, ids = indices(forbidden, logits).unbind(1)
-            logits[rows, ids] = never
-        if perhaps:
-            rows, ids = indices(perhaps, logits).unbind(1)
-            longest = max(map(len, conditions))
-            filled = torch.tensor([of + of[-1:] * (longest - len(of)) for of in conditions], dtype=torch.int64)
-            placeholders, expected = filled.unbind(2)
-            met = known_ids(placeholders, sampled, logits.device) == upload(expected, logits.device)
-            added = torch.where(met.all(dim=1), never, torch.zeros_like(never))
-            logits.index_put_((rows, ids), added, accumulate=True)
+        return [(row, token) for row, token in forbidden if token < vocab], perhaps, conditions
 
-    def _penalise(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
-        rows = [i for i, (request, *_) in enumerate(wanted) if request.params.penalises]
-        if not rows:
-            return
-        requests, known = [wanted[i].request for i in rows], dict[Request, int]()
-        for i in rows:
-            request, position, _ = wanted[i]
+    def _counted(self, wanted: Sequence[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None) -> torch.Tensor:
+        """int32 ``[len(wanted), vocab]``: counts for :func:`.penalised`, of the tokens before each row's position."""
+        known = dict[Request, int]()
+        for request, position, _ in wanted:
             known.setdefault(request, min(position, request.num_known_tokens))
         slots = self._counts.slots(known, logits)
-        counts = self._counts.rows.table[indices([slots[request] for request in requests], logits)]
+        counts = self._counts.rows.table[indices([slots[request] for request, *_ in wanted], logits)]
         unknown = [
             (row, token)
-            for row, (request, position, _) in enumerate(wanted[i] for i in rows)
+            for row, (request, position, _) in enumerate(wanted)
             for token in request.tokens(known[request], position - known[request])
         ]
         add_occurrences(counts, unknown, sampled)
-        at = indices(rows, logits)
-        penalties = upload(penalties_of([request.params for request in requests]).float(), logits.device)
-        logits[at] = penalised(logits[at], counts, penalties)
+        return counts
+
+
+def _rows_that_ask(what: int, asks: Sequence[int], like: torch.Tensor) -> torch.Tensor | None:
+    """int64 on the device of ``like``: the rows that ask for this; None: all of them."""
+    rows = [row for row, asked in enumerate(asks) if asked & what]
+    return None if len(rows) == len(asks) else indices(rows, like)
 
 
 def is_biased(request: Request) -> bool:

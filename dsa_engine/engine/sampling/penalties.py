@@ -17,7 +17,6 @@ from dsa_engine.engine.requests.samples import Columns
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.sampling_params import SamplingParams
 
 
 class PerRequestTable:
@@ -69,28 +68,6 @@ class PenaltyCounts:
             self._counted[request] = self._counted.get(request, 0) + len(tokens)
         add_occurrences(self.rows.table, new)
         return slots
-
-
-def penalties_of(params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Repetition, frequency and presence penalties, float64 ``[3, n]`` on the host."""
-    columns = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
-    return torch.tensor(columns, dtype=torch.float64).view(-1, 3).T
-
-
-def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
-    """Logits after the penalties for repetition.
-
-    Args:
-        logits: float32 ``[n, vocab]``.
-        counts: int32 ``[n, vocab]``: 2 · occurrences in the output, + 1 if the prompt has the token.
-        penalties: float32 ``[3, n]``, see :func:`penalties_of`.
-    """
-    repetition, frequency, presence = penalties[..., None]
-    factor = torch.where(counts > 0, repetition, torch.ones_like(repetition))
-    in_output = counts >> 1
-    return (
-        torch.where(logits > 0, logits / factor, logits * factor) - frequency * in_output - presence * (in_output > 0)
-    )
 
 
 def with_unread(counts: torch.Tensor, before: Columns, follows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

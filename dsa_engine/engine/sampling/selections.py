@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dsa_engine.engine.requests.samples import RECORDS
 from dsa_engine.engine.steps.plan import StepPlan, Wanted
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.selection import SelectionRecorder
 from dsa_engine.outputs import Selection
 from dsa_engine.parallel import Mesh
+from dsa_engine.sampling_params import RECORDS
 
 Selections = dict[int, dict[int, Selection]]  # by the request's id and the number of its output token
 

@@ -39,21 +39,10 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import (
-    DRAWS,
-    HAS_GRAMMAR,
-    MIN_P,
-    NOT_FINITE,
-    NOTHING_LEFT,
-    PENALISES,
-    TOP_P,
-    Columns,
-    Outcome,
-    StepResult,
-)
-from dsa_engine.engine.sampling.grammar import masked
-from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, penalised, penalties_of, with_unread
-from dsa_engine.engine.sampling.sampler import DrawLimits, Draws, draw, draws_of, not_finite
+from dsa_engine.engine.requests.samples import Columns, Outcome, StepResult
+from dsa_engine.engine.sampling import chain
+from dsa_engine.engine.sampling.chain import Parameters
+from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, with_unread
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -64,33 +53,38 @@ from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
+from dsa_engine.sampling_params import DRAWS, HAS_GRAMMAR, PENALISES
 
 
 class GraphKey(NamedTuple):
     """Name of a graph: everything that the launches of a step depend on."""
 
     bucket: Bucket
-    limits: DrawLimits | None  # None: all requests are greedy
-    penalises: bool
-    has_grammar: bool
+    asks: int  # what any request asks, see ``chain.Inputs``
+    top_k: int
     rule: AcceptanceRule
 
 
 class Inputs(NamedTuple):
-    """Inputs from the host for the n requests of a step, int64."""
+    """Inputs from the host for the n requests of a step, int64; one table, whose rows these fields are."""
 
-    follows: torch.Tensor  # [n], 1 if the request starts from the outcome before, 0 if the host knows its tokens
-    source: torch.Tensor  # [n], the request's row of that outcome
-    drawn: torch.Tensor  # [n], 1 if tokens are drawn, 0 if they are the most likely
-    thinks: torch.Tensor  # [n], see ``RelaxedAcceptance.replacing``; 0 without it
-    draws: torch.Tensor  # [5, n], see ``Draws.of_columns``
-    penalties: torch.Tensor  # [3, n], bits of float64, see ``penalties_of``
+    follows: torch.Tensor  # [1, n], 1 if the request starts from the outcome before, 0 if the host knows its tokens
+    source: torch.Tensor  # [1, n], the request's row of that outcome
+    thinks: torch.Tensor  # [1, n], see ``RelaxedAcceptance.replacing``; 0 without it
+    parameters: torch.Tensor  # [fields, n], see ``Parameters.pack``
     chunks: torch.Tensor  # [3 + rows, n], see ``chunk_columns``
 
     @classmethod
     def of(cls, table: torch.Tensor) -> Inputs:
-        """Views of ``table [12 + 3 + rows, n]``."""
-        return cls(table[0], table[1], table[2], table[3], table[4:9], table[9:12], table[12:])
+        """Views of a table."""
+        heights = (1, 1, 1, len(Parameters._fields))
+        return cls(*table.split((*heights, len(table) - sum(heights))))
+
+    @staticmethod
+    def zeros(requests: int, rows: int, device: torch.device) -> torch.Tensor:
+        """A table for requests with so many rows."""
+        height = 3 + len(Parameters._fields) + 3 + rows
+        return torch.zeros(height, requests, dtype=torch.int64, device=device)
 
 
 class _Buffers:
@@ -99,7 +93,7 @@ class _Buffers:
     def __init__(self, bucket: Bucket, passes: Passes):
         requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
         pages = pages_for(bucket.context, passes.cache.page_size)
-        self.inputs = torch.zeros(15 + width, requests, dtype=torch.int64, device=device)  # see Inputs
+        self.inputs = Inputs.zeros(requests, width, device)
         # Columns of the outcome before, for the requests that start from it.
         self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
         self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
@@ -179,11 +173,8 @@ class Drafter:
     def key(self, step: StepPlan) -> GraphKey:
         """The name of the graph that runs a padded step."""
         assert step.bucket is not None and step.decode is not None
-        asks, vocab = step.decode.asks, self._model.config.vocab_size
-        limits = None
-        if asks & DRAWS:
-            limits = DrawLimits(bool(asks & MIN_P), min(step.decode.top_k, vocab), bool(asks & TOP_P)).rounded(vocab)
-        return GraphKey(step.bucket, limits, bool(asks & PENALISES), bool(asks & HAS_GRAMMAR), self.rule)
+        kind = chain.rounded(step.decode.asks, step.decode.top_k, self._model.config.vocab_size)
+        return GraphKey(step.bucket, *kind, self.rule)
 
     def run(
         self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs, masks: torch.Tensor | None = None
@@ -203,8 +194,8 @@ class Drafter:
         upload(self._inputs(bucket, chunks, before), self._mesh.device, out=buffers.inputs)
         block_tables_of(chunks, self._cache.block_tables, buffers.tables.shape, out=buffers.tables)
         if before is not None and any(chunk.starts_on_device for chunk in chunks):
-            torch.index_select(before.table, 0, Inputs.of(buffers.inputs).source, out=buffers.before)
-        if key.penalises:
+            torch.index_select(before.table, 0, Inputs.of(buffers.inputs).source[0], out=buffers.before)
+        if key.asks & PENALISES:
             if not buffers.counts.numel():
                 if len(self._in_step) < bucket.requests:
                     self._in_step = self._in_step.new_zeros(bucket.requests, self._in_step.shape[1])
@@ -215,7 +206,7 @@ class Drafter:
                 slots = self._counts.slots(known, buffers.counts)
                 rows = [slots.get(chunk.request, 0) for chunk in chunks] + [0] * (bucket.requests - len(chunks))
                 torch.index_select(self._counts.rows.table, 0, indices(rows, buffers.counts), out=buffers.counts)
-        if key.has_grammar:
+        if key.asks & HAS_GRAMMAR:
             if not buffers.masks.numel():
                 buffers.masks = self._in_step.new_empty(bucket.rows, cdiv(self._in_step.shape[1], 32))
             if masks is None:
@@ -231,18 +222,17 @@ class Drafter:
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> torch.Tensor:
         """The table of :class:`Inputs` on the host, padded with zeros to the bucket's requests."""
         requests = [chunk.request for chunk in chunks]
-        params = [request.params for request in requests]
         follows, source = [chunk.starts_on_device for chunk in chunks], [0] * len(chunks)
         if before is not None:
             rows = iter(before.rows_of([chunk.request for chunk in chunks if chunk.starts_on_device]))
             source = [next(rows) if chunk.starts_on_device else 0 for chunk in chunks]
-        drawn, thinks = [p.temperature > 0 for p in params], [False] * len(chunks)
+        thinks = [False] * len(chunks)
         if self._relaxed is not None:
             thinks = [self._relaxed.thinks(request) for request in requests]
+        params, keys = [request.params for request in requests], [request.draw_key for request in requests]
         table = (
-            torch.tensor([follows, source, drawn, thinks], dtype=torch.int64),
-            draws_of(params, [request.draw_key for request in requests], self._model.config.vocab_size),
-            penalties_of(params).view(torch.int64),
+            torch.tensor([follows, source, thinks], dtype=torch.int64),
+            Parameters.pack(params, keys, self._model.config.vocab_size),
             chunk_columns(chunks, self._cache.page_size, bucket.rows_per_request).T,
         )
         return F.pad(torch.cat(table), (0, bucket.requests - len(chunks)))
@@ -251,35 +241,29 @@ class Drafter:
         """Computes the outcome's table ``[requests of all ranks, …]`` from the buffers and nothing else."""
         model, width = self._model, buffers.rows.each
         inputs, before = Inputs.of(buffers.inputs), Columns.of(buffers.before)
-        (first, length, limit), follows = inputs.chunks[:3], inputs.follows > 0
-        draws = Draws.of_columns(tuple(inputs.draws))
+        (first, length, limit), follows = inputs.chunks[:3], inputs.follows[0] > 0
         # A negative token is the code of an error; its request has ended.
         known_ids, new_ids = inputs.chunks[3:].T, torch.cat((before.last_token, before.drafts), dim=1)
         ids = new_ids.where(follows[:, None], known_ids).clamp(min=0)
         first = before.position.where(follows, first)
         rows = StepRows.of(first, length, limit, ids, buffers.rows, buffers.tables)
         hidden = model(rows.batch, self._cache)
-        logits = model.logits(hidden, rows.batch.rows)
-        broken = not_finite(logits).view_as(ids)
-        if key.penalises:
-            penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
-            logits = penalised(logits, with_unread(buffers.counts, before, follows, ids), penalties)
-        if key.has_grammar:
-            logits = masked(logits, buffers.masks)
-        tokens = logits.argmax(dim=-1).view_as(ids)
-        if key.limits is not None:
-            of_rows = Draws(*(column.repeat_interleave(width) for column in draws))
-            drawn = draw(logits, of_rows, rows.positions.flatten() + 1, key.limits).view_as(ids)
-            tokens = drawn.where(inputs.drawn[:, None] > 0, tokens)
-        if key.has_grammar:
-            tokens.masked_fill_(logits.amax(dim=-1).view_as(ids) == float("-inf"), NOTHING_LEFT)
-        if self._relaxed is not None:
+        of_rows = chain.Inputs(key.asks, key.top_k)
+        if key.asks & (DRAWS | PENALISES):
+            table = inputs.parameters.repeat_interleave(width, dim=1)
+            of_rows = of_rows._replace(table=table, positions=rows.positions.flatten() + 1)
+        if key.asks & PENALISES:
+            of_rows = of_rows._replace(counts=lambda: with_unread(buffers.counts, before, follows, ids))
+        if key.asks & HAS_GRAMMAR:
+            of_rows = of_rows._replace(masks=buffers.masks)
+        if (relaxed := self._relaxed) is not None:
             is_unread = follows[:, None] & (buffers.rows.offsets <= before.accepted[:, None])
             unread, offered = before.tokens.where(is_unread, -1), ids[:, 1:].where(rows.positions[:, 1:] >= 0, -1)
-            replacing = F.pad(self._relaxed.replacing(inputs.thinks, unread, offered), (0, 1), value=-1)
-            tokens = self._relaxed.replace(logits, tokens.flatten(), replacing.flatten()).view_as(ids)
-        tokens.masked_fill_(broken, NOT_FINITE)
-        accepted = key.rule(tokens, ids[:, 1:], draws.keys, first).minimum(rows.offered)
+            replacing = F.pad(relaxed.replacing(inputs.thinks[0], unread, offered), (0, 1), value=-1).flatten()
+            of_rows = of_rows._replace(put_drafts=lambda logits, tokens: relaxed.replace(logits, tokens, replacing))
+        tokens = chain.chain(model.logits(hidden, rows.batch.rows), of_rows).view_as(ids)
+        keys = Parameters.of(inputs.parameters).key
+        accepted = key.rule(tokens, ids[:, 1:], keys, first).minimum(rows.offered)
         drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
         outcome = Columns(first + accepted + 1, rows.offered, accepted, tokens, drafts)
         return self._mesh.world.all_gather(outcome.table())

@@ -26,9 +26,10 @@ import torch
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import DecodeStep, Samples, asks_of, top_k_of
+from dsa_engine.engine.requests.samples import DecodeStep, Samples
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.engine.sampling.chain import LARGEST
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -52,9 +53,8 @@ logger = logging.getLogger(__name__)
 # graph takes some KB, and a decode step of V3.2 has about 2,700 kernels.
 GRAPH_BYTES = 32 << 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-# Sampling that takes the most memory in a graph: every row is drawn from a part of the vocabulary, and its request has
-# penalties; and in an eager step: there are biases and log-probabilities too.
-DRAWN = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.5, seed=0, max_tokens=64)
+# In a graph, and in an eager step: there are biases and log-probabilities too.
+DRAWN = replace(LARGEST, max_tokens=64)
 WITH_HOST = replace(DRAWN, logit_bias={0: 1.0}, logprobs=1)
 
 
@@ -110,7 +110,7 @@ class DummySteps:
         keys, logprobs = np.arange(world * requests), -1 if params.logprobs is None else params.logprobs
         counts, starts = np.full(len(keys), rows), np.full(len(keys), len(own[0]) - 1)
         samples = Samples.by_rank(keys, keys // requests, counts, world, logprobs)
-        return Step(chunks, DecodeStep(chunks, samples, starts, asks_of(own[0]), top_k_of(own[0])))
+        return Step(chunks, DecodeStep(chunks, samples, starts, own[0].asks, params.num_best))
 
     def likely_buckets(self) -> list[tuple[int, int]]:
         """Requests of a rank and context of the decode steps to capture, the largest first, as smaller graphs reuse its

@@ -10,7 +10,6 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
-from dsa_engine.engine.steps.micro_batches import row_order
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.transfer import upload
@@ -31,7 +30,7 @@ def build_batch(
     plan, device, rows, pair = step.own, mesh.device, step.rows, None
     if step.micro_batches is not None:
         first, second = (build_batch(one, config, mesh, tables, sampled) for one in step.micro_batches)
-        order = upload(row_order(step, step.micro_batches), device)
+        order = upload(_row_order(step, step.micro_batches), device)
         unsent: list[Callable[[], None]] | None = [] if device.type == "cuda" else None
         both = replace(first, first_micro_batch=True, unsent=unsent), replace(second, unsent=unsent)
         pair = MicroBatchPair(both, order)
@@ -118,3 +117,23 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
         return upload(ids, device)
     known, index = upload(torch.stack((ids, (-1 - ids).clamp_(min=0))), device)
     return known.where(known >= 0, sampled[index].clamp_(min=0))
+
+
+def _row_order(step: StepPlan, micro_batches: Sequence[StepPlan]) -> torch.Tensor:
+    """int64 ``[rows of this rank]``: the index of each row among those of the first micro-batch and then of the
+    second one."""
+    whole = _row_keys(step.own)
+    of_both = torch.cat([_row_keys(one.own) for one in micro_batches])
+    assert len(whole) == len(of_both), "the micro-batches have the rows of the step"
+    order = torch.empty_like(whole)
+    order[whole.argsort()] = of_both.argsort()
+    return order
+
+
+def _row_keys(plan: RankPlan) -> torch.Tensor:
+    """A different number for each request and position."""
+    keys = torch.empty(plan.rows, dtype=torch.int64)
+    for s in plan.segments:
+        first = plan.chunks[s.sequence].request.id << 32
+        keys[s.row : s.row + s.length] = torch.arange(first + s.start, first + s.end)
+    return keys

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk
@@ -84,26 +83,6 @@ def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[
         if rest:
             second.append(replace(chunk, start=chunk.start + length, length=rest, num_logits=0))
     return first, second
-
-
-def row_order(step: StepPlan, micro_batches: Sequence[StepPlan]) -> torch.Tensor:
-    """int64 ``[rows of this rank]``: the index of each row among those of the first micro-batch and then of the
-    second one."""
-    whole = _row_keys(step.own)
-    of_both = torch.cat([_row_keys(one.own) for one in micro_batches])
-    assert len(whole) == len(of_both), "the micro-batches have the rows of the step"
-    order = torch.empty_like(whole)
-    order[whole.argsort()] = of_both.argsort()
-    return order
-
-
-def _row_keys(plan: RankPlan) -> torch.Tensor:
-    """A different number for each request and position."""
-    keys = torch.empty(plan.rows, dtype=torch.int64)
-    for s in plan.segments:
-        first = plan.chunks[s.sequence].request.id << 32
-        keys[s.row : s.row + s.length] = torch.arange(first + s.start, first + s.end)
-    return keys
 
 
 def _cut_decode(step: StepPlan, decode: DecodeStep, config: ModelConfig) -> StepPlan:

@@ -173,7 +173,7 @@ def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], t
             num_right = (done * 5 + len(request.prompt)) % (len(drafts) + 2)
             request.drafts = [token if i < num_right else (token + 1) % vocab for i, token in enumerate(right)]
             decoding = engine.scheduler.decoding
-            decoding.drafts[decoding.requests.index(request)] = len(request.drafts)
+            decoding.table.drafts[decoding.requests.index(request)] = len(request.drafts)
         return result
 
     loop._begin, engine._take = begun, taken  # type: ignore[method-assign]

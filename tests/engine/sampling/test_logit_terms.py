@@ -14,6 +14,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.chain import changed
 from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
 from dsa_engine.engine.steps.plan import Wanted
 
@@ -83,11 +84,11 @@ def test_rows_against_the_definition(seed: int) -> None:
                 logits.append([rng.uniform(-4, 4) for _ in range(VOCAB)])
                 expected.append(defined(logits[-1], request.prompt, output, request))
         actual = torch.tensor(logits)
-        terms.apply(actual, wanted, sampled)
+        actual = changed(actual, terms.inputs(wanted, actual, sampled))
         torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-5)
         if step == 4:  # a step that is launched once more
             actual = torch.tensor(logits)
-            terms.apply(actual, wanted, sampled)
+            actual = changed(actual, terms.inputs(wanted, actual, sampled))
             torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-5)
         # The sampled tokens are read at once, or after the next step.
         sampled = torch.randint(0, 4, (len(requests),), generator=torch.Generator().manual_seed(step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,17 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
-from dsa_engine.engine.sampling.sampler import (
-    DrawLimits,
+from dsa_engine.engine.sampling.chain import (
+    Inputs,
+    Parameters,
+    chain,
+    changed,
+    draw,
     exponential_noise,
-    log_probabilities,
     mixed_seed,
-    sample,
+    rounded,
     seed_key,
 )
+from dsa_engine.engine.sampling.logits_processors import LogitsProcessors
+from dsa_engine.engine.sampling.sampler import log_probabilities
 from dsa_engine.engine.steps.plan import Wanted
-from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.sampling_params import DRAWS, HAS_GRAMMAR, MIN_P, TOP_P, SamplingParams
 
 
 def test_stop_strings() -> None:
@@ -32,13 +37,26 @@ def test_stop_strings() -> None:
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
 
 
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """A token for each row, which is drawn."""
+    vocab, asks = logits.shape[1], 0
+    for one in params:
+        asks |= one.asks
+    parameters = Parameters.of(Parameters.pack(params, [seed_key(seed) for seed in seeds], vocab))
+    return draw(
+        logits, parameters, torch.tensor(positions), asks, rounded(asks, max(p.num_best for p in params), vocab)[1]
+    )
+
+
 def draws(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 0) -> Counter[int]:
     rows = logits.expand(count, -1)  # all at once
     return Counter(sample(rows, [params] * count, [seed] * count, range(count)).tolist())
 
 
 def one(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
-    return int(sample(logits[None], [params], [seed_key(seed)], [position]))
+    return int(sample(logits[None], [params], [seed], [position]) if params.temperature else logits.argmax())
 
 
 def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
@@ -158,7 +176,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
     logits = 3 * torch.randn(len(params), 40, generator=torch.Generator().manual_seed(0))
     seeds, positions = [n % 5 for n in range(len(params))], [7 * n % 11 for n in range(len(params))]
     alone = [one(*row) for row in zip(logits, params, seeds, positions, strict=True)]
-    assert sample(logits, params, [*map(seed_key, seeds)], positions).tolist() == alone
+    assert sample(logits, params, seeds, positions).tolist() == alone
     assert len(set(alone)) > 20
 
 
@@ -205,11 +223,11 @@ def test_every_parameter_at_its_edges(name: str) -> None:
         accepted += 1
         request = Request(0, [2, 3], params, output=[2])
         row = logits[None].clone()
-        LogitsProcessors((4,)).apply(row, [Wanted(request, 3, 0)], None)
+        row = changed(row, LogitsProcessors((4,)).inputs([Wanted(request, 3, 0)], row, None))
         assert not bool(row.isnan().any()) and not bool((row == math.inf).any()) and row[0, 1] == -math.inf
         if bool(row.isfinite().any()):
             for seed in range(params.seed or 0, (params.seed or 0) + min(3, params.n)):
-                token = one(row[0], params, seed, 7) if params.temperature > 0 else int(row.argmax())
+                token = one(row[0], params, seed, 7)
                 assert bool(row[0, token].isfinite()) and token == one(row[0], params, seed, 7)
     assert accepted >= 1 and accepted < len(EDGES)
 
@@ -245,13 +263,21 @@ def test_noise() -> None:
     assert torch.equal(noise([5], [2], 300)[:, :100], noise([5], [2], 100))
 
 
-def test_limits_of_a_graph() -> None:
+def test_what_a_graph_is_for() -> None:
     """There are few kinds, so a step with other parameters replays a captured graph."""
-    params = [SamplingParams(top_k=k, top_p=0.5) for k in (0, 3, 40)]
-    assert DrawLimits.of(params, 5000) == DrawLimits(False, 40, True) and DrawLimits.of(params[:1], 5000).top_k == 0
-    assert DrawLimits.of(params, 5000).rounded(5000) == DrawLimits(True, 64, True)
-    assert [DrawLimits(False, k, False).rounded(100).top_k for k in (0, 1, 64, 65, 99)] == [0, 64, 64, 100, 100]
-    assert DrawLimits.of([SamplingParams(top_k=200)], 100).top_k == 0, "as many as there are"
+    assert SamplingParams(top_k=40, top_p=0.5).asks == DRAWS + TOP_P
+    assert rounded(DRAWS + TOP_P, 40, 5000) == (DRAWS + TOP_P + MIN_P, 64)
+    assert [rounded(DRAWS, k, 100)[1] for k in (0, 1, 64, 65, 99, 200)] == [0, 64, 64, 100, 100, 100]
+    assert rounded(HAS_GRAMMAR, 0, 100) == (HAS_GRAMMAR, 0)
+
+
+def test_rows_that_are_not_drawn_have_no_limits() -> None:
+    """A greedy request beside one that is drawn may have any top_k."""
+    params, logits = [SamplingParams(temperature=0, top_k=90), SamplingParams(top_k=3)], torch.randn(2, 100)
+    table = Parameters.pack(params, [0, 0], 100)
+    asks, top_k = rounded(params[1].asks, params[1].num_best, 100)
+    tokens = chain(logits.clone(), Inputs(asks, top_k, table, torch.tensor([5, 5])))
+    assert tokens[0] == logits[0].argmax() and tokens[1] in logits[1].topk(3).indices
 
 
 def test_parameters_that_contradict_each_other() -> None:

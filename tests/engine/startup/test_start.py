@@ -245,7 +245,7 @@ def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any])
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
         assert DummySteps(engine.mesh, engine.options, 9000, 2).likely_buckets() == [(1, 9024), (1, 8192), (1, 4096)]
-        greedy = {GraphKey(Bucket(1, 3, context), None, False, False, count_equal) for context in (4096, 8192, 9024)}
+        greedy = {GraphKey(Bucket(1, 3, context), 0, 0, count_equal) for context in (4096, 8192, 9024)}
         assert set(engine.graphs._graphs) == greedy, "as requests run that decode"
         add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()

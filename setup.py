@@ -27,7 +27,7 @@ for link in (PACKAGE, PACKAGE / "kernels", PACKAGE / "parallel"):
 # built by the setuptools that there is: pip install --no-build-isolation.
 DEEPSPEED = "deepspeed>=0.19"
 
-# The HTTP server, its channel to the engine's process, and the client of the serving benchmark.
+# The HTTP server and its channel to the engine's process.
 SERVE = [
     "fastapi>=0.132",
     "uvicorn>=0.30",
@@ -35,7 +35,6 @@ SERVE = [
     "prometheus_client>=0.20",
     "pyzmq>=26",
     "msgspec>=0.19",
-    "httpx>=0.27",
 ]
 
 
@@ -67,7 +66,7 @@ setup(
     package_data={
         "dsa_engine": ["py.typed", "demo_model/*"],
         "dsa_engine.commands": ["lens.html"],
-        "dsa_engine.kernels": ["native/*"],
+        "dsa_engine.kernels": ["cpu/*"],
         "dsa_engine.server": ["page/*"],
     },
     include_package_data=False,
@@ -88,9 +87,9 @@ setup(
         "browser": ["playwright"],  # tests of the server's page, in a chromium that is installed apart
         "flash-attn": ["flash-attn"],
         "deepspeed": [DEEPSPEED],
-        "llama-cpp": ["xllamacpp==2026.10.11549"],  # scripts/studies/llama_cpp.py has the structs of this version
         "test": [
             *SERVE,
+            "httpx>=0.27",
             "openai",  # the client whose examples the server is tested with
             "vllm-router>=0.1.17",  # routes between two servers in a test
             "pytest>=9",

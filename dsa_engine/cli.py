@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from dsa_engine.arguments import Parser, argument_parser, run
+from dsa_engine.commands.arguments import Parser, argument_parser, run
 from dsa_engine.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -96,11 +96,6 @@ COMMANDS = {
         "time per output token, through the generate API",
         "bench.command:run_tpot",
         "bench.options:add_tpot_arguments",
-    ),
-    "bench serve": Command(
-        "requests that arrive over time, at any OpenAI server: throughput, latencies, prefix hits",
-        "bench.serving.command:run_serving",
-        imports_torch=False,
     ),
 }
 _GROUPS = {

@@ -1,4 +1,4 @@
-"""Prompts as callers give them, and as :mod:`dsa_engine.async_calls` takes them."""
+"""Prompts as callers give them, and as :mod:`dsa_engine.engine.calls.async_calls` takes them."""
 
 from __future__ import annotations
 

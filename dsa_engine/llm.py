@@ -13,18 +13,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from dsa_engine.async_calls import AsyncCalls, outputs_of
 from dsa_engine.config.fields import takes_options_of
 from dsa_engine.config.vllm_options import refuse
-from dsa_engine.engine.calls import Call
+from dsa_engine.engine.calls.async_calls import AsyncCalls, outputs_of
+from dsa_engine.engine.calls.call import Call
+from dsa_engine.engine.calls.jobs import Job, check_finite
+from dsa_engine.engine.calls.reply import Reply
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
-from dsa_engine.engine.jobs import Job, check_finite
 from dsa_engine.engine.loop import EngineLoop
-from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.startup.start import start
 from dsa_engine.inputs import Prompt, either, only_prompt
-from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
@@ -35,6 +34,7 @@ from dsa_engine.text.conversations import ConversationFormat, conversation_forma
 from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
 from dsa_engine.text.tokenizer import check_tokenizer
+from dsa_engine.weights.model_folder import resolve_model
 
 
 class LLM(AsyncCalls):
@@ -65,8 +65,8 @@ class LLM(AsyncCalls):
         check_tokenizer(folder)  # before the weights, which may take minutes
         defaults = default_sampling(folder, options.generation_config)
         self.engine, side = start(folder, options)
-        of_part = PrefillLoop if side and side.prefills else DecodeLoop
-        self.loop: EngineLoop = of_part(self.engine, side) if side else EngineLoop(self.engine)
+        loop_class = PrefillLoop if side and side.prefills else DecodeLoop
+        self.loop: EngineLoop = loop_class(self.engine, side) if side else EngineLoop(self.engine)
         weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
         self._spmd, trusts = self.loop.spmd, options.trust_remote_code
         super().__init__(self.loop.calls, self.engine.limits, folder, trusts, defaults, options.stream_interval)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from dsa_engine.config.checks import NOT_EMPTY, Fraction, PositiveInt, Seed, TokenId, at_least, check_text, shown
 from dsa_engine.config.fields import Options, documented, option
+from dsa_engine.config.structured_outputs import StructuredOutputsParams
 from dsa_engine.config.vllm_options import answer
-from dsa_engine.structured_outputs import StructuredOutputsParams
 
 __all__ = ["SamplingParams", "StructuredOutputsParams"]
 MAX_OUTPUTS = 4096  # for one prompt

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,25 +68,6 @@ def agree_on_names(ranks: Sequence[int], rank: int, timeout: float) -> None:
         new_group([rank], timeout, "gloo", alone=True)
 
 
-class Levels(Protocol):
-    """Carries collectives of a group over other groups, see :class:`.gather_by_node.TwoLevels`."""
-
-    @property
-    def rail(self) -> Group: ...
-
-    @property
-    def node(self) -> Group: ...
-
-    @property
-    def max_part(self) -> int: ...
-
-    def gather(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]: ...
-
-    def reduce(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool) -> Callable[[], torch.Tensor]: ...
-
-    def by_rank(self, rows: torch.Tensor) -> torch.Tensor: ...
-
-
 @dataclass
 class Group:
     """``ranks`` in order; this process is ``ranks[index]``."""
@@ -95,7 +76,6 @@ class Group:
     index: int
     handle: dist.ProcessGroup | None  # None: alone
     bytes_sent: int = 0  # payload of this rank in collectives
-    levels: Levels | None = None  # carries all-gathers and reduce-scatters of few bytes
 
     @cached_property
     def size(self) -> int:
@@ -105,24 +85,13 @@ class Group:
     def alone(self) -> bool:
         return self.handle is None
 
-    @property
-    def parts(self) -> tuple[Group, ...]:
-        """The groups that carry collectives of this one; none, if it carries all of them itself."""
-        return () if self.levels is None else (self.levels.rail, self.levels.node)
-
-    def goes_by_rail(self, nbytes: int) -> bool:
-        """Whether gathers and sums with so many bytes of a rank go along rails. These bring rows by rail; a copy puts
-        them in order, unless the caller takes them by rail."""
-        return self.levels is not None and nbytes <= self.levels.max_part
-
-    def all_gather_async(self, rows: torch.Tensor, by_rail: bool = False) -> Callable[[], torch.Tensor]:
+    def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts gathering ``rows [R, ...]``, R the same on every rank.
 
         Returns:
-            a function that waits and returns ``[size · R, ...]``, in rank order or by rail, which takes
-            :meth:`goes_by_rail`.
+            a function that waits and returns ``[size · R, ...]``, in rank order.
         """
-        return self._gather(rows, asynchronous=True, by_rail=by_rail)
+        return self._gather(rows, asynchronous=True)
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """``[R, ...]`` of every rank, in rank order: ``[size · R, ...]``."""
@@ -132,14 +101,13 @@ class Group:
         """Sums ``rows [size · R, ...]`` over the ranks; each rank gets its part ``[R, ...]``."""
         return self._reduce(rows, asynchronous=False)()
 
-    def reduce_scatter_async(self, rows: torch.Tensor, by_rail: bool = False) -> Callable[[], torch.Tensor]:
-        """Starts :meth:`reduce_scatter`; ``rows`` stay as they are until the wait. They come in rank order or as
-        :meth:`all_gather_async` gives them by rail.
+    def reduce_scatter_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts :meth:`reduce_scatter`; ``rows`` stay as they are until the wait.
 
         Returns:
             a function that waits and returns this rank's part.
         """
-        return self._reduce(rows, asynchronous=True, by_rail=by_rail)
+        return self._reduce(rows, asynchronous=True)
 
     def all_to_all(
         self, rows: torch.Tensor, send: list[int] | None = None, receive: list[int] | None = None
@@ -235,24 +203,17 @@ class Group:
             return rows.nbytes // self.size * (self.size - 1)
         return rows.element_size() * math.prod(rows.shape[1:]) * (sum(send) - send[self.index])
 
-    def _gather(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool = False) -> Callable[[], torch.Tensor]:
+    def _gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         if self.alone:
             return lambda: rows
         rows = rows.contiguous()
-        if self.levels is not None and self.goes_by_rail(rows.nbytes):
-            return self.levels.gather(rows, asynchronous, by_rail)
-        assert not by_rail, "as few bytes as go along rails"
         self.bytes_sent += rows.nbytes * (self.size - 1)
         return self._start_gather(rows, asynchronous)
 
-    def _reduce(self, rows: torch.Tensor, asynchronous: bool, by_rail: bool = False) -> Callable[[], torch.Tensor]:
+    def _reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         if self.alone:
             return lambda: rows
         rows = rows.contiguous()
-        if self.levels is not None:
-            if self.goes_by_rail(rows.nbytes // self.size):
-                return self.levels.reduce(rows, asynchronous, by_rail)
-            rows = self.levels.by_rank(rows) if by_rail else rows
         self.bytes_sent += self._bytes_to_others(rows)
         return self._start_reduce(rows, asynchronous)
 

@@ -9,8 +9,7 @@ world         0 0 0 0 0 0 0 0      all ranks of the mesh, for what concerns ever
 A mesh may have only some of the run's ranks; within the mesh they are still numbered from 0.
 
 Groups of the same ranks share a communicator, which carries one collective after another. Tokens on their way to
-experts have their own, except small parts of a gather along rails: with micro-batches they travel beside the
-collectives of attention.
+experts have their own: with micro-batches they travel beside the collectives of attention.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from dsa_engine.parallel.experts.by_node import NodeGroups
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.rails import has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
-from dsa_engine.parallel.gather_by_node import gather_group, with_small_parts
 from dsa_engine.parallel.group import Group, agree_on_names, nccl_options, new_group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 from dsa_engine.parallel.side_stream import SideStream
@@ -158,9 +156,9 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All but ``host``: world, ep, cp, tp, and those inside and between nodes of cp and experts."""
+        """All but ``host``: world, ep, cp, tp, and those inside and between nodes."""
         by_node = (self.node_groups.node, self.node_groups.rail) if self.node_groups else ()
-        return self.world, self.ep, self.cp, self.tp, *by_node, *self.cp.parts, *self.ep.parts
+        return self.world, self.ep, self.cp, self.tp, *by_node
 
     @property
     def processes(self) -> Group:
@@ -209,9 +207,6 @@ class Mesh:
                     stacklevel=3,
                 )
                 break
-        cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
-        self.cp = gather_group(self.cp, cp_groups, self.nodes, self.device, self._part)
-        self.ep = with_small_parts(self.ep, self.nodes, self.device, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
         if has_two_levels(self.nodes) and methods & {"by_node", "auto"}:
             self.node_groups = self._make_node_groups()

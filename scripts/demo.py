@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.arguments import add_json_argument, argument_parser, read_text, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, read_text, run
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes

@@ -40,10 +40,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="processes on each node (default 1)")
     parser.add_argument(
         "--slow-link",
-        metavar="RATE[,RATE...]",
+        metavar="RATE",
         default="1gbit",
-        help="bandwidth of each node's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit); or one "
-        "for each node: 1gbit,100mbit",
+        help="bandwidth of each node's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit)",
     )
     parser.add_argument(
         "--rdzv-backend",
@@ -63,12 +62,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not 1 <= args.nodes <= 64 or args.ranks < 1:
         parser.error("--nodes must be 1 to 64, and --ranks at least 1")
-    args.rates = args.slow_link.split(",")
-    if not all(re.fullmatch(r"\d+(\.\d+)?[kmg]?(bit|bps)", rate) for rate in args.rates):
+    if not re.fullmatch(r"\d+(\.\d+)?[kmg]?(bit|bps)", args.slow_link):
         parser.error(f"--slow-link must be a rate of tc, such as 100mbit or 1gbit, not {args.slow_link!r}")
-    args.rates *= args.nodes if len(args.rates) == 1 else 1
-    if len(args.rates) != args.nodes:
-        parser.error(f"--slow-link names {len(args.rates)} rates for {args.nodes} nodes")
     if args.lost_node is None:
         args.lost_node = args.nodes - 1
     if not 0 <= args.lost_node < args.nodes:
@@ -138,7 +133,7 @@ class Nodes:
         for number in range(args.nodes):
             name, link = f"node-{number}", f"link{number}"
             # The bucket holds two of the packets that TCP hands to a link at once.
-            slow = f"root tbf rate {args.rates[number]} burst 128kb latency 200ms"
+            slow = f"root tbf rate {args.slow_link} burst 128kb latency 200ms"
             hosts.append(f"{NETWORK}.{number + 1} {name}")
             _do(f"ip netns add {name}")
             _do(f"ip link add {link} type veth peer name eth0 netns {name}")

@@ -8,10 +8,13 @@ dense up to that length.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
-from demo_model.evaluation import held_out, retrieval
-from dsa_engine.arguments import (
+import numpy as np
+
+from demo_model.data import Documents, draw_facts, standard_library
+from dsa_engine import LLM
+from dsa_engine.commands.arguments import (
     add_engine_arguments,
     add_json_argument,
     argument_parser,
@@ -22,6 +25,9 @@ from dsa_engine.arguments import (
 )
 from dsa_engine.measure.report import format_table, run_report, write_json
 from dsa_engine.system.output_files import check_outputs
+
+SEED = 1000
+SPACING = 64  # tokens of a document per fact
 
 
 def parse() -> argparse.Namespace:
@@ -48,6 +54,70 @@ def main() -> None:
         write_json(args.json, run_report(llm, reported(args), llm.engine.mesh.world_size) | {"retrieval": results})
     rows = [(f"{length:,}", len(result["cases"]), f"{result['right']:.1%}") for length, result in results.items()]
     print(format_table(("tokens", "cases", "right"), rows))
+
+
+class Conversation(NamedTuple):
+    """A document followed by its questions; ``answers`` are positions of answers, ``depths`` those of their facts,
+    0 to 1."""
+
+    tokens: list[int]
+    answers: list[range]
+    depths: list[float]
+
+
+def held_out() -> Documents:
+    """Text that the shipped model was not trained on."""
+    return Documents(standard_library()[1])
+
+
+def retrieval(llm: LLM, documents: Documents, length: int, count: int) -> list[tuple[float, bool]]:
+    """Asks ``count`` questions, ten per document: for each the depth of its fact, 0 to 1, and whether every token of
+    the greedy answer is right: with the right answers to earlier questions before it, a single prefill shows it."""
+    cases: list[tuple[float, bool]] = []
+    while len(cases) < count:
+        talk = conversation(documents, length, SEED + len(cases), min(10, count - len(cases)))
+        greedy = llm.prompt_logits(talk.tokens).argmax(dim=-1).tolist()
+        for depth, answer in zip(talk.depths, talk.answers, strict=True):
+            cases.append((depth, all(greedy[i - 1] == talk.tokens[i] for i in answer)))
+    return cases
+
+
+def conversation(documents: Documents, length: int, seed: int, questions: int = 10) -> Conversation:
+    """A document of exactly ``length`` tokens and a question for a fact in each of ``questions`` parts of it, in random
+    order; the same arguments give the same tokens. Facts are spread evenly.
+
+    Raises:
+        ValueError: the document is too short for so many questions.
+    """
+    count = length // SPACING
+    if count < questions:
+        raise ValueError(f"a document of {length} tokens has {count} facts: too few for {questions} questions")
+    rng = np.random.default_rng([seed, length, 0])
+    tokens, starts, facts = [documents.bos, documents.user], list[int](), draw_facts(rng, count)
+    for i, fact in enumerate(facts):
+        _fill(documents, rng, tokens, int((i + 0.5) * length / count) - 6)
+        starts.append(len(tokens))
+        tokens += documents.fact(*fact)
+    _fill(documents, rng, tokens, length)
+    made = Conversation(tokens, [], [])
+    for i, part in enumerate(rng.permutation(questions)):
+        inside = [j for j, start in enumerate(starts) if part <= start / length * questions < part + 1]
+        asked = int(rng.choice(inside))
+        tokens += [*[documents.user] * (i > 0), *documents.question(facts[asked][0])]
+        answer = documents.answer(*facts[asked])
+        made.answers.append(range(len(tokens), len(tokens) + len(answer)))
+        made.depths.append(starts[asked] / length)
+        tokens += answer
+    return made
+
+
+def _fill(documents: Documents, rng: np.random.Generator, tokens: list[int], until: int) -> None:
+    """Adds lines of text up to exactly ``until`` tokens; the last line is cut and keeps its line break."""
+    while len(tokens) < until:
+        for line in documents.passage(rng, until - len(tokens)):
+            room = until - len(tokens)
+            if room:
+                tokens += [*map(int, line[: room - 1]), int(line[-1])] if len(line) > room else map(int, line)
 
 
 if __name__ == "__main__":

@@ -103,10 +103,8 @@ one_rank=(--model deepseek_v32 --load-format dummy --emulate-world 64 --tp-size 
 latency() {
 	part 180 ttft_rank_of_64 "$python" scripts/measure_ttft.py "${one_rank[@]}" --output-len 1 \
 		--json "$out/ttft_rank_of_64.json"
-	part 160 overlaps_rank_of_64 "$python" scripts/compare_overlaps.py "${one_rank[@]}" --batch-size 64 \
-		--json "$out/overlaps_rank_of_64.json"
-	part 30 page_tiers "$python" scripts/bench_page_tiers.py --model deepseek_v32 --kv-cache-dtype fp8 --pages 256 \
-		--json "$out/page_tiers.json"
+	part 160 tpot_rank_of_64 "$python" scripts/measure_tpot.py "${one_rank[@]}" --batch-size 64 --fill-cache random \
+		--json "$out/tpot_rank_of_64.json"
 }
 
 # On all GPUs: `run` takes a program, `layers` the arguments of four layers.

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from typing import Any
 
-from dsa_engine.arguments import add_json_argument, argument_parser, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, run
 from dsa_engine.measure.plots import check_plot, load_pyplot, save
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs

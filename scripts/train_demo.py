@@ -1,49 +1,71 @@
-"""Trains the model that ships as LLM("demo"), on one CPU core, from a seed; about an hour.
-
-The same command continues a stopped run where it was last saved. --export writes the checkpoint folder of a finished
-run.
+"""Trains the model that ships as LLM("demo"), on one CPU core, from a seed, for an hour or two. --export is the
+checkpoint folder that it writes, --log a file for the figures of each step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from demo_model import recipe
-from demo_model.corpus import documents_of, standard_library
-from demo_model.export import write_checkpoint
-from demo_model.loop import Run
-from dsa_engine.arguments import argument_parser, run
+from demo_model.data import Documents, standard_library
+from demo_model.model import TrainingModel
+from demo_model.training import train
+from dsa_engine.commands.arguments import argument_parser, run
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.demo import trained_folder
+from dsa_engine.kernels.formats.fp8 import quantize_blocks
+from dsa_engine.model.layout import released_tensors
 
 
 def parse() -> argparse.Namespace:
     parser = argument_parser(__doc__)
-    parser.add_argument("--run", metavar="DIR", default="runs/demo", help="folder of the run (default: runs/demo)")
-    parser.add_argument("--until", type=int, metavar="STEP", help="stop there; the next call goes on")
-    parser.add_argument("--export", metavar="DIR", help="when it is done: write the checkpoint folder")
+    parser.add_argument("--export", metavar="DIR", required=True, help="the checkpoint folder to write")
+    parser.add_argument("--log", metavar="PATH", help="a file for the figures of each step, in JSON lines")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)  # another number gives other roundings
-    documents = documents_of(standard_library()[0])
-    training = Run(recipe.model_config(), documents, recipe.PHASES, Path(args.run))
-    for figures in training.train(args.until):
+    model, steps = TrainingModel(trained_folder(), recipe.SEED), sum(phase.steps for phase in recipe.PHASES)
+    for figures in train(model, Documents(standard_library()[0]), recipe.PHASES):
+        if args.log:
+            with Path(args.log).open("a", encoding="utf-8") as log:
+                log.write(json.dumps(figures) + "\n")
         if figures["step"] % 10 == 0:
-            show(figures, training.steps)
-    print(f"step {training.step} of {training.steps}: saved in {args.run}")
-    if args.export and training.step == training.steps:
-        write_checkpoint(training.model, recipe.model_config(), Path(args.export))
+            values = "  ".join(f"{name} {figures[name]:.3f}" for name in ("loss", "text", "values"))
+            print(f"{figures['step']:5} of {steps}  {figures['phase']:8}  {values}", flush=True)
+    write_checkpoint(model, Path(args.export))
 
 
-def show(figures: dict[str, Any], steps: int) -> None:
-    losses = "  ".join(f"{name} {figures[name]:.3f}" for name in ("loss", "text", "values"))
-    index = " ".join(f"{loss:.3f}" for loss in figures["index_losses"])
-    print(f"{figures['step']:5} of {steps}  {figures['phase']:8}  {losses}  indexers {index or '-'}", flush=True)
+def write_checkpoint(model: TrainingModel, folder: Path) -> None:
+    """Writes a folder that the engine loads, with the shipped tokenizer: FP8 blocks if the model's ``config.json`` has
+    a ``quantization_config``, else its dtype."""
+    config, weights, tensors = ModelConfig.from_dict(model.raw), dict(model.tensors), dict[str, torch.Tensor]()
+    mtp = f"model.layers.{config.num_hidden_layers}."  # it gets copies of the embedding and the head
+    weights[f"{mtp}embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    weights[f"{mtp}shared_head.head.weight"] = weights["lm_head.weight"]
+    power_of_two = (model.raw.get("quantization_config") or {}).get("scale_fmt") == "ue8m0"
+    specs = iter(released_tensors(config, fp8=config.weight_block_size is not None))
+    for spec in specs:
+        values = weights[spec.name].detach().float()
+        if spec.quantized:
+            assert config.weight_block_size is not None
+            scales = next(specs).name  # a quantised weight is followed by its scales
+            tensors[spec.name], tensors[scales] = quantize_blocks(values, config.weight_block_size, power_of_two)
+        else:
+            tensors[spec.name] = values.to(spec.dtype).clone()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model.raw, indent=2) + "\n", encoding="utf-8")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(trained_folder() / name, folder)
 
 
 if __name__ == "__main__":

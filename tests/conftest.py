@@ -55,7 +55,6 @@ def pytest_configure() -> None:
 # The longest groups, in this order; all others follow.
 FIRST = (
     "tests/distributed",
-    "tests/scripts/test_compare_overlaps.py",
     "tests/scripts/test_bench_prefill.py",
     "tests/scripts/kernel_bench/test_kernel_cases.py",
     "tests/model/test_oracle.py",

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 
@@ -22,10 +20,9 @@ LAYERS = (
     ("cli",),
     ("commands",),
     ("measure",),
-    ("arguments", "convert", "server"),
+    ("commands.arguments", "server", "weights.convert"),
     ("llm",),
-    ("async_calls",),
-    ("model_folder",),
+    ("weights.model_folder",),
     ("demo",),
     ("engine.startup",),
     ("engine.disaggregation",),
@@ -35,14 +32,14 @@ LAYERS = (
     ("engine.steps",),
     ("engine.cache", "engine.requests"),
     ("model",),
-    ("quantization",),
-    ("checkpoint", "options", "text"),
-    ("sampling_params", "structured_outputs"),
+    ("weights.formats",),
+    ("options", "text", "weights"),
+    ("sampling_params",),
     ("inputs", "outputs"),
     ("system",),
     ("parallel",),
     ("config",),
-    ("errors", "version"),
+    ("errors", "reference", "version"),
     ("kernels",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -172,41 +169,10 @@ def test_the_tree_keeps_its_layers() -> None:
     assert not broken, "\n" + "\n".join(broken)
 
 
-@pytest.mark.parametrize(
-    ("module", "source", "complaint"),
-    [
-        ("dsa_engine.llm", "from dsa_engine.engine.runner import Runner", None),
-        ("dsa_engine.engine.runner", "from ..text.tokenizer import Tokenizer", None),
-        ("dsa_engine.__init__", "from dsa_engine.llm import LLM", None),
-        ("dsa_engine.kernels.indexer.topk", "import math, torch, triton.language as tl\nfrom . import paged", None),
-        ("tests.kernels.test_topk", "import transformers\nfrom dsa_engine import LLM", None),
-        ("dsa_engine.model.kv_cache", "from dsa_engine.engine.engine import Engine", "above it"),
-        ("dsa_engine.model.layers", "def f():\n    from ..engine import loop", "above it"),
-        ("dsa_engine.kernels.indexer.topk", "from dsa_engine.config.model import ModelConfig", "but kernels"),
-        ("dsa_engine.parallel.mesh", "from dsa_engine.kernels import topk", None),
-        ("dsa_engine.parallel.mesh", "from dsa_engine import system", "but config, kernels and parallel"),
-        ("dsa_engine.kernels.indexer.topk", "import numpy as np", "may use"),
-        ("scripts.bench_prefill", "import kernels.topk", "belongs to another package"),
-        ("dsa_engine.llm", "def f():\n    from dsa_engine.measure import plots", "above it"),
-        ("dsa_engine.brand_new", "", "has no layer"),
-        ("dsa_engine.commands.bench.report", "from demo_model import recipe", "not installed"),
-    ],
-)
-def test_the_check_finds_what_it_should(
-    module: str, source: str, complaint: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = exists
-    monkeypatch.setitem(globals(), "exists", lambda part: part == "brand_new" or there(part))
-    broken = violations(source, module)
-    if complaint is None:
-        assert broken == []
-    else:
-        assert len(broken) == 1 and complaint in broken[0]
-
-
-def test_a_room_of_the_package_has_at_most_14_modules() -> None:
+def test_a_room_of_the_package_has_few_modules() -> None:
     rooms = Counter(str(path.parent.relative_to(ROOT)) for path in python_files() if "tests" not in path.parts)
-    assert {room: count for room, count in rooms.items() if count > 14} == {}
+    limits = {"dsa_engine": 10, "dsa_engine/engine": 5}
+    assert {room: count for room, count in rooms.items() if count > limits.get(room, 14)} == {}
 
 
 def test_importing_does_not_bring_torch_compile_along() -> None:

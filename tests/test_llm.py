@@ -13,7 +13,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import demo_folder
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 
 TEXT = "def selection(tokens):\n    return sorted(tokens)[:256]\n" * 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -21,22 +21,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def load(model: str | Path = "demo-random", **options: Any) -> LLM:
     return LLM(model, device="cpu", **{"max_model_len": 2048, "cache_memory": "32MiB", "progress": False} | options)
-
-
-def test_text_and_tokens_are_the_same_prompt(llm: LLM) -> None:
-    ids = llm.tokenizer.encode(TEXT)
-    by_text, by_ids = llm.generate([TEXT, ids], GREEDY)
-    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == ids
-    assert by_text.token_ids == by_ids.token_ids and len(by_text.token_ids) == 12
-    assert by_text.text == llm.tokenizer.decode(by_text.token_ids) == by_ids.text
-    assert by_text.finish_reason == "length"
-
-
-def test_one_prompt_is_a_list_of_one(llm: LLM) -> None:
-    ids = llm.tokenizer.encode(TEXT)
-    outputs = [llm.generate(p, GREEDY) for p in (TEXT, [TEXT], ids, [ids], tuple(ids))]
-    assert [len(o) for o in outputs] == [1] * 5
-    assert len({tuple(o[0].token_ids) for o in outputs}) == 1
 
 
 def test_greedy_follows_the_prompt_logits(llm: LLM) -> None:
@@ -82,34 +66,6 @@ def test_metrics(llm: LLM) -> None:
     assert many.metrics.ttft_s > 0 and many.metrics.tpot_s is not None and many.metrics.tpot_s > 0
 
 
-def test_more_requests_than_run_at_once_and_than_pages(demo_cache: Path) -> None:
-    small = load(max_model_len=256, max_num_seqs=2, cache_memory="1MiB", max_num_batched_tokens=50)
-    prompts = [TEXT[: 20 + 17 * i] for i in range(7)]
-    large = load(max_model_len=256)
-    assert small.engine.cache.pages < large.engine.cache.pages
-    assert [o.token_ids for o in small.generate(prompts, GREEDY)] == [
-        o.token_ids for o in large.generate(prompts, GREEDY)
-    ]
-
-
-def test_stream_gives_what_generate_gives(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=40, seed=3, temperature=2.0, ignore_eos=True)
-    output = llm.generate(TEXT, params)[0]
-    pieces = list(llm.stream(TEXT, params))
-    assert "".join(p.text for p in pieces) == output.text
-    assert [t for p in pieces for t in p.token_ids] == output.token_ids
-    assert pieces[-1].finish_reason == "length" and all(p.finish_reason is None for p in pieces[:-1])
-
-
-def test_stream_closed_early(llm: LLM) -> None:
-    stream = llm.stream(TEXT, SamplingParams(max_tokens=500, ignore_eos=True))
-    next(stream)
-    assert llm.engine.scheduler.free_pages[0] < llm.engine.cache.pages
-    stream.close()  # type: ignore[attr-defined]
-    llm.wait_idle()
-    assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
-
-
 def test_streams_side_by_side_and_a_batch_between(llm: LLM) -> None:
     """Steps are shared by all that runs; each caller gets its own tokens, however the iterators are advanced."""
     params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (9, 6, 5)]
@@ -137,37 +93,6 @@ def test_chat(llm: LLM) -> None:
     assert one.message == {"role": "assistant", "content": one.text}
     several = llm.chat([conversation, [{"role": "user", "content": "Bye"}]], GREEDY)
     assert len(several) == 2 and several[0].token_ids == one.token_ids
-
-
-@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
-def test_an_error_in_a_step_leaves_the_engine_usable(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    expected = [o.token_ids for o in llm.generate([TEXT, "b"], GREEDY)]
-    launch, calls = llm.engine.runner.launch, []
-
-    def failing(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise error
-        return launch(*args)
-
-    for run in (lambda: llm.generate([TEXT, "b"], GREEDY), lambda: list(llm.stream(TEXT, GREEDY))):
-        calls.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.runner, "launch", failing)
-            with pytest.raises(type(error)):
-                run()
-        assert not llm.engine.scheduler.has_work
-        assert [o.token_ids for o in llm.generate([TEXT, "b"], GREEDY)] == expected
-
-
-def test_a_bad_prompt_among_good_ones_runs_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "launch", lambda *_: pytest.fail("a step has been run"))
-        with pytest.raises(ValueError, match="token id 320 is out of range"):
-            llm.generate([[5, 6], [5, 320]], GREEDY)
-    assert not llm.engine.scheduler.has_work
 
 
 def test_a_folder_without_tokenizer(demo_cache: Path, tmp_path: Path) -> None:

@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
-from dsa_engine.arguments import HelpFormatter, add_engine_arguments, argument_parser, engine_options, parallel_from
 from dsa_engine.cli import COMMANDS
+from dsa_engine.commands.arguments import (
+    HelpFormatter,
+    add_engine_arguments,
+    argument_parser,
+    engine_options,
+    parallel_from,
+)
 from dsa_engine.options import EngineOptions
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 import zipfile
 from pathlib import Path
 
@@ -68,8 +64,8 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Path], tre
     expected |= {f"dsa_engine/server/page/{path.name}" for path in (tree / "dsa_engine" / "server" / "page").iterdir()}
     assert "dsa_engine/server/page/index.html" in expected
     expected |= {"dsa_engine/commands/lens.html"}
-    expected |= {f"dsa_engine/kernels/native/{path.name}" for path in (tree / "kernels" / "native").iterdir()}
-    assert "dsa_engine/kernels/native/tiles.h" in expected
+    expected |= {f"dsa_engine/kernels/cpu/{path.name}" for path in (tree / "kernels" / "cpu").iterdir()}
+    assert "dsa_engine/kernels/cpu/tiles.h" in expected
     for folder, prefix in (("dsa_engine", ""), ("kernels", "dsa_engine/"), ("parallel", "dsa_engine/")):
         expected |= {prefix + path.relative_to(tree).as_posix() for path in (tree / folder).rglob("*.py")}
     packed = {name for name in names if ".dist-info/" not in name}
@@ -125,54 +121,6 @@ def test_an_editable_install_is_imported_from_anywhere(tree: Path, tmp_path: Pat
         assert run(python, "-m", "dsa_engine", "--version", cwd=cwd).startswith("dsa_engine ")
     for module in ("kernels", "parallel"):
         assert_not_ours(python, tmp_path, tree / module)
-
-
-@pytest.mark.slow
-def test_the_lines_of_the_readme(tree: Path, tmp_path: Path) -> None:
-    """Every line of its blocks, in the order of the page, typed where the clone lies, in a new environment."""
-    python, site = installed(tmp_path / "venv")
-    text = (tree / "README.md").read_text(encoding="utf-8")
-    quick = text.partition("## Quick start")[2].partition("## Features")[0]
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", quick, flags=re.M | re.S)
-    assert [language for language, _ in blocks] == ["", "python", "", ""]
-    (tree.parent / "program.py").write_text(blocks[1][1])
-    (tmp_path / "venv" / "installed.stamp").touch()  # for make: this is its environment
-    for name, command in (("pip", "pip"), ("torchrun", "torch.distributed.run")):
-        (python.parent / name).write_text(f'#!/bin/sh\nexec {python} -m {command} "$@"\n')
-        (python.parent / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-        "VENV": str(tmp_path / "venv"),
-        "DSA_ENGINE_CACHE": str(tmp_path / "cache"),
-        "PIP_NO_INDEX": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",
-    }
-    lines = [line for language, block in blocks if not language for line in block.splitlines()]
-    lines.insert(1, "python program.py")
-    assert len(lines) == 5
-    for line in lines:
-        line = line.replace("--port 8000", "--port 0")
-        serves = " serve " in line
-        with subprocess.Popen(
-            ["bash", "-c", f"exec {line}"],
-            cwd=tree.parent,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            end = threading.Timer(300, os.killpg, (process.pid, signal.SIGKILL))
-            end.start()
-            assert process.stdout is not None
-            out = ""
-            for read in process.stdout:
-                out += read
-                if serves and "http://127.0.0.1:" in read:
-                    process.send_signal(signal.SIGINT)
-            end.cancel()
-        assert process.returncode in ((0, 130) if serves else (0,)), f"{line}\n{out}"
-        assert not serves or "http://127.0.0.1:" in out
 
 
 def test_the_interpreter_of_the_tests_sees_no_top_level_kernels(tmp_path: Path) -> None:

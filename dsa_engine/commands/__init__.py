@@ -1,1 +1,1 @@
-"""The commands of ``dsa-engine``, with their options: a file each; bench, doctor and planner are folders."""
+"""The commands of ``dsa-engine``, with their options: a file each; bench, check, doctor and planner are folders."""

@@ -7,7 +7,7 @@ import sys
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
-from dsa_engine.arguments import add_engine_arguments, llm_from
+from dsa_engine.commands.arguments import add_engine_arguments, llm_from
 from dsa_engine.commands.early import Early, leads
 from dsa_engine.commands.sampling import add_chat_arguments, add_sampling_arguments, sampling_params
 from dsa_engine.sampling_params import SamplingParams

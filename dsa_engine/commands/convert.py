@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from dsa_engine.arguments import read_text
+from dsa_engine.commands.arguments import read_text
 from dsa_engine.config.checks import DTYPE_NAMES
 from dsa_engine.measure.report import write_json
 from dsa_engine.options import Quantization
@@ -16,7 +16,7 @@ from dsa_engine.system.output_files import check_outputs
 if TYPE_CHECKING:
     import torch
 
-    from dsa_engine.checkpoint import WrittenCheckpoint
+    from dsa_engine.weights import WrittenCheckpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +73,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _written(args: argparse.Namespace) -> WrittenCheckpoint:
     from dsa_engine.config.model import DTYPES
-    from dsa_engine.convert import dequantize_checkpoint, quantize_checkpoint
-    from dsa_engine.model_folder import resolve_model
+    from dsa_engine.weights.convert import dequantize_checkpoint, quantize_checkpoint
+    from dsa_engine.weights.model_folder import resolve_model
 
     source, how = resolve_model(args.source), {"max_shard_size": args.max_shard_size, "progress": True}
     if not args.quantize:
@@ -86,8 +86,8 @@ def _written(args: argparse.Namespace) -> WrittenCheckpoint:
 
 def _statistics(args: argparse.Namespace, source: Path) -> dict[str, torch.Tensor]:
     from dsa_engine.config.model import ModelConfig
-    from dsa_engine.convert.calibration import calibrate
     from dsa_engine.llm import LLM
+    from dsa_engine.weights.convert.calibration import calibrate
 
     text = read_text(args.calibration)
     stored = ModelConfig.from_pretrained(source).quantization

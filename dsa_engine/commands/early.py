@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dsa_engine.arguments import engine_options
+from dsa_engine.commands.arguments import engine_options
 from dsa_engine.parallel.launch_environment import launched_rank
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class Early:
         # These import torch, which takes seconds and which the help of the commands does not need.
         from dsa_engine.config.model import ModelConfig
         from dsa_engine.engine.startup.weights import limited_model_len
-        from dsa_engine.model_folder import resolve_model
         from dsa_engine.options import EngineOptions
+        from dsa_engine.weights.model_folder import resolve_model
 
         self._options = EngineOptions(**engine_options(args))
         self.folder = resolve_model(self._options.model, dummy=self._options.load_format == "dummy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dsa_engine.arguments import add_engine_arguments, llm_from, read_text
+from dsa_engine.commands.arguments import add_engine_arguments, llm_from, read_text
 from dsa_engine.commands.early import Early, leads
 from dsa_engine.commands.sampling import add_chat_arguments, add_sampling_arguments, sampling_params
 

@@ -6,7 +6,7 @@ import argparse
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dsa_engine.arguments import json_object
+from dsa_engine.commands.arguments import json_object
 from dsa_engine.config.released import RELEASED_CONFIGS, released_fp8
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.system.output_files import check_outputs
@@ -38,12 +38,12 @@ def run_info(args: argparse.Namespace) -> None:
     """
     import torch
 
-    from dsa_engine.convert.schemes import stored_as
     from dsa_engine.measure.costs.weights import rank_model, weight_bytes
     from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
     from dsa_engine.model.layout import parameter_counts
-    from dsa_engine.model_folder import model_config
-    from dsa_engine.quantization import quantization_name
+    from dsa_engine.weights.convert.schemes import stored_as
+    from dsa_engine.weights.formats import quantization_name
+    from dsa_engine.weights.model_folder import model_config
 
     check_outputs(args.json)
     if args.ranks < 1:

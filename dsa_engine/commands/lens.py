@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsa_engine.arguments import add_engine_arguments, llm_from, read_text
+from dsa_engine.commands.arguments import add_engine_arguments, llm_from, read_text
 from dsa_engine.commands.early import Early, leads
 from dsa_engine.commands.sampling import add_chat_arguments, add_sampling_arguments, sampling_params
 from dsa_engine.system.output_files import check_outputs, write_text

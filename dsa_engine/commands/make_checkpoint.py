@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.arguments import json_object
+from dsa_engine.commands.arguments import json_object
 from dsa_engine.config.overrides import merge_overrides
 from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.errors import CheckpointError

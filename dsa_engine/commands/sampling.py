@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from dsa_engine.arguments import Rare, json_object
+from dsa_engine.commands.arguments import Rare, json_object
 from dsa_engine.config.fields import options_of
 from dsa_engine.sampling_params import SamplingParams
 

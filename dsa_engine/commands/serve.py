@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 
-from dsa_engine.arguments import add_engine_arguments, add_options, llm_from, options_from
+from dsa_engine.commands.arguments import add_engine_arguments, add_options, llm_from, options_from
 from dsa_engine.commands.early import Early, leads
 from dsa_engine.server.options import ServerOptions, read_template
 

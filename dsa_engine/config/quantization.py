@@ -2,7 +2,8 @@
 
 Two spellings are read. The released one (``quant_method: "fp8"``) has one scheme for all linear weights: e4m3 in blocks
 with float32 scales. ``compressed-tensors`` has groups of targets, each with a scheme, and a list of weights that are
-not quantised. Schemes are only read here: :mod:`dsa_engine.quantization` has a class for some and refuses the others.
+not quantised. Schemes are only read here: :mod:`dsa_engine.weights.formats` has a class for some, and refuses the
+others.
 """
 
 from __future__ import annotations

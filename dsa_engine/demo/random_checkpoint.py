@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from dsa_engine.checkpoint.dummy import fill_normal
-from dsa_engine.checkpoint.tensors import Source, TensorSpec
-from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_QUANTIZATION
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.layout import released_tensors
 from dsa_engine.system.progress import progress_bar
+from dsa_engine.weights.dummy import fill_normal
+from dsa_engine.weights.tensors import Source, TensorSpec
+from dsa_engine.weights.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 
 # Layers add little to the residual, as in a trained model (and in GPT-2's initialisation). A near tie in the selection
 # that rounding breaks differently then affects its row only and does not grow over layers.

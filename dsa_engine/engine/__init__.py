@@ -1,1 +1,1 @@
-"""Runs requests on a model: an engine, its loop, and rooms for requests, steps, sampling, speculation and startup."""
+"""Runs requests on a model: an engine, its loop, and rooms for calls, requests, steps, sampling, drafts and startup."""

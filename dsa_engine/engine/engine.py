@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from dsa_engine.engine.cache.turns import CacheTurns
-from dsa_engine.engine.expert_loads import LoadRecorder, Rebalancing
+from dsa_engine.engine.cache.steps import CacheSteps
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens, Samples, StepResult
@@ -31,6 +30,7 @@ from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.sampler import mixed_seed, seed_key
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.rebalancing import CountRecorder, Rebalancing
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import has_hook, profiled_range
@@ -44,7 +44,7 @@ class Engine:
     """Runs requests on a model; :func:`.start.start` makes one.
 
     Attributes:
-        cache_turns: pages on other ranks, in host memory and on the disk.
+        cache_steps: pages on other ranks, in host memory and on the disk.
         max_model_len: maximum number of tokens of a request, prompt and output.
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
         bytes_read, load_seconds: what loading this rank's weights took.
@@ -64,14 +64,14 @@ class Engine:
     cache: KVCache
     scheduler: Scheduler
     runner: ModelRunner
-    cache_turns: CacheTurns
+    cache_steps: CacheSteps
     max_model_len: int
     progress: Callable[..., Any]
     bytes_read: int
     load_seconds: float
     step_bytes: int | None
     rebalancing: Rebalancing | None = None
-    recorder: LoadRecorder | None = None
+    recorder: CountRecorder | None = None
 
     def __post_init__(self) -> None:
         runtime = self.model.runtime
@@ -80,7 +80,7 @@ class Engine:
         self.launched_ahead = self.num_prefilled_tokens = self.longest_prefill = self._num_taken = 0
         self.ids = count()
         turns = [one.turn for one in (self.rebalancing, self.recorder) if one is not None]
-        self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, self.cache_turns.launched)
+        self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, self.cache_steps.launched)
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.set_num_drafts(self._max_drafts)
 
@@ -168,7 +168,7 @@ class Engine:
             BaseException: a whole step failed; its requests have ended, with this as ``exception``. An error in the
                 sampling of one request ends only that request.
         """
-        self.cache_turns.begin_step()
+        self.cache_steps.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.
         ahead = self.async_scheduling and not has_hook()
         read = [] if ahead else self._read_in_flight()
@@ -180,7 +180,7 @@ class Engine:
             return self._read_in_flight()  # the next call schedules anew
         if not step:
             return read
-        with profiled_range("launch"), self._failing(step), self.cache_turns.moving(step.chunks, plan.bucket is None):
+        with profiled_range("launch"), self._failing(step), self.cache_steps.moving(step.chunks, plan.bucket is None):
             launched = self.runner.launch(plan, before)
         self._launched(step, plan, launched)
         self._in_flight = launched if ahead and launched.can_be_followed else None
@@ -225,7 +225,7 @@ class Engine:
         if result is not None and result.offered:
             request.draft_stats.append(result)
         if sampled.tokens[0].error is None:
-            self.cache_turns.succeeded(request)
+            self.cache_steps.succeeded(request)
         new = sampled.tokens
         for number, token in enumerate(new, 1):
             self._num_taken += token.error is None
@@ -242,7 +242,7 @@ class Engine:
         """Ends a request in any state and frees its pages; does nothing if it has ended."""
         if request.finish_reason is None:
             request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
-            self.cache_turns.ended(request)
+            self.cache_steps.ended(request)
             self.scheduler.finish(request)
 
     @contextmanager

@@ -6,7 +6,7 @@ results, so an interrupt affects only the caller that waits.
 
 On several ranks each rank has a loop, and all loops run on the messages of rank 0, which reach every rank between the
 same two steps. A message that comes during a step travels beside it and takes effect one step later
-(``message_channel.py``). The ranks stay equal as they take the same messages in the same order. Only rank 0 has
+(``channel.py``). The ranks stay equal as they take the same messages in the same order. Only rank 0 has
 callers; what they get may be sent to the other ranks (``spmd.py``).
 
 When there is nothing to do, rank 0 waits for a message, and the other ranks wait for rank 0. It sends an empty message
@@ -26,7 +26,7 @@ from contextlib import suppress
 
 import torch
 
-from dsa_engine.engine.calls import (
+from dsa_engine.engine.calls.call import (
     CLOSED,
     Abort,
     CallQueue,
@@ -36,14 +36,14 @@ from dsa_engine.engine.calls import (
     Shutdown,
     waking_together,
 )
+from dsa_engine.engine.calls.channel import MessageChannel
+from dsa_engine.engine.calls.jobs import Run, run_job
+from dsa_engine.engine.calls.spmd import SpmdCalls
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import Run, run_job
-from dsa_engine.engine.message_channel import MessageChannel
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.prefill import PrefillPace
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
-from dsa_engine.engine.spmd import SpmdCalls
 
 _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
 _CLOSE_S = 30.0  # longest wait for a running step when the loop is closed
@@ -276,7 +276,7 @@ class EngineLoop:
             if self.engine.recorder is not None and (self._closing or self.channel is None):
                 self.engine.recorder.write()
         with suppress(BaseException):
-            self.engine.cache_turns.close()
+            self.engine.cache_steps.close()
             if (events := self.engine.scheduler.prefix_cache.events) is not None:
                 events.close()
         self._ended.set()

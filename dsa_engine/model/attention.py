@@ -146,13 +146,13 @@ class Attention(Weighted):
 
     def _store_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
-        beside, indexer, rows = self.streams.cache_rows, self.indexer, (x, batch, cache.format)
+        side_stream, indexer, rows = self.streams.cache_rows, self.indexer, (x, batch, cache.format)
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            waits = [beside.run(lambda: self._store_latent(*rows, latent_pool, slots), x)]
+            waits = [side_stream.run(lambda: self._store_latent(*rows, latent_pool, slots), x)]
         if indexer is not None and key_pool is not None:
             with stage("indexer prolog"):
-                waits.append(beside.run(lambda: indexer.store_keys(*rows, key_pool, slots), x))
+                waits.append(side_stream.run(lambda: indexer.store_keys(*rows, key_pool, slots), x))
 
         def stored() -> None:
             with stage("indexer prolog"):

@@ -27,7 +27,7 @@ from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime
-from dsa_engine.quantization import Linear
+from dsa_engine.weights.formats import Linear
 
 # Inputs are normed. Weights with which inputs of at most this norm cannot overflow need no check. The range of float16
 # is small: its norm is smaller, and still above those of models.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dsa_engine.checkpoint import Source
 from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.model.runtime import Runtime
-from dsa_engine.quantization import GroupedExperts, Linear, Matrix, Weights
+from dsa_engine.weights import Source
+from dsa_engine.weights.formats import GroupedExperts, Linear, Matrix, Weights
 
 
 class Weighted(nn.Module):

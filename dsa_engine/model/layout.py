@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsa_engine.checkpoint import Source, TensorSpec
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_BLOCK_SIZE
 from dsa_engine.kernels.formats.quantize import FP8
@@ -20,7 +19,8 @@ from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.quantization import GroupedExperts, Linear, Matrix, WeightFormat
+from dsa_engine.weights import Source, TensorSpec
+from dsa_engine.weights.formats import GroupedExperts, Linear, Matrix, WeightFormat
 
 _META = torch.device("meta")
 _CODES = torch.empty(0, 0, dtype=FP8, device=_META)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dsa_engine.checkpoint import Source
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
@@ -26,13 +25,14 @@ from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
-from dsa_engine.parallel.experts.loads import LoadCounter
+from dsa_engine.parallel.experts.counts import ExpertCounter
 from dsa_engine.parallel.tensor_parallel import (
     own_vocab_parallel_logits,
     vocab_parallel_embedding,
     vocab_parallel_logits,
     vocab_shard,
 )
+from dsa_engine.weights import Source
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
@@ -199,7 +199,7 @@ class Model(Weighted):
     def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):
         super().__init__(runtime)
         self.config = config
-        self.loads: LoadCounter | None = None
+        self.loads: ExpertCounter | None = None
         self.unread: Set[str] = frozenset()
         # Sharded by vocabulary over the tensor-parallel group.
         rows, padded_rows = vocab_shard(config.vocab_size, runtime.mesh.tp)

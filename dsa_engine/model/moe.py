@@ -23,8 +23,8 @@ from dsa_engine.model.forward_batch import ForwardBatch, Pass
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
+from dsa_engine.parallel.experts.counts import count_topk_ids
 from dsa_engine.parallel.experts.dispatch import Dispatch
-from dsa_engine.parallel.experts.loads import count_topk_ids
 
 
 class MoE(Weighted):
@@ -37,7 +37,7 @@ class MoE(Weighted):
     chooses with weight 1.
 
     Attributes:
-        counts: to which `topk_ids` are added, see :class:`.LoadCounter`; None: they are not counted.
+        counts: to which `topk_ids` are added, see :class:`.ExpertCounter`; None: they are not counted.
         shared_load: load of the shared expert, over that of all others together, if it is routed; else 0.
     """
 

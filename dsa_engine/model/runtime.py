@@ -10,7 +10,7 @@ import torch
 
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.side_stream import SideStream
-from dsa_engine.quantization import WeightFormat
+from dsa_engine.weights.formats import WeightFormat
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
-from dsa_engine.async_calls import PreparedPrompt
 from dsa_engine.config.checks import shown
+from dsa_engine.engine.calls.async_calls import PreparedPrompt
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError, BodyLimit, EngineError, HostCheck, KeyCheck, add_handlers, bad_request
 from dsa_engine.server.forms.chat import ChatForm

@@ -13,9 +13,9 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from dsa_engine.async_calls import AsyncCalls
-from dsa_engine.engine.calls import Abort, EventLoopMailbox, Sent, waking_together
-from dsa_engine.engine.reply import Mailbox, Reply
+from dsa_engine.engine.calls.async_calls import AsyncCalls
+from dsa_engine.engine.calls.call import Abort, EventLoopMailbox, Sent, waking_together
+from dsa_engine.engine.calls.reply import Mailbox, Reply
 from dsa_engine.engine.requests.limits import Limits
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.messages import (
@@ -41,7 +41,7 @@ class EngineClient(AsyncCalls):
 
     Text is made here, and stop strings are found here, so the engine's process has little to do for each token. All
     runs in one event loop, between :meth:`connect` and :meth:`close`; it takes the messages of its own calls, see
-    :class:`dsa_engine.engine.calls.MessageQueue`.
+    :class:`dsa_engine.engine.calls.call.MessageQueue`.
 
     Args:
         facts: what is known of the engine.

@@ -14,7 +14,7 @@ from typing import Any, cast
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dsa_engine.async_calls import PreparedPrompt
+from dsa_engine.engine.calls.async_calls import PreparedPrompt
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError, bad_request, failed
 from dsa_engine.server.forms.form import Form, to_json

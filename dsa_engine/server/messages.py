@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dsa_engine.engine.calls.reply import RequestRecord
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.reply import RequestRecord
 from dsa_engine.engine.requests.limits import Add, Capacity
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.outputs import Logprob
@@ -29,7 +29,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         folder: the model's.
-        default_sampling: see :class:`dsa_engine.async_calls.AsyncCalls`.
+        default_sampling: see :class:`dsa_engine.engine.calls.async_calls.AsyncCalls`.
         model: the option ``model`` as it was given.
         pid: the engine's process.
         cache: settings of the caches, as metrics show them.

@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from dsa_engine.engine.calls import Abort, put_together
-from dsa_engine.engine.jobs import Run
-from dsa_engine.engine.reply import Receiver, RequestRecord
+from dsa_engine.engine.calls.call import Abort, put_together
+from dsa_engine.engine.calls.jobs import Run
+from dsa_engine.engine.calls.reply import Receiver, RequestRecord
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.llm import LLM

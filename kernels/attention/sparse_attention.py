@@ -121,7 +121,7 @@ def _run_native(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float,
     workspace: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Runs ``native/sparse_attention.cpp``: a thread takes a token at a time and gathers all its rows."""
+    """Runs ``cpu/sparse_attention.cpp``: a thread takes a token at a time and gathers all its rows."""
     (tokens, heads, width), k = q.shape, slots.shape[1]
     library = cpu.kernels()
     out, lse = q.new_empty(tokens, heads, value_dim), torch.empty(tokens, heads)

@@ -50,7 +50,7 @@ class ProductFormat:
         packed: numbers in an element of a weight.
         gate_dtype: dtype in which the reference gates; None: the result's.
         copies: rows that are held between two products, in numbers of input and output of one.
-        native: the kind of a weight for the CPU's kernels (``native/products.h``), which read ``codes`` of this dtype;
+        native: the kind of a weight for the CPU's kernels (``cpu/products.h``), which read ``codes`` of this dtype;
             None: of x's.
         fits: whether scales of a shape belong to codes of a shape, where the callers do not check.
         power_of_two: whether FP8 scales of activations are rounded up.

@@ -5,7 +5,7 @@
 Scores live in a workspace of fixed size: queries are taken in as many blocks as it needs, so memory does not grow
 with S².
 
-On a CPU one kernel (``native/lightning_indexer.cpp``) does all of it and keeps no scores: each is compared, when it is
+On a CPU one kernel (``cpu/lightning_indexer.cpp``) does all of it and keeps no scores: each is compared, when it is
 made, with the worst of its query's best so far.
 
 Bits of a score, and so the choice between nearly equal ones: they depend on query and keys, and on whether few queries

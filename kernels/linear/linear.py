@@ -3,7 +3,7 @@
     y = x · weightᵀ
 
 PyTorch's product, but on a CPU for few rows, as in decode: it packs the weight and divides it over threads by its own
-rules, which takes longer than reading the weight once (``native/linear.cpp``). The C++ kernel reads weights of every
+rules, which takes longer than reading the weight once (``cpu/linear.cpp``). The C++ kernel reads weights of every
 format as they are stored.
 
 Bits of a row: of kernels they depend on the row and the weight alone. PyTorch's product chooses tiles and orders of
@@ -29,11 +29,11 @@ FEW_ROWS_ON_A_CPU = 16
 def run_native(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, kind: int = 0, power_of_two: bool = False
 ) -> torch.Tensor:
-    """Runs ``native/linear.cpp``.
+    """Runs ``cpu/linear.cpp``.
 
     Args:
         x: ``[..., in]``, of a dtype that :func:`.cpu.serves` takes.
-        weight: ``[out, in]``, contiguous, of a kind that ``native/products.h`` knows, and its ``scale``.
+        weight: ``[out, in]``, contiguous, of a kind that ``cpu/products.h`` knows, and its ``scale``.
 
     Returns:
         ``[..., out]`` in x's dtype.

@@ -2,7 +2,7 @@
 
     out[t, h] = x[t, h] · weight[h]
 
-PyTorch's batched product, but on a CPU one that packs and copies nothing (``native/linear.cpp``).
+PyTorch's batched product, but on a CPU one that packs and copies nothing (``cpu/linear.cpp``).
 
 Bits of a token: as of :mod:`.linear`.
 """

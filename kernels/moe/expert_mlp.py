@@ -59,7 +59,7 @@ def _run_native(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: Weight, down: Weight,
     product: ProductFormat, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Runs ``native/expert_mlp.cpp``: a thread takes an expert at a time."""
+    """Runs ``cpu/expert_mlp.cpp``: a thread takes an expert at a time."""
     x_type = cpu.ROUNDED if x.dtype == torch.int32 else cpu.TYPES[x.dtype]
     (tokens, k), (count, hidden, packed) = topk_ids.shape, _part(down).shape
     x = _made_rows(x, product, hidden) if x.dtype == torch.int32 else x.contiguous()
@@ -84,7 +84,7 @@ def _run_native(
 
 
 def _made_rows(words: torch.Tensor, product: ProductFormat, hidden: int) -> torch.Tensor:
-    """Rows of tokens that came as codes and scales, as ``make_row`` of ``native/products.h`` makes them."""
+    """Rows of tokens that came as codes and scales, as ``make_row`` of ``cpu/products.h`` makes them."""
     codes, scales = product.quantize(words)
     if codes is None or scales is None or codes.shape[1] != hidden:
         raise ValueError(f"quantised tokens of {hidden} numbers are not {tuple(words.shape)}")

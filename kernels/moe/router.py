@@ -134,7 +134,7 @@ def route_kernel(
 def _run(
     logits: torch.Tensor, bias: torch.Tensor, how: Routing, token_mask: torch.Tensor | None, *, native: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs ``native/router.cpp`` if ``native``, else the Triton kernel."""
+    """Runs ``cpu/router.cpp`` if ``native``, else the Triton kernel."""
     (rows, count), (top_k, groups, top_groups, normalise, factor) = logits.shape, how
     logits, bias = logits.contiguous(), bias.contiguous()
     token_mask = None if token_mask is None else token_mask.contiguous()

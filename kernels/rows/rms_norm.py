@@ -54,7 +54,7 @@ def run_rms_norm(
     native: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x [rows, width]`` with any row stride; the sum is x itself where there is no residual. ``native``: runs
-    ``native/rows.cpp``, else the Triton kernel."""
+    ``cpu/rows.cpp``, else the Triton kernel."""
     rows, width = x.shape
     normed = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)

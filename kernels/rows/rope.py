@@ -127,7 +127,7 @@ def _by_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_native(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
-    """Runs ``native/rows.cpp``; ``x, out [T, heads, dim]``."""
+    """Runs ``cpu/rows.cpp``; ``x, out [T, heads, dim]``."""
     tokens, heads, dim = x.shape
     cpu.kernels().dsa_rope(
         x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), cpu.TYPES[x.dtype], tokens, heads, dim // 2,

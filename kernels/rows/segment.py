@@ -216,7 +216,7 @@ def slots_of_kernel(
 def _slots_of_native(
     positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """Runs ``native/rows.cpp``; all tensors are int32."""
+    """Runs ``cpu/rows.cpp``; all tensors are int32."""
     positions, tables, sequences = positions.contiguous(), block_tables.contiguous(), sequences.contiguous()
     slots = torch.empty_like(positions)
     rows, columns = positions.shape[0], math.prod(positions.shape[1:])

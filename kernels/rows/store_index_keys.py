@@ -142,7 +142,7 @@ def _run_native(
     projected: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float, cos: torch.Tensor,
     sin: torch.Tensor, interleaved: bool, pool: torch.Tensor, slots: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Runs ``native/rows.cpp``."""
+    """Runs ``cpu/rows.cpp``."""
     projected = projected if projected.stride(1) == 1 else projected.contiguous()
     norm_weight, norm_bias = norm_weight.contiguous(), norm_bias.contiguous()
     slots = None if slots is None else slots.contiguous()

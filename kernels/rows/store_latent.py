@@ -102,7 +102,7 @@ def _run_native(
     compressed: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor,
     interleaved: bool, pool: torch.Tensor, slots: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Runs ``native/rows.cpp``."""
+    """Runs ``cpu/rows.cpp``."""
     compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
     norm_weight, slots = norm_weight.contiguous(), None if slots is None else slots.contiguous()
     outside = cpu.kernels().dsa_store_latent(

@@ -1,4 +1,4 @@
-"""The CPU's kernels: C++ sources in ``kernels/native``, compiled for this machine when they are first needed.
+"""The CPU's kernels: C++ sources in ``kernels/cpu``, compiled for this machine when they are first needed.
 
 They do what the references do, which stay their definition, and run instead of them on CPU tensors (:func:`serves`):
 they read and write float32, bfloat16 and float16, read weights as they are stored, and compute in float32. A tile of
@@ -27,7 +27,7 @@ from dsa_engine.kernels.runtime import launch, native_library
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = Path(__file__).parents[1] / "native"
+_SOURCES = Path(__file__).parents[1] / "cpu"
 # Multiply-adds that are worth another thread, some 10 µs: a thread that is awake takes a few to begin.
 _WORTH_A_THREAD = 1 << 18
 _EXPANDED_NUMBERS = 1 << 22  # 16 MiB of a weight
@@ -53,9 +53,9 @@ _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._Simple
     "dsa_store_latent": ([c_void_p] * 6 + [c_int64] * 12 + [c_float, c_int64], c_int64),
 }
 
-# Numbers of the types that kernels read and write (``native/tiles.h``).
+# Numbers of the types that kernels read and write (``cpu/tiles.h``).
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ROUNDED = 3  # rows as products of codes make them (``native/products.h``)
+ROUNDED = 3  # rows as products of codes make them (``cpu/products.h``)
 
 
 def serves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> bool:

@@ -3,7 +3,7 @@
 A decode step of a small model on a CPU spends a fifth of its time in Python, and always does the same: the same
 kernels on the same addresses, as in a CUDA graph. A recording keeps the calls of the CPU's kernels, and PyTorch's
 operations that compute or copy; views, checks and allocations are not repeated. Neighbouring calls of kernels are one
-native call (``native/replay.cpp``).
+native call (``cpu/replay.cpp``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Blocks = defaultdict[int, list[torch.UntypedStorage]]
 
 
 class _Kernels(NamedTuple):
-    """Neighbouring calls of kernels, as ``native/replay.cpp`` takes them."""
+    """Neighbouring calls of kernels, as ``cpu/replay.cpp`` takes them."""
 
     words: list[int]
     names: list[str]

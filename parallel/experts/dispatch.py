@@ -41,8 +41,8 @@ class Received(NamedTuple):
 class Dispatch(ABC):
     """Tokens on their way to their experts and back, in one round or several.
 
-    A dispatch is made with the tokens of its first round on their way, but for :class:`DispatchBeside`. In each round a
-    rank calls :meth:`receive`, runs its experts, and calls :meth:`send_back`; after the last one it calls
+    A dispatch is made with the tokens of its first round on their way, but for :class:`OverlappedDispatch`. In each
+    round a rank calls :meth:`receive`, runs its experts, and calls :meth:`send_back`; after the last one it calls
     :meth:`combine`. What travels does so beside the work that is launched between these calls, on the stream of the
     collective. Every rank of the group takes part in each transfer, and makes all calls of all its dispatches in the
     same order.
@@ -85,7 +85,7 @@ class NoDispatch(Dispatch):
         return self._sums
 
 
-class DispatchBeside(Dispatch):
+class OverlappedDispatch(Dispatch):
     """Tokens that travel beside what the main stream is given between the making of the dispatch and :meth:`send`, so
     that the device has work while the host waits for counts.
 

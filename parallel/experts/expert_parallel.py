@@ -44,9 +44,9 @@ from dsa_engine.parallel.experts.by_node import (
     way_numbers,
 )
 from dsa_engine.parallel.experts.deep_ep import DeepEP, LowLatencyDispatch
-from dsa_engine.parallel.experts.dispatch import Dispatch, DispatchBeside, NoDispatch, Received, unpacked
+from dsa_engine.parallel.experts.dispatch import Dispatch, NoDispatch, OverlappedDispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
-from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes
+from dsa_engine.parallel.experts.traffic import DispatchChoice, RouterShape, RowBytes
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream
 
@@ -65,7 +65,7 @@ class ExpertParallel:
             (:meth:`.layer_placements.ExpertDivision.even_routing`).
         quantized_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail;
             None: sums travel in the tokens' dtype.
-        beside: the stream of tokens that are sent beside other work.
+        side_stream: the stream of tokens that are sent beside other work.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ExpertParallel:
         self.groups, self.top_groups = 1, 1
         self.even = False
         self.quantized_sum_bytes: int | None = None
-        self.beside = SideStream(torch.device("cpu"))
+        self.side_stream = SideStream(torch.device("cpu"))
         self._tables = NodeTables(nodes, placement) if nodes else None
 
     @property
@@ -114,7 +114,8 @@ class ExpertParallel:
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
                 if there may be more, the host waits for their number.
             sum_bytes: of a token's sum in the tokens' dtype; default: those of the token.
-            unsent: gets :meth:`.DispatchBeside.send` of tokens whose counts the host has to know; None: they are sent.
+            unsent: gets :meth:`.OverlappedDispatch.send` of tokens whose counts the host has to know; None: they are
+                sent.
         """
         if self.group.size == 1:
             return NoDispatch(Received(tokens, self.to_physical(topk_ids), topk_weights, 1.0))
@@ -135,9 +136,9 @@ class ExpertParallel:
         else:
             steps = self._all_to_all(tokens, topk_ids, topk_weights, max_pairs)
         if unsent is not None:
-            beside = DispatchBeside(steps, self.beside)
-            unsent.append(beside.send)
-            return beside
+            overlapped = OverlappedDispatch(steps, self.side_stream)
+            unsent.append(overlapped.send)
+            return overlapped
         *_, dispatch = steps
         assert dispatch is not None
         return dispatch
@@ -188,14 +189,13 @@ class ExpertParallel:
         return [Way.of(row, groups) for row in read()]
 
     def _gather(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int, by_rail: bool
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int
     ) -> Callable[[], Received]:
         """Starts to gather the tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert
         works on it.
 
         Args:
             topk_ids: logical experts.
-            by_rail: gather them in that order (:meth:`.Group.goes_by_rail`).
 
         Returns:
             a function that waits for them.
@@ -204,7 +204,7 @@ class ExpertParallel:
         if replicas is None:
             topk_ids = self.to_physical(topk_ids)
         packed = pack_tokens(tokens, topk_ids, topk_weights, rows=max_tokens, replicas=replicas)
-        wait = group.all_gather_async(packed, by_rail)
+        wait = group.all_gather_async(packed)
 
         def received() -> Received:
             fraction, first = self.placement.fraction(group.index), self.placement.first(group.index)
@@ -292,7 +292,7 @@ class ExpertParallel:
         assert self.choice is not None
         sent = tokens.shape[1] * tokens.dtype.itemsize
         row = RowBytes.of(sent, k, sum_bytes, self.quantized_sum_bytes)
-        routing = Routing(self.placement.experts, k, self.groups, self.top_groups)
+        routing = RouterShape(self.placement.experts, k, self.groups, self.top_groups)
         return self.choice.method(max_tokens, max_pairs, row, routing)
 
     def _all_gather(
@@ -303,14 +303,10 @@ class ExpertParallel:
         max_tokens: int,
         max_pairs: int,
     ) -> Dispatch:
-        group, (count, k) = self.group, topk_ids.shape
-        by_rail = group.goes_by_rail(max_tokens * RowBytes.of(tokens.shape[1] * tokens.dtype.itemsize, k).there)
-        gathered = self._gather(tokens, topk_ids, topk_weights, max_tokens, by_rail)
-
-        def add(sums: torch.Tensor) -> Callable[[], torch.Tensor]:
-            return group.reduce_scatter_async(sums, by_rail)
-
-        return AllGatherDispatch(gathered, partial(self._parts, max_pairs), add, count)
+        gathered = self._gather(tokens, topk_ids, topk_weights, max_tokens)
+        return AllGatherDispatch(
+            gathered, partial(self._parts, max_pairs), self.group.reduce_scatter_async, len(tokens)
+        )
 
     def _parts(self, max_pairs: int, received: Received) -> list[Part]:
         """The rounds of tokens that have come at once; the host waits for counts, unless they all fit or are known."""

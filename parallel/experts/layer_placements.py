@@ -14,9 +14,9 @@ import torch
 
 from dsa_engine.parallel.experts.balance import balance_layer, imbalance
 from dsa_engine.parallel.experts.by_node import NodeGroups
+from dsa_engine.parallel.experts.counts import ExpertCounts
 from dsa_engine.parallel.experts.deep_ep import DeepEP
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.loads import ExpertLoads
 from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
 from dsa_engine.parallel.experts.traffic import DispatchChoice
@@ -36,7 +36,7 @@ class LayerPlacements:
         ranks: number of ranks that hold experts.
         nodes: number of nodes that groups of experts are to be divided over; 1: experts of a group may lie anywhere.
         redundant: number of physical experts more than logical ones.
-        loads: of each layer, or the path of their file (`loads.py`), or loads of each expert, the same in all
+        loads: of each layer, or the path of their file (`counts.py`), or loads of each expert, the same in all
             layers; None: equal loads.
 
     Raises:
@@ -48,10 +48,10 @@ class LayerPlacements:
         ranks: int,
         nodes: int = 1,
         redundant: int = 0,
-        loads: str | Path | ExpertLoads | Sequence[float] | None = None,
+        loads: str | Path | ExpertCounts | Sequence[float] | None = None,
     ):
         self._ranks, self._nodes, self._redundant = ranks, nodes, redundant
-        self._loads = ExpertLoads.read(loads) if isinstance(loads, (str, Path)) else loads
+        self._loads = ExpertCounts.read(loads) if isinstance(loads, (str, Path)) else loads
         self._planned: dict[tuple[tuple[float, ...], int], Held] = {}  # by loads and groups
 
     @classmethod
@@ -72,13 +72,13 @@ class LayerPlacements:
         given = self._loads
         if given is None:
             return None
-        count = given.experts if isinstance(given, ExpertLoads) else len(given)
+        count = given.experts if isinstance(given, ExpertCounts) else len(given)
         if count != experts:
             raise ValueError(
                 f"expert_loads have loads of {count} experts, the model has {experts} routed experts; count them with "
                 "this model"
             )
-        return given.of_layer(layer) if isinstance(given, ExpertLoads) else tuple(given)
+        return given.of_layer(layer) if isinstance(given, ExpertCounts) else tuple(given)
 
     def held(self, experts: int, layer: int, groups: int, shared: float = 0.0) -> Held:
         """The experts of each rank.
@@ -173,7 +173,7 @@ class ExpertDivision:
         if key not in self._made:
             made = self._make(ExpertPlacement(held, self._mesh.device, changes))
             made.groups, made.top_groups = groups, top_groups
-            made.deep_ep, made.beside = self.deep_ep, self._beside
+            made.deep_ep, made.side_stream = self.deep_ep, self._side_stream
             self._made[key] = made
         return self._made[key]
 
@@ -202,7 +202,7 @@ class ExpertDivision:
         return ExpertParallel(self._mesh.ep, placement, self._mesh.node_groups, self._choice)
 
     @cached_property
-    def _beside(self) -> SideStream:
+    def _side_stream(self) -> SideStream:
         groups = self._mesh.node_groups
         return SideStream(self._mesh.device, priority=-1) if groups is None else groups.there
 

@@ -50,9 +50,3 @@ def peers_of(rank: int, nodes: Sequence[int]) -> dict[int, int]:
 def has_two_levels(nodes: Sequence[int]) -> bool:
     """Whether there are several nodes, one of them with several ranks. Else a dispatch by node is an all-to-all."""
     return 1 < len(set(nodes)) < len(nodes)
-
-
-def are_equal_neighbours(nodes: Sequence[int]) -> bool:
-    """Whether there are two levels, and nodes have equally many ranks, one node after the other."""
-    equal = len(set(Counter(nodes).values())) == 1
-    return has_two_levels(nodes) and equal and list(nodes) == sorted(nodes)

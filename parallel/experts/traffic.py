@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -44,7 +42,7 @@ def quantized_bytes(hidden: int, block: int = 128) -> int:
     return hidden + 4 * cdiv(hidden, block)
 
 
-class Routing(NamedTuple):
+class RouterShape(NamedTuple):
     """A token's experts: ``top_k`` of ``experts``, evenly out of ``top_groups`` of ``groups`` equal groups."""
 
     experts: int
@@ -68,47 +66,24 @@ class Routing(NamedTuple):
 
 
 def exchange(
-    method: DispatchMethod, rows: float, ranks: int, nodes: int, row: RowBytes, routing: Routing, links: Links
+    method: DispatchMethod, rows: float, ranks: int, nodes: int, row: RowBytes, routing: RouterShape, links: Links
 ) -> float:
     """Seconds of a layer's way to the experts, with the exchange of counts, and back, for ``rows`` tokens of each rank,
     in one round, with even routing and consecutive experts, if nothing else travels."""
     if ranks == 1:
         return 0.0
     if method == "all_gather":
-        return sum(gathered(links, ranks, nodes, rows * nbytes) for nbytes in (row.there, row.plain))
+        return sum(links.ring(ranks, nodes, rows * nbytes) for nbytes in (row.there, row.plain))
     to_rank = rows * routing.reached(ranks)
     if method == "all_to_all" or not 1 < nodes < ranks:
         ways = sum(links.all_to_all(ranks, nodes, to_rank * nbytes) for nbytes in (row.there, row.back))
-        return gathered(links, ranks, nodes, 8 * ranks) + ways
+        return links.ring(ranks, nodes, 8 * ranks) + ways
     to_node, passed_on = rows * routing.reached(nodes), nodes * to_rank
-    ways = gathered(links, ranks, nodes, 16 * ranks)
+    ways = links.ring(ranks, nodes, 16 * ranks)
     for rail, inside in ((row.there, row.there), (row.back, row.plain)):
         ways += links.all_to_all(nodes, nodes, to_node * rail)
         ways += links.all_to_all(ranks // nodes, 1, passed_on * inside)
     return ways
-
-
-def gathered(links: Links, ranks: int, nodes: int, part: float) -> float:
-    """Seconds of an all-gather or a reduce-scatter over all ranks, in one ring, or in two levels where the engine takes
-    these."""
-    if 1 < nodes < ranks and part <= largest_part(ranks, nodes):
-        return _in_two_levels(links, ranks, nodes, part)
-    return links.ring(ranks, nodes, part)
-
-
-@lru_cache(maxsize=64)
-def largest_part(ranks: int, nodes: int) -> int:
-    """The largest part of a rank, in bytes, that all ranks gather faster along rails and then inside nodes than in one
-    ring; 0: none. By the default :class:`.links.Links`; rails take fewer steps and carry a byte for longer."""
-    links, mebi = Links(), 1 << 20
-    gain, of_mebi = (links.ring(ranks, nodes, b) - _in_two_levels(links, ranks, nodes, b) for b in (0, mebi))
-    if gain <= 0:
-        return 0
-    return sys.maxsize if of_mebi >= gain else int(gain / (gain - of_mebi) * mebi)
-
-
-def _in_two_levels(links: Links, ranks: int, nodes: int, part: float) -> float:
-    return links.ring(nodes, nodes, part) + links.ring(ranks // nodes, 1, part * nodes)
 
 
 class DispatchChoice:
@@ -128,9 +103,9 @@ class DispatchChoice:
         self._methods: list[DispatchMethod] = ["all_gather", "all_to_all"]
         if has_two_levels(nodes):
             self._methods.append("by_node")
-        self._chosen: dict[tuple[int, int, RowBytes, Routing], DispatchMethod] = {}
+        self._chosen: dict[tuple[int, int, RowBytes, RouterShape], DispatchMethod] = {}
 
-    def method(self, tokens: int, max_pairs: int, row: RowBytes, routing: Routing) -> DispatchMethod:
+    def method(self, tokens: int, max_pairs: int, row: RowBytes, routing: RouterShape) -> DispatchMethod:
         """The dispatch of a step.
 
         Args:
@@ -143,12 +118,12 @@ class DispatchChoice:
             self._chosen[key] = self._choose(*key)
         return self._chosen[key]
 
-    def seconds(self, tokens: int, row: RowBytes, routing: Routing) -> dict[DispatchMethod, float]:
+    def seconds(self, tokens: int, row: RowBytes, routing: RouterShape) -> dict[DispatchMethod, float]:
         """Modelled seconds of each dispatch on the way to experts and back."""
         sizes = tokens, self._ranks, self._nodes
         return {method: exchange(method, *sizes, row, routing, self._links) for method in self._methods}
 
-    def _choose(self, tokens: int, max_pairs: int, row: RowBytes, routing: Routing) -> DispatchMethod:
+    def _choose(self, tokens: int, max_pairs: int, row: RowBytes, routing: RouterShape) -> DispatchMethod:
         seconds = self.seconds(tokens, row, routing)
         if tokens * self._ranks > max_pairs:
             del seconds["all_gather"]

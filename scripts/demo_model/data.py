@@ -1,51 +1,53 @@
-"""Documents to learn from: facts scattered in text and questions about them, passages to continue, plain text.
+"""Documents to learn from: facts scattered in text and questions about them, and plain text.
 
 A retrieval document is one conversation: the first message holds the text, with facts on separate lines, and ends in
-a question; each further message asks again. Everything is drawn from ``(seed, step)``, so a run can start anywhere.
+a question; each further message asks again. Everything is drawn from ``(seed, step)``.
 
     <bos><User>…text…
     key 4821 is 97
     …text…
     What is key 4821?<Assistant>key 4821 is 97<eos><User>…
+
+The text is Python's own standard library and language reference, under the PSF licence: the files of the interpreter
+that runs the training. Whole files are held out for evaluation, chosen by a hash of their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import sysconfig
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from demo_model.recipe import Phase
+from demo_model.recipe import SEED, Phase
+from dsa_engine.demo import trained_folder
 
 # Weights of the loss. Unpredictable tokens (digits of a new fact, the key of a question) are not learned.
 TEXT, KNOWN, UNKNOWN, COPY, ANSWER = 0.5, 0.2, 0.0, 1.0, 4.0
 
-WORDS = ("key", " key", " is", " and", "What", "Continue")
+WORDS = ("\u010a", "?", "key", "\u0120key", "\u0120is", "What")  # as the tokenizer stores a line break and spaces
 SPECIAL_TOKENS = ("<|begin_of_sentence|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>")
 LONGEST_JUMP = 100_000  # largest gap in the positions of a training document, for distances of longer documents
+HELD_OUT = 16  # one file in 16 is held out
 
 
-class Library:
-    """Tokenised lines of a corpus."""
+def standard_library() -> tuple[dict[str, str], dict[str, str]]:
+    """Texts by name, for training and held out: sources of the standard library's top folder and the topics of the
+    language reference (``pydoc_data``)."""
+    from pydoc_data.topics import topics
 
-    def __init__(self, texts: dict[str, str], encode: Callable[[list[str]], list[list[int]]], newline: int):
-        lines = [line.rstrip() for text in texts.values() for line in [*text.split("\n"), ""]]
-        encoded = encode(lines)
-        self.lines = [np.array([*ids, newline], dtype=np.int64) for ids in encoded]
-        self.line_ends = np.cumsum([len(line) for line in self.lines])
-
-    def passage(self, rng: np.random.Generator, tokens: int) -> list[np.ndarray]:
-        """Consecutive lines from anywhere, of about ``tokens`` tokens, at least one line."""
-        total = int(self.line_ends[-1])
-        line = int(np.searchsorted(self.line_ends, rng.integers(total)))
-        lines, count = [], 0
-        while count < tokens and line < len(self.lines):
-            if len(self.lines[line]) <= 96:  # no tables of numbers
-                lines.append(self.lines[line])
-                count += len(self.lines[line])
-            line += 1
-        return lines or [self.lines[0]]
+    texts = {f"topics/{name}": text for name, text in topics.items()}
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        texts[path.name] = path.read_text(encoding="utf-8", errors="replace")
+    train: dict[str, str] = {}
+    held_out: dict[str, str] = {}
+    for name, text in sorted(texts.items()):
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        (held_out if number % HELD_OUT == 0 else train)[name] = text.replace("\t", "    ")
+    return train, held_out
 
 
 @dataclass
@@ -82,43 +84,6 @@ class Batch:
     asked: np.ndarray
 
 
-class Writer:
-    """Writes facts, questions and answers as tokens. A number's every two digits are one token."""
-
-    def __init__(self, vocabulary: dict[str, int]):
-        self.vocabulary = vocabulary
-        self.bos, self.eos, self.user, self.assistant = (vocabulary[token] for token in SPECIAL_TOKENS)
-        self.newline = vocabulary["\u010a"]
-        self.comma, self.ask, self.colon = vocabulary[","], vocabulary["?"], vocabulary[":"]
-        self.first = [vocabulary[f"\u0120{i:02}"] for i in range(100)]
-        self.second = [vocabulary[f"{i:02}"] for i in range(100)]
-        words = (word.replace(" ", "\u0120") for word in WORDS)
-        self.key, self.a_key, self.is_, self.and_, self.what, self.continue_ = (vocabulary[word] for word in words)
-
-    def number(self, key: int) -> list[int]:
-        return [self.first[key // 100], self.second[key % 100]]
-
-    def fact(self, key: int, value: int) -> tuple[list[int], list[float]]:
-        """``key 4821 is 97``, and a line break."""
-        tokens = [self.key, *self.number(key), self.is_, self.first[value], self.newline]
-        return tokens, [KNOWN, UNKNOWN, UNKNOWN, KNOWN, UNKNOWN, KNOWN]
-
-    def question(self, keys: list[int]) -> list[int]:
-        """``What is key 4821?``, or ``What is key 4821 and key 1733?``"""
-        tokens = [self.what, self.is_]
-        for i, key in enumerate(keys):
-            tokens += [self.and_] * (i > 0) + [self.a_key, *self.number(key)]
-        return [*tokens, self.ask]
-
-    def answer(self, facts: list[tuple[int, int]]) -> list[int]:
-        """``key 4821 is 97``, or ``key 4821 is 97, key 1733 is 12``, and the end of the sentence."""
-        tokens: list[int] = []
-        for i, (key, value) in enumerate(facts):
-            name = [self.comma, self.a_key] if i else [self.key]
-            tokens += [*name, *self.number(key), self.is_, self.first[value]]
-        return [*tokens, self.eos]
-
-
 def draw_facts(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
     """Facts with different keys. In every second document keys have common halves: 48xx and xx21 beside 4821."""
     halves = 100
@@ -131,10 +96,45 @@ def draw_facts(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
 
 
 class Documents:
-    """Batches of documents of one length; everything in them is drawn from ``seed``."""
+    """Batches of documents of one length about ``texts``, in the shipped model's tokens; a number's every two digits
+    are one token."""
 
-    def __init__(self, library: Library, writer: Writer, seed: int):
-        self.library, self.writer, self.seed = library, writer, seed
+    def __init__(self, texts: dict[str, str], seed: int = SEED):
+        tokenizer, self.seed = Tokenizer.from_file(str(trained_folder() / "tokenizer.json")), seed
+        of = tokenizer.get_vocab()
+        self.bos, self.eos, self.user, self.assistant = (of[token] for token in SPECIAL_TOKENS)
+        self.newline, self.ask, self.key, self.a_key, self.is_, self.what = (of[word] for word in WORDS)
+        self.first, self.second = [of[f"\u0120{i:02}"] for i in range(100)], [of[f"{i:02}"] for i in range(100)]
+        lines = [line.rstrip() for text in texts.values() for line in [*text.split("\n"), ""]]
+        encoded = tokenizer.encode_batch(lines, add_special_tokens=False)
+        self._lines = [np.array([*line.ids, self.newline], dtype=np.int64) for line in encoded]
+        self._line_ends = np.cumsum([len(line) for line in self._lines])
+
+    def passage(self, rng: np.random.Generator, tokens: int) -> list[np.ndarray]:
+        """Consecutive lines from anywhere, of about ``tokens`` tokens, at least one line."""
+        line = int(np.searchsorted(self._line_ends, rng.integers(int(self._line_ends[-1]))))
+        lines, count = [], 0
+        while count < tokens and line < len(self._lines):
+            if len(self._lines[line]) <= 96:  # no tables of numbers
+                lines.append(self._lines[line])
+                count += len(self._lines[line])
+            line += 1
+        return lines or [self._lines[0]]
+
+    def number(self, key: int) -> list[int]:
+        return [self.first[key // 100], self.second[key % 100]]
+
+    def fact(self, key: int, value: int) -> list[int]:
+        """``key 4821 is 97``, and a line break."""
+        return [self.key, *self.number(key), self.is_, self.first[value], self.newline]
+
+    def question(self, key: int) -> list[int]:
+        """``What is key 4821?``, and the beginning of the answer."""
+        return [self.what, self.is_, self.a_key, *self.number(key), self.ask, self.assistant]
+
+    def answer(self, key: int, value: int) -> list[int]:
+        """``key 4821 is 97``, and the end of the sentence."""
+        return [*self.fact(key, value)[:5], self.eos]
 
     def batch(self, step: int, phase: Phase) -> Batch:
         """The batch of a step, which depends on the seed, the step and the phase only."""
@@ -142,114 +142,73 @@ class Documents:
         drawn, length = [], phase.length
         for _ in range(phase.batch):
             if rng.random() < phase.plain:
-                drawn.append(self.plain(rng, length))
+                drawn.append(self._plain(rng, length))
             elif rng.random() < phase.echo:
-                drawn.append(self.echo(rng, length))
+                drawn.append(self._echo(rng, length))
             else:
-                drawn.append(self.retrieval(rng, length, phase.restate, phase.spacing))
+                drawn.append(self._retrieval(rng, length, phase.spacing))
         tokens = np.stack([np.array(row.tokens[:length]) for row in drawn])
         weights = np.stack([np.array(row.weights[:length], dtype=np.float32) for row in drawn])
         sources = np.stack([np.array(row.sources[:length]) for row in drawn])
-        newlines = tokens == self.writer.newline
-        positions = np.stack([jump(rng, row) if phase.jumps else np.arange(length) for row in newlines])
+        newlines = tokens == self.newline
+        positions = np.stack([_jump(rng, row) if phase.jumps else np.arange(length) for row in newlines])
         return Batch(tokens, positions, weights, sources, weights == ANSWER)
 
-    def plain(self, rng: np.random.Generator, length: int) -> Row:
-        row = Row()
-        row.add([self.writer.bos], UNKNOWN)
-        while len(row) < length:
-            for line in self.library.passage(rng, length - len(row)):
+    def _add_text(self, rng: np.random.Generator, row: Row, until: int) -> None:
+        while len(row) < until:
+            for line in self.passage(rng, until - len(row)):
                 row.add(line, TEXT)
+
+    def _plain(self, rng: np.random.Generator, length: int) -> Row:
+        row = Row()
+        row.add([self.bos], UNKNOWN)
+        self._add_text(rng, row, length)
         return row
 
-    def echo(self, rng: np.random.Generator, length: int) -> Row:
+    def _echo(self, rng: np.random.Generator, length: int) -> Row:
         """Random numbers, repeated from the beginning to the end: every position shows the copying of a token."""
         row = Row()
-        row.add([self.writer.bos, self.writer.user], UNKNOWN)
+        row.add([self.bos, self.user], UNKNOWN)
         period = int(rng.integers(length // 8, length // 2))
-        numbers = rng.choice(np.array(self.writer.first + self.writer.second), size=period)
+        numbers = rng.choice(np.array(self.first + self.second), size=period)
         row.add(numbers, UNKNOWN)
         while len(row) < length:
             row.add(numbers, COPY, list(range(len(row) - period, len(row))))
         return row
 
-    def retrieval(self, rng: np.random.Generator, length: int, restate: float, spacing: tuple[float, float]) -> Row:
+    def _retrieval(self, rng: np.random.Generator, length: int, spacing: tuple[float, float]) -> Row:
         """Half the tokens or more are text and facts, the others are questions; long documents ask at most 60 times."""
-        writer, row = self.writer, Row()
-        row.add([writer.bos, writer.user], UNKNOWN)
-        conversation = min(int(length * rng.uniform(0.3, 0.6)), 800)
-        body = length - conversation
+        row = Row()
+        row.add([self.bos, self.user], UNKNOWN)
+        body = length - min(int(length * rng.uniform(0.3, 0.6)), 800)
         facts = draw_facts(rng, max(3, int(body / np.exp(rng.uniform(*np.log(spacing))))))
-        room = max(0, body - 6 * len(facts) - 2)
-        passages: list[tuple[int, list[np.ndarray]]] = []
-        gap = room / (len(facts) + 1)
-        told: list[tuple[int, int]] = []
-        value_at: dict[int, int] = {}  # index of the value of each key
+        gap = max(0, body - 6 * len(facts) - 2) / (len(facts) + 1)
+        value_at: dict[tuple[int, int], int] = {}  # index of the value of each told fact
         for key, value in facts:
             if len(row) >= body:
                 break
             if gap > 4:
-                passage = self.library.passage(rng, int(rng.exponential(gap)))
-                passages.append((len(row), passage))
-                for line in passage:
+                for line in self.passage(rng, int(rng.exponential(gap))):
                     row.add(line, TEXT)
-            value_at[key] = len(row) + 4
-            row.add(*writer.fact(key, value))
-            told.append((key, value))
-        while len(row) < body:
-            for line in self.library.passage(rng, body - len(row)):
-                row.add(line, TEXT)
-        restates, opened = rng.random() < restate, True
-        asked: list[int] = []  # every fact is asked once before any is asked again
+            value_at[key, value] = len(row) + 4
+            row.add(self.fact(key, value), [KNOWN, UNKNOWN, UNKNOWN, KNOWN, UNKNOWN, KNOWN])
+        self._add_text(rng, row, body)
+        told, asked = [*value_at], list[int]()  # every fact is asked once before any is asked again
         while len(row) < length:
             asked = asked or [int(i) for i in rng.permutation(len(told))]
-            if restates:
-                key, value = told[asked.pop()]
-                tokens, weights = writer.fact(key, value)
-                row.add(tokens, [*weights[:4], ANSWER, weights[5]], [-1, -1, -1, -1, value_at[key], -1])
-                continue
-            if not opened:  # the first question belongs to the message that is still open
-                row.add([writer.user], UNKNOWN)
-            opened = False
-            self._turn(rng, row, told, value_at, passages, asked)
+            fact = told[asked.pop()]
+            if row.tokens[-1] == self.eos:  # the first question belongs to the message that is still open
+                row.add([self.user], UNKNOWN)
+            at = len(row) + 3  # of the key in the question
+            row.add(self.question(fact[0]), UNKNOWN)
+            sources = [-1, at, at + 1, -1, value_at[fact], -1]
+            row.add(self.answer(*fact), [COPY, COPY, COPY, COPY, ANSWER, COPY], sources)
         return row
 
-    def _turn(
-        self,
-        rng: np.random.Generator,
-        row: Row,
-        told: list[tuple[int, int]],
-        value_at: dict[int, int],
-        passages: list[tuple[int, list[np.ndarray]]],
-        asked: list[int],
-    ) -> None:
-        """A question for facts, or for the continuation of a passage, and its answer."""
-        writer = self.writer
-        long = [p for p in passages if len(p[1]) >= 2 and len(p[1][0]) >= 7]
-        if long and rng.random() < 0.2:
-            first, passage = long[int(rng.integers(len(long)))]
-            row.add([writer.continue_, writer.colon, *passage[0], writer.assistant], UNKNOWN)
-            rest = np.concatenate(passage[1:4])[:24]
-            second = first + len(passage[0])
-            row.add([*rest, writer.eos], COPY, [*range(second, second + len(rest)), -1])
-            return
-        count = 1 if rng.random() < 0.85 else int(rng.integers(2, 4))
-        facts = [told[i] for i in asked[:count]]
-        del asked[:count]
-        question = len(row)
-        row.add([*writer.question([key for key, _ in facts]), writer.assistant], UNKNOWN)
-        weights, sources = [], []
-        for i, (key, _) in enumerate(facts):
-            # "key" or ", key"; the two halves, which the question has at 3 + 4 i; "is"; the value
-            weights += [COPY] * (i > 0) + [COPY, COPY, COPY, COPY, ANSWER]
-            asked_at = question + 3 + 4 * i
-            sources += [-1] * (i > 0) + [-1, asked_at, asked_at + 1, -1, value_at[key]]
-        row.add(writer.answer(facts), [*weights, COPY], [*sources, -1])
 
-
-def jump(rng: np.random.Generator, newlines: np.ndarray) -> np.ndarray:
-    """Positions ``[length]`` of a document whose lines end where ``ends``: consecutive, but for up to 6 gaps between
-    lines in two documents of three (PoSE, arXiv 2309.10400)."""
+def _jump(rng: np.random.Generator, newlines: np.ndarray) -> np.ndarray:
+    """Positions ``[length]`` of a document whose lines end where ``newlines``: consecutive, but for up to 6 gaps
+    between lines in two documents of three (PoSE, arXiv 2309.10400)."""
     steps = np.ones(len(newlines), dtype=np.int64)
     steps[0] = 0
     starts = np.flatnonzero(newlines[:-1]) + 1

@@ -1,164 +1,191 @@
-"""The model for training: ``transformers``' ``deepseek_v32`` with its indexers' losses, guided heads and an MTP module.
-
-``transformers`` computes no gradient for an indexer and has no MTP module. Here its attention calls
-:func:`.attention.attend` as its attention function, with the indexer's projections in place of selected tokens.
+"""The model for training: the layers of :mod:`dsa_engine.reference.dsa`, in batches of documents, with the losses of
+the lightning indexer (DeepSeek-V3.2-Exp, section 2.1, equations 3 and 4) and of guided heads.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.deepseek_v32 import modeling_deepseek_v32 as theirs
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from demo_model.attention import Mode, Projections, attend, guide_loss
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.model.layout import released_tensors
+from dsa_engine.reference import dsa
 
+ROWS = 256  # queries of a block
+KEEP_BLOCKS = 2048  # tokens of a document above which the backward pass computes blocks again instead of storing them
 COMMON_STD = 0.7  # std of the common part of all initial embeddings; the rest has std 1
-Guides = Mapping[int, dict[int, torch.Tensor]]  # by layer and head: the tokens that the head should attend to
+Guides = Mapping[int, dict[int, Tensor]]  # by layer and head: the tokens [B, L] that the head should attend to; -1: any
 
 
 class Outputs(NamedTuple):
     """Hidden states after the final norm ``[B, L, hidden]``, those of the MTP module after its norm
     ``[B, L - 1, hidden]``, the indexers' losses and those of guided heads, one per layer with such a loss."""
 
-    hidden: torch.Tensor
-    mtp_hidden: torch.Tensor | None
-    index_losses: list[torch.Tensor]
-    guide_losses: list[torch.Tensor]
+    hidden: Tensor
+    mtp_hidden: Tensor | None
+    index_losses: list[Tensor]
+    guide_losses: list[Tensor]
 
 
-class Indexer(theirs.DeepseekV32Indexer):
-    """Projections instead of a selection, with gradients for the indexer only."""
-
-    used = False
-
-    def forward(self, x: torch.Tensor, q_resid: torch.Tensor, cos_sin: Any, *_: Any, **__: Any) -> Projections | None:
-        """``x [B, L, hidden]``, ``q_resid [B, L, q_lora_rank]`` to queries ``[B, L, heads, dim]``, keys ``[B, L, dim]``
-        and weights ``[B, L, heads]`` with all scales included; None while the indexer is not used."""
-        if not self.used:
-            return None
-        x, q_resid, rope = x.detach(), q_resid.detach(), self.qk_rope_head_dim
-        q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
-        k = self.k_norm(self.wk(x).to(self.k_norm.weight.dtype))[:, :, None]
-        q_rotated, k_rotated = theirs.apply_rotary_pos_emb(q[..., :rope], k[..., :rope], *cos_sin, unsqueeze_dim=2)
-        q = torch.cat((q_rotated.to(q.dtype), q[..., rope:]), dim=-1)
-        k = torch.cat((k_rotated, k[..., rope:]), dim=-1).squeeze(2)
-        with torch.autocast("cpu", enabled=False):
-            weights = self.weights_proj(x.to(self.weights_proj.weight.dtype))
-        return q, k, weights * (self.n_heads**-0.5 * self.softmax_scale)
-
-
-def attention(
-    _: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float, **more: Any
-) -> tuple[torch.Tensor, None]:
-    """The attention function that ``transformers`` calls; it adds its losses to ``outputs``, one of ``more``."""
-    q, outputs = q.to(k.dtype), more["outputs"]
-    out, loss = attend(q, k, v, scaling, more["indices"], more["mode"])
-    if loss is not None:
-        outputs.index_losses.append(loss)
-    if more["guides"]:
-        outputs.guide_losses.append(guide_loss(q, k, scaling, more["guides"]))
-    return out.transpose(1, 2), None
-
-
-ALL_ATTENTION_FUNCTIONS.register("demo_training", attention)
-
-
-class MTPLayer(theirs.DeepseekV32DecoderLayer):
-    """The MTP module (DeepSeek-V3 report, section 2.2, equations 21 to 23): predicts the token after the next one.
-
-        h'_i = M [RMSNorm(Emb(t_{i+1})); RMSNorm(h_i)],   then a decoder layer, a norm, and the main model's head
-
-    In the released files M (``eh_proj``) takes the embedding first, and engines feed ``hnorm`` with the main model's
-    hidden states *after* its final norm (docs/TRAINING.md).
-    """
-
-    def __init__(self, config: DeepseekV32Config):
-        super().__init__(config, config.num_hidden_layers - 1)
-        self.enorm, self.hnorm, norm = (
-            theirs.DeepseekV32RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
-        )
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": norm})
-
-    def combine(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Embeddings of tokens i + 1 and hidden states of tokens i, ``[B, L - 1, hidden]``, to the layer's input."""
-        return self.eh_proj(torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1)).to(hidden.dtype)
-
-
-class TrainingModel(DeepseekV32ForCausalLM):
-    """The model with an MTP module as its last layer.
+class TrainingModel:
+    """The main model and its MTP module.
 
     Args:
-        raw: keys of ``config.json``.
+        folder: it has a ``config.json``.
         seed: seed of the random weights.
+
+    Attributes:
+        raw: the keys of ``config.json``.
+        tensors: those of the released layout by name, but for the MTP module's copies of embedding and head.
+        loads: of each layer with experts, how many tokens chose each since the last :meth:`balance`.
     """
 
-    def __init__(self, raw: dict[str, Any], seed: int):
-        plain = {name: value for name, value in raw.items() if name not in ("quantization_config", "torch_dtype")}
-        config = DeepseekV32Config(**plain, attn_implementation="demo_training", experts_implementation="eager")
-        super().__init__(config)
-        self.model.layers.append(MTPLayer(config))
-        for layer in self.model.layers:
-            layer.self_attn.indexer = Indexer(config, layer.self_attn.layer_idx)
-        for gate in self.gates():
-            gate.register_buffer("load", torch.zeros(config.n_routed_experts), persistent=False)
-            gate.register_forward_hook(_count_loads)
+    def __init__(self, folder: Path, seed: int, dtype: torch.dtype = torch.float32):
+        self.raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.c, self.world = dsa.Config.read(folder), dsa.World()
+        self.tensors: dict[str, Tensor] = {}
+        self.w, self.loads = dsa.Weights(), dict[int, Tensor]()
+        frequencies, self._rope_scale = dsa.rope_frequencies(self.c)
+        self._frequencies = frequencies.to(dtype)
         generator = torch.Generator().manual_seed(seed)
-        for name, parameter in sorted(self.named_parameters()):
-            if parameter.dim() == 1:
+        for spec in released_tensors(ModelConfig.from_dict(self.raw), fp8=False):
+            if spec.name.endswith((f"{self.c.num_hidden_layers}.embed_tokens.weight", "shared_head.head.weight")):
                 continue
-            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj", "lm_head.weight")):
-                nn.init.zeros_(parameter)  # every layer starts as the identity
+            if len(spec.shape) == 1:
+                tensor = torch.full(spec.shape, float(not spec.name.endswith("bias")))
+            elif spec.name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor = torch.zeros(spec.shape)  # every layer starts as the identity
             else:
-                std = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
-                nn.init.normal_(parameter, std=std, generator=generator)
+                std = 1.0 if "embed_tokens" in spec.name else spec.shape[-1] ** -0.5
+                tensor = torch.randn(spec.shape, generator=generator) * std
+            self.tensors[spec.name] = tensor.to(dtype)
         # As there are no biases, the common part lets a head attend by position from the first step on.
         # The LM head starts as the embedding, so that copying a token is one map for all tokens.
-        embedding = self.model.embed_tokens.weight.data
-        self.lm_head.weight.data.copy_(embedding / 64)
-        embedding += torch.randn(config.hidden_size, generator=generator) * COMMON_STD
+        embedding = self.tensors["model.embed_tokens.weight"]
+        self.tensors["lm_head.weight"] = embedding / 64
+        embedding += torch.randn(embedding.shape[1], generator=generator) * COMMON_STD
+        for name, tensor in self.tensors.items():
+            self.w.put(name, tensor.requires_grad_(not name.endswith("e_score_correction_bias")))
 
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mode: Mode, mtp: bool = True, guides: Guides | None = None
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, topk: int | None, mtp: bool = True, guides: Guides | None = None
     ) -> Outputs:
-        """``tokens`` and ``positions`` are ``[B, L]``; positions rise along a row and may leave gaps."""
-        *layers, module = self.model.layers
-        for layer in self.model.layers:
-            layer.self_attn.indexer.used = mode.kind != "dense"
-        x = embedded = self.model.embed_tokens(tokens)
-        cos, sin = self.model.rotary_emb(x, positions)
-        outputs = Outputs(x, None, [], [])
+        """``tokens`` and ``positions`` are ``[B, L]``; positions rise along a row and may leave gaps.
 
-        def through(layer: nn.Module, number: int, x: torch.Tensor) -> torch.Tensor:
-            length, heads = x.shape[1], (guides or {}).get(number)
-            tables, mask = (cos[:, :length], sin[:, :length]), x.new_zeros(1, 1, 1, 1)  # attend() is causal itself
-            return layer(x, mask, position_embeddings=tables, mode=mode, outputs=outputs, guides=heads)
-
-        for i, layer in enumerate(layers):
-            x = through(layer, i, x)
-        hidden = self.model.norm(x)
+        Args:
+            topk: number of tokens that a query attends to, the best of the indexer, which learns on these; 0: it
+                attends to all, and the indexer learns from all; None: to all, without an indexer.
+        """
+        w, eps = self.w.model, self.c.rms_norm_eps
+        outputs = Outputs(torch.empty(0), None, [], [])
+        x = w.embed_tokens[tokens]
+        for number in range(self.c.num_hidden_layers):
+            x = self._layer(number, x, positions, topk, guides, outputs)
+        hidden = dsa.rms_norm(x, w.norm, eps)
         if not mtp:
             return outputs._replace(hidden=hidden)
-        joined = module.combine(embedded[:, 1:], hidden[:, :-1])
-        mtp_hidden = module.shared_head["norm"](through(module, len(layers), joined))
-        return outputs._replace(hidden=hidden, mtp_hidden=mtp_hidden)
+        module, embedded = w.layers[self.c.num_hidden_layers], w.embed_tokens[tokens[:, 1:]]
+        normed = dsa.rms_norm(embedded, module.enorm, eps), dsa.rms_norm(hidden[:, :-1], module.hnorm, eps)
+        joined = F.linear(torch.cat(normed, dim=-1), module.eh_proj).to(x.dtype)
+        y = self._layer(self.c.num_hidden_layers, joined, positions[:, :-1], topk, guides, outputs)
+        return outputs._replace(hidden=hidden, mtp_hidden=dsa.rms_norm(y, module.shared_head.norm, eps))
 
-    def gates(self) -> list[Any]:
-        return [module for module in self.modules() if isinstance(module, theirs.DeepseekV32TopkRouter)]
+    def _layer(
+        self, number: int, x: Tensor, positions: Tensor, topk: int | None, guides: Guides | None, outputs: Outputs
+    ) -> Tensor:
+        """``[B, L, hidden]`` to the same; adds the layer's losses to ``outputs``."""
+        c, w = self.c, self.w.model.layers[number]
+        shape, flat = x.shape[:2], x.flatten(0, 1)
+        angles = positions.flatten()[:, None] * self._frequencies
+        turn = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
+        normed = dsa.rms_norm(flat, w.input_layernorm, c.rms_norm_eps)
+        rows = dsa.latent_rows(w.self_attn, c, normed, turn).unflatten(0, shape)  # [B, L, latent]
+        q, compressed = dsa.queries(w.self_attn, c, normed, turn)
+        q = q.unflatten(0, shape)  # [B, L, heads, latent]
+        if topk is None:
+            keys = rows[:, None].expand(-1, c.num_attention_heads, -1, -1)
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, keys, is_causal=True, scale=c.softmax_scale)
+            attended = out.transpose(1, 2)[..., : c.kv_lora_rank].flatten(0, 1)
+        else:
+            indexer, stopped = w.self_attn.indexer, normed.detach()  # its gradients reach the indexer only
+            index_q, weights = dsa.index_queries(indexer, c, stopped, compressed.detach(), turn)
+            index = (index_q, weights, dsa.index_keys(indexer, c, stopped, turn))
+            attended, loss = attend(q, rows, *(one.unflatten(0, shape) for one in index), c, topk)
+            outputs.index_losses.append(loss)
+        if guides and number in guides:
+            outputs.guide_losses.append(guide_loss(q, rows, c.softmax_scale, guides[number]))
+        flat = flat + dsa.output(w.self_attn, c, attended)
+        normed = dsa.rms_norm(flat, w.post_attention_layernorm, c.rms_norm_eps)
+        if w.mlp.gate is None:
+            return (flat + dsa.ffn(w.mlp, normed)).unflatten(0, shape)
+        with torch.no_grad():
+            load = torch.bincount(dsa.route(w.mlp, c, normed)[0].flatten(), minlength=c.n_routed_experts)
+        self.loads[number] = self.loads.get(number, 0) + load
+        return (flat + dsa.experts(w.mlp, c, normed, self.world, len(normed))).unflatten(0, shape)
 
     @torch.no_grad()
     def balance(self, speed: float) -> None:
         """Auxiliary-loss-free balancing (V3 report, 2.1.2): since the last call, the bias of overloaded experts falls
         by ``speed``, that of the others rises."""
-        for gate in self.gates():
-            gate.e_score_correction_bias.add_(torch.sign(gate.load.mean() - gate.load), alpha=speed)
-            gate.load.zero_()
+        for number, load in self.loads.items():
+            self.w.model.layers[number].mlp.gate_bias.add_(torch.sign(load.float().mean() - load), alpha=speed)
+        self.loads.clear()
 
 
-def _count_loads(gate: Any, _: Any, result: tuple[torch.Tensor, ...]) -> None:
-    gate.load.add_(torch.bincount(result[2].flatten(), minlength=len(gate.load)))
+def attend(
+    q: Tensor, rows: Tensor, index_q: Tensor, weights: Tensor, keys: Tensor, c: dsa.Config, topk: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of absorbed queries ``[B, L, heads, latent]`` over latent rows ``[B, L, latent]``, by the indexer's
+    queries ``[B, L, index heads, dim]``, weights ``[B, L, index heads]`` and keys ``[B, L, dim]``.
+
+    Returns:
+        ``[B * L, heads, kv_lora_rank]``, and the indexer's loss, the mean over all queries.
+    """
+    length, parts, losses = q.shape[1], [], []
+    for document in zip(q, rows, index_q, weights, keys, strict=True):
+        for first in range(0, length, ROWS):
+            block = (*document, c, topk, slice(first, min(first + ROWS, length)))
+            out, loss = checkpoint(_block, *block, use_reentrant=False) if length > KEEP_BLOCKS else _block(*block)
+            parts.append(out)
+            losses.append(loss)
+    return torch.cat(parts), torch.stack(losses).sum() / (len(q) * length)
+
+
+def _block(
+    q: Tensor, rows: Tensor, index_q: Tensor, weights: Tensor, keys: Tensor, c: dsa.Config, topk: int, some: slice
+) -> tuple[Tensor, Tensor]:
+    """``some`` queries of a document: their attention, and the sum of their indexer losses."""
+    first, last = some.start, some.stop
+    rows = rows[:last]
+    scores = dsa.index_scores(index_q[some], weights[some], keys[:last], torch.arange(first, last))
+    closed = scores.detach() == float("-inf")
+    if 0 < topk < last:
+        chosen = scores.detach().topk(topk, dim=-1).indices
+        closed = torch.ones_like(closed).scatter_(1, chosen, False) | closed
+    logits = dsa.wide(q[some] @ rows.mT) * c.softmax_scale  # [t, heads, n]
+    attention = logits.masked_fill(closed[:, None], float("-inf")).softmax(dim=-1)
+    out = attention.to(q.dtype) @ rows[:, : c.kv_lora_rank]
+    # Equations 3 and 4: KL(p || softmax(I)), where p is the heads' attention, summed and normalised, without gradient.
+    target = attention.detach().mean(dim=1)
+    log_index = scores.masked_fill(closed, float("-inf")).log_softmax(dim=-1).masked_fill(closed, 0.0)
+    return out, torch.xlogy(target, target).sum() - (target * log_index).sum()
+
+
+def guide_loss(q: Tensor, rows: Tensor, scale: float, targets: dict[int, Tensor]) -> Tensor:
+    """Loss of heads that should attend to one given token each: the mean of ``-log attention[t, target[t]]``.
+
+    Args:
+        q, rows: ``[B, L, heads, latent]``, ``[B, L, latent]``.
+        targets: by head, the token ``[B, L]`` that each query should attend to, at or before the query; -1: any.
+    """
+    heads, wanted = list(targets), torch.stack(list(targets.values()), dim=1)
+    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu_(1)
+    logits = dsa.wide(q[:, :, heads].transpose(1, 2) @ rows[:, None].mT) * scale
+    return F.cross_entropy(logits.masked_fill(future, float("-inf")).flatten(0, 2), wanted.flatten(), ignore_index=-1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import add_json_argument, argument_parser, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, run
 from dsa_engine.config.model import DTYPES
 from dsa_engine.kernels.runtime import launch
 from dsa_engine.kernels.runtime.operation import error_line

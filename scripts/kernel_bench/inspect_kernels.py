@@ -15,7 +15,7 @@ import torch
 import triton
 
 from compile_only import Resources, compile_only, resources
-from dsa_engine.arguments import argument_parser, run
+from dsa_engine.commands.arguments import argument_parser, run
 from dsa_engine.kernels.runtime.operation import error_line
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.system.progress import progress_bar

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from context_parallel.forms import Contiguous, HeadTail, Ulysses
 from context_parallel.layer import SIZES, Division, Layer
 from context_parallel.ring import Ring
-from dsa_engine.arguments import add_json_argument, argument_parser, lengths, reported, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.parallel import Mesh, ParallelConfig

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dsa_engine.arguments import add_json_argument, argument_parser, lengths, reported, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes

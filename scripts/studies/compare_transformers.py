@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.arguments import add_json_argument, argument_parser, lengths, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, run
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.model_folder import resolve_model
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import available_bytes, format_bytes
+from dsa_engine.weights.model_folder import resolve_model
 from transformers_comparison import (
     compare_decode,
     compare_prefill,

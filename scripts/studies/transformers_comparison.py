@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.convert import dequantize_checkpoint
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.llm import LLM
 from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.requests import random_prompt
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.weights.convert import dequantize_checkpoint
 
 MAX_ERROR = 1e-3  # relative error of float32 logits; near ties of index scores may select other tokens
 

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM
-from dsa_engine.checkpoint import reader
 from dsa_engine.cli import main
 from dsa_engine.commands.check import evidence
 from dsa_engine.commands.check.checks import findings
@@ -28,6 +27,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.demo import trained_folder
 from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.weights import reader
 from oracles import Oracle
 
 TOKENS = 700

@@ -6,13 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import dsa_engine
 from dsa_engine import cli
-from dsa_engine.arguments import argument_parser, read_text
+from dsa_engine.commands.arguments import argument_parser, read_text
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tqdm", "matplotlib", "dsa_engine.llm", "dsa_engine.model")
 
@@ -60,7 +59,7 @@ def test_the_first_line_comes_before_torch() -> None:
     lines = done.stderr.splitlines()
     assert lines[1::2] == ["torch"] * len(slow) and len(lines) == 2 * len(slow), done.stderr
     assert all(line.endswith(" importing PyTorch") for line in lines[::2]) and done.stdout == ""
-    quick = ["route", "cache list /nowhere", "bench serve --base-url http://127.0.0.1:9"]
+    quick = ["route", "cache list /nowhere"]
     done = subprocess.run([sys.executable, "-c", FIRST, *quick], capture_output=True, text=True, timeout=60)
     assert "torch" not in done.stderr.lower() and "vllm-router" in done.stdout, done.stderr
 
@@ -122,38 +121,22 @@ def test_a_file_that_is_no_text(content: bytes | None, message: str, tmp_path: P
         read_text(str(tmp_path))
 
 
-PLAN = "--weights fp8 --cache fp8 --drafts 0 --chunk 8192 --tp-size 1"
+PLAN = "plan --devices 8 --input-len 8192 --weights fp8 --cache fp8 --drafts 0 --chunk 8192 --tp-size 1"
 
 
-@pytest.mark.parametrize(
-    ("words", "module", "table"),
-    [
-        ("bench serve --num-prompts 1", "bench.serving.command", "output tokens/s"),
-        (f"plan --devices 8 --input-len 8192 {PLAN}", "planner.command", "concurrent requests"),
-    ],
-)
 def test_a_result_that_cannot_be_written_is_shown(
-    words: str,
-    module: str,
-    table: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk was full at the end, say; the table was not printed, and all measuring was lost."""
 
     def full(*_: object) -> None:
         raise OSError("cannot write it")
 
-    async def send_load(args: object) -> tuple[SimpleNamespace, dict[str, object]]:
-        return SimpleNamespace(requests=[], duration=1.0, max_at_once=1), {}
-
-    monkeypatch.setattr(f"dsa_engine.commands.{module}.write_json", full)
-    monkeypatch.setattr("dsa_engine.commands.bench.serving.traffic.send_load", send_load)
+    monkeypatch.setattr("dsa_engine.commands.planner.command.write_json", full)
     with pytest.raises(SystemExit, match="2"):
-        cli.main([*words.split(), "--json", str(tmp_path / "a.json")])
+        cli.main([*PLAN.split(), "--json", str(tmp_path / "a.json")])
     captured = capsys.readouterr()
-    assert table in captured.out and captured.err.endswith("error: cannot write it\n")
+    assert "concurrent requests" in captured.out and captured.err.endswith("error: cannot write it\n")
 
 
 def test_names_of_the_package() -> None:

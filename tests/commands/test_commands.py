@@ -17,7 +17,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_CONFIGS
 from dsa_engine.demo import demo_folder
 from dsa_engine.errors import CheckpointError
-from dsa_engine.model_folder import model_config, resolve_model
+from dsa_engine.weights.model_folder import model_config, resolve_model
 
 
 @pytest.fixture(scope="module")

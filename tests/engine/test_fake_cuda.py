@@ -1,14 +1,13 @@
-"""The engine on a fake CUDA device, at production sizes: launches of a step, waits of the host for the device, sizes of
-products, and bytes that live at once.
+"""The engine on a fake CUDA device, at production sizes: waits of the host for the device, types of products, streams,
+and bytes that live at once.
 
-A change that waits for the device fails here, and so does one that launches or allocates a few percent more than the
-figures below. A change that needs less lowers them.
+A change that waits for the device fails here, and so does one that allocates a few percent more than the figures below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.requests import add_filled
 from dsa_engine.parallel.disaggregation import PageGroups
-from dsa_engine.parallel.experts.loads import ExpertLoads
+from dsa_engine.parallel.experts.counts import ExpertCounts
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
 from fake_cuda.world import FakeGroup
@@ -31,25 +30,14 @@ pytestmark = [
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-@dataclass(frozen=True)
-class Held:
-    """Maximum launches of a step, and maximum GiB that live at once beside weights and caches, for all 3 layers."""
-
-    prefill: int  # launches, up to 8,192 tokens a rank, 128K in all
-    decode: int  # launches in the graph of a step with up to two requests a rank
-    replay: int  # launches of a step that replays it
-    gib: float  # in prefill
-
-
+# Maximum GiB that live at once beside weights and caches in a prefill of up to 8,192 tokens a rank, 128K in all.
 CASES = {
-    ("deepseek_v32", 1, "dequantize"): Held(138, 94, 17, 3.15),
-    ("deepseek_v32", 8, "dequantize"): Held(178, 100, 18, 3.3),
-    ("deepseek_v32", 64, "dequantize"): Held(171, 100, 18, 1.08),
-    ("deepseek_v3", 8, "dequantize"): Held(1074, 79, 18, 3.2),
-    ("glm_moe_dsa", 8, "dequantize"): Held(175, 100, 18, 2.85),
-    # The released models as they are: in prefill a quantisation for each product.
-    ("deepseek_v32", 8, None): Held(200, 102, 18, 3.2),
-    ("deepseek_v32", 64, None): Held(193, 102, 18, 1.08),
+    ("deepseek_v32", 1, "dequantize"): 3.15,
+    ("deepseek_v32", 8, "dequantize"): 3.3,
+    ("deepseek_v3", 8, "dequantize"): 3.2,
+    ("glm_moe_dsa", 8, "dequantize"): 2.85,
+    # The released model as it is: in prefill a quantisation for each product.
+    ("deepseek_v32", 64, None): 1.08,
 }
 
 
@@ -69,7 +57,6 @@ def prefill(device: FakeDevice, engine: Engine, length: int) -> int:
 
 @pytest.mark.parametrize(("model", "world", "quantization"), CASES, ids=lambda value: str(value))
 def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantization: str | None) -> None:
-    held = CASES[model, world, quantization]
     with FakeDevice() as device:
         engine = fake_engine(device, model, world, quantization=quantization)
         added = prefill(device, engine, min(8192 * world, 131_072))
@@ -79,22 +66,17 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
         assert multiplied == {torch.bfloat16}, "float32 has no tensor cores; gate and index weights sum in it"
         names = {launch.name for launch in device.launches}
         assert not names & {"aten::index_add", "aten::index_add_", "aten::index_put_"}, "sums in the order of atomics"
-        seen = Held(len(device.launches), 0, 0, added / 2**30)
+        assert added / 2**30 <= CASES[model, world, quantization]
 
         for _ in range(min(2 * world, 64)):
             add_filled(engine, 100_000, GREEDY)
         with device.watched():
             engine.step()  # warms up and captures; a wait within is an error
-        seen = replace(seen, decode=len(device.captures[-1].launches))
         for _ in range(2):  # launched before the previous step is read
             with device.watched():
                 engine.step()
             assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
         assert engine.launched_ahead == 2
-        seen = replace(seen, replay=len(device.launches))
-    print(model, world, quantization, seen)
-    over = {k: v for k, v in vars(seen).items() if v > vars(held)[k]}
-    assert not over, f"{over} is more than {held}"
 
 
 def test_a_step_asks_for_no_properties_of_its_device(
@@ -132,9 +114,8 @@ def test_micro_batches(fake_engine: Callable[..., Any]) -> None:
                 with device.watched():
                     engine.step()
                 assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
-            wholes[enabled] = added, len(captured.launches)
-    print(wholes)
-    assert wholes[True][0] < 1.1 * wholes[False][0]
+            wholes[enabled] = added
+    assert wholes[True] < 1.1 * wholes[False]
 
 
 def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +127,7 @@ def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypat
         layers = [layer.moe for layer in engine.model.layers if layer.moe is not None]
         placements = [moe.expert_parallel.placement for moe in layers]
         swapped = [(one.held[1], one.held[0], *one.held[2:]) for one in placements]
-        loads = ExpertLoads("", (1, 2), ((1.0,) * 256,) * 2)
+        loads = ExpertCounts("", (1, 2), ((1.0,) * 256,) * 2)
         monkeypatch.setattr(rebalancing, "_loads", lambda: loads)
         monkeypatch.setattr(rebalancing, "_plans", lambda *_: swapped)
 
@@ -211,12 +192,9 @@ def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) ->
 
 
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01)
-# Maximum launches of a step with three drafts: in its graph, and of a step that replays it.
-WITH_DRAFTS = {(1, "greedy"): (279, 4), (8, "greedy"): (295, 4), (8, "drawn"): (361, 4), (8, "penalised"): (321, 11)}
-WITH_DRAFTS[8, "relaxed"] = (336, 4)
 
 
-@pytest.mark.parametrize(("world", "how"), WITH_DRAFTS)
+@pytest.mark.parametrize(("world", "how"), [(1, "greedy"), (8, "drawn"), (8, "penalised"), (8, "relaxed")])
 def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: str) -> None:
     """One graph, launched before the previous step is read; the host waits only for the tokens that it reads, also with
     random sampling, penalties and relaxed acceptance."""
@@ -229,15 +207,11 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
             add_filled(engine, 100_000, replace(params, max_tokens=200))
         with device.watched():
             engine.step()  # warms up and captures; a wait within is an error
-        captured = len(device.captures[-1].launches)
         for ahead in (1, 2, 3):
             with device.watched():
                 engine.step()
             assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
             assert engine.launched_ahead == ahead
-        seen = captured, len(device.launches)
-    print(world, how, seen)
-    assert all(measured <= held for measured, held in zip(seen, WITH_DRAFTS[world, how], strict=True)), seen
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -282,7 +256,7 @@ def test_micro_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
             with device.watched():
                 engine.step()
             assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
-            assert engine.launched_ahead == ahead and len(device.launches) <= WITH_DRAFTS[8, "greedy"][1]
+            assert engine.launched_ahead == ahead
 
 
 def test_streams_of_a_rank_with_links_to_63_others(fake_engine: Callable[..., Any], threads_by_hand: None) -> None:

@@ -6,17 +6,12 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.config.model import ModelConfig
-from dsa_engine.config.released import released_config
 from dsa_engine.demo import demo_config
-from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.outputs import RequestMetrics
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -47,26 +42,6 @@ def test_one_form_with_batch_invariant(tiny_llm: Callable[..., LLM], random_ids:
         assert [forms(output.metrics) for output in outputs] == [(0, 0, 124), (0, 0, 34)]
 
 
-def test_a_stop_string_ends_the_count(llm: LLM) -> None:
-    whole = llm.generate("one two three", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))[0]
-    end = next(text for text in (whole.text[4:6], whole.text[5:7]) if text)
-    stopped = llm.generate("one two three", SamplingParams(temperature=0.0, max_tokens=12, stop=end))[0]
-    metrics = stopped.metrics
-    assert stopped.finish_reason == "stop" and stopped.outputs[0].stop_reason == end
-    assert sum(forms(metrics)) == len(stopped.prompt_token_ids) + len(stopped.token_ids) - 1
-
-
-def test_rows_are_counted_again_after_a_preemption(
-    tiny_llm: Callable[..., LLM], random_ids: Callable[..., list[int]]
-) -> None:
-    with tiny_llm(64, enable_prefix_caching=False, page_size=4) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-        outputs = llm.generate([random_ids(20, seed=seed) for seed in range(3)], params)
-        counts = [(sum(forms(output.metrics)), output.metrics.preemptions) for output in outputs]
-        assert any(preempted for _, preempted in counts)
-        assert all((rows > 39) == (preempted > 0) and rows >= 39 for rows, preempted in counts), counts
-
-
 def test_drafts_count(tiny_llm: Callable[..., LLM], random_ids: Callable[..., list[int]]) -> None:
     speculation = {"method": "mtp", "num_speculative_tokens": 1}
     with tiny_llm(400, speculative_config=speculation, page_size=4) as llm:
@@ -75,20 +50,6 @@ def test_drafts_count(tiny_llm: Callable[..., LLM], random_ids: Callable[..., li
         assert metrics.speculation is not None
         rejected = metrics.speculation.num_draft_tokens - metrics.speculation.num_accepted_tokens
         assert sum(forms(metrics)) == 30 + 11 + rejected and metrics.num_sparse_tokens == 25 + rejected
-
-
-def test_the_rows_of_a_decode_step() -> None:
-    """One form for all where it can be: the rule, which costs a step a microsecond."""
-    config, dense = (ModelConfig.from_dict(released_config(name)) for name in ("deepseek_v32", "deepseek_v3"))
-
-    def rows(starts: list[int], of: ModelConfig, bucket: Bucket | None = None) -> Any:
-        plan: Any = SimpleNamespace(decode=SimpleNamespace(starts=np.array(starts)), bucket=bucket)
-        plan.samples = SimpleNamespace(counts=np.array([2] * len(starts)))
-        return StepPlan.rows_by_form(plan, of)
-
-    assert rows([2048, 5000], config) == 2 and rows([5, 9], dense, Bucket(2, 2, 4096)) == 1
-    assert rows([5, 9], config, Bucket(2, 2, 4096)) == 2, "a padded step runs the sparse kernel for all"
-    assert rows([5, 2047, 2048], config).tolist() == [[0, 2, 0], [0, 1, 1], [0, 0, 2]]
 
 
 @pytest.mark.parametrize(

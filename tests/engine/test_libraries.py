@@ -56,7 +56,6 @@ def test_a_prefill_and_a_decode(
     sparse = "FlashMLA's sparse decode" if fp8 else "FlashMLA's sparse prefill"
     names = {f"{name}, many rows": adapter for name, adapter in (MANY | {"sparse_attention": sparse}).items()}
     names |= {f"{name}, few rows": adapter for name, adapter in (FEW | {"sparse_attention": sparse}).items()}
-    launches = {}
     for used in (False, True):
         with FakeDevice() as device:
             engine = fake_engine(device, "deepseek_v32", world, kv_cache_dtype=cache)
@@ -64,19 +63,17 @@ def test_a_prefill_and_a_decode(
             calls.clear()
             prefill_once(device, engine, 8192 * world)
             assert device.waits == ["event in expert_parallel.py:_counts"] * (2 if world > 1 else 0)
-            launches["prefill", used], prefill = len(device.launches), Counter(call.__name__ for call, _, _ in calls)
+            prefill = Counter(call.__name__ for call, _, _ in calls)
             calls.clear()
             for _ in range(world):
                 add_filled(engine, 100_000, GREEDY)
             engine.step()  # warms up and captures; a wait within is an error
-            launches["decode", used] = len(device.captures[-1].launches)
             decode = Counter(call.__name__ for call, _, _ in calls)
             replayed = len(calls)
             engine.step()
             assert len(calls) == replayed, "a graph calls no library"
             if not used:
                 assert not prefill and not decode, "kernels='triton' runs no library"
-    print(world, cache, launches, prefill, decode)
     attention = "flash_mla_with_kvcache" if fp8 else "flash_mla_sparse_fwd"
     assert prefill["m_grouped_fp8_gemm_nt_contiguous"] == 4, "two products of two layers"
     assert prefill[attention] >= 3 and prefill["flash_attn_3_varlen_func"] >= 3 and prefill["fp8_gemm_nt"] >= 12
@@ -85,18 +82,13 @@ def test_a_prefill_and_a_decode(
     assert decode["fp8_paged_mqa_logits"] == decode["get_paged_mqa_logits_metadata"] == (6 if fp8 else 0)
 
 
-# Maximum launches of a prefill, and of a decode step in its graph.
-WITH_DEEP_EP = {(8, False): (190, 110), (8, True): (345, 210), (64, False): (183, 110)}
-
-
-@pytest.mark.parametrize(("world", "micro_batches"), WITH_DEEP_EP)
+@pytest.mark.parametrize(("world", "micro_batches"), [(8, True), (64, False)])
 def test_deep_ep(
     fake_engine: Callable[..., Any], world: int, micro_batches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefill waits once a layer and micro-batch, for counts; a decode step is a graph without a wait, launched
     ahead. On more than one node a part has one mode."""
     calls = install(monkeypatch, "deep_ep")
-    largest = WITH_DEEP_EP[world, micro_batches]
     modes = [("deep_ep", "deep_ep")] if world == 8 else [("deep_ep", "all_gather"), ("auto", "deep_ep")]
     for prefill, decode in modes:
         calls.clear()
@@ -114,7 +106,6 @@ def test_deep_ep(
                 assert [wait for wait in device.waits if "deep_ep" in wait] == device.waits
                 assert len(device.waits) == layers and device.count("collective", "all_to_all") == 0
                 assert all(isinstance(args[1], tuple) for call, args, _ in calls if call.__name__ == "dispatch")
-                assert len(device.launches) <= largest[0]
             if decode == "deep_ep":
                 for _ in range(64):
                     add_filled(engine, 100_000, GREEDY)
@@ -126,7 +117,6 @@ def test_deep_ep(
                 exchanges = sum(launch.kind == "library" for launch in captured.launches)
                 assert seen == dict.fromkeys(("low_latency_dispatch", "low_latency_combine"), 2 * layers)
                 assert exchanges == 4 * layers, "each is begun and arrives"
-                assert len(captured.launches) <= largest[1]
                 for ahead in (1, 2):
                     with device.watched():
                         engine.step()

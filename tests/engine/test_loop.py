@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.calls import Abort, CallResult, Shutdown
-from dsa_engine.engine.jobs import Run
+from dsa_engine.engine.calls.call import Abort, CallResult, Shutdown
+from dsa_engine.engine.calls.jobs import Run
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.text.tokenizer import Tokenizer

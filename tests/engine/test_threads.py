@@ -76,31 +76,6 @@ def test_requests_of_all_threads_share_steps(llm: LLM, monkeypatch: pytest.Monke
     assert len(sizes) < THREADS * 40 / 2, "and there are far fewer steps than alone"
 
 
-def test_a_step_that_fails_ends_those_who_were_part_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [llm.generate([[5 + n] * 3], GREEDY)[0].token_ids for n in range(THREADS)]
-    launch, poison = llm.engine.runner.launch, [11] * 3  # the prompt of thread 6
-
-    def failing(plan: Any, *rest: Any) -> Any:
-        requests = [chunk.request for chunk in plan.chunks]
-        if any(list(request.prompt) == poison and not request.prefilled for request in requests):
-            raise RuntimeError("out of memory")
-        return launch(plan, *rest)
-
-    monkeypatch.setattr(llm.engine.runner, "launch", failing)
-    monkeypatch.setattr(llm.engine.scheduler, "_max_num_seqs", 1)  # each request is prefilled alone
-    ended: dict[int, Any] = {}
-
-    def work(number: int) -> None:
-        try:
-            ended[number] = llm.generate([[5 + number] * 3], GREEDY)[0].token_ids
-        except RuntimeError as error:
-            ended[number] = str(error)
-
-    run_threads(work)
-    assert ended.pop(6) == "out of memory"
-    assert ended == {number: expected[number] for number in range(THREADS) if number != 6}
-
-
 def test_an_interrupt_of_the_main_thread_leaves_the_others_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C at random moments, while the main thread runs steps and while it waits."""
     rng = random.Random(3)

@@ -52,18 +52,14 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "apply_rope": [
         ("x", columns(6), r"x \(60, 2, 6\) does not fit cos \(60, 8\)"),
-        ("x", rows(2), "does not fit cos"),
         ("out", set_to(torch.ones(3, 1, 8)), r"out \(3, 1, 8\)"),
-        ("sin", columns(3), r"sin \(60, 3\)"),
         ("sin", to(F64), "float32, not torch.float32 and torch.float64"),
         ("cos", lambda x: x.t().contiguous().t(), "cos and sin must be contiguous"),
-        ("x", lambda x: x.mT.contiguous().mT, "last dimension of x must be contiguous"),
     ],
     "block_scaled_linear": [
         ("x", columns(127), r"x \(60, 127\)"),
         ("weight", to(F32), "float8_e4m3fn weights and float32 scales"),
         ("weight_scale", rows(1), r"must be \[2, 1\], not \[1, 1\]"),
-        ("weight", lambda x: x[:, :64], "must be contiguous"),
     ],
     "choose_replicas": [
         ("topk_ids", to(I64), r"not torch.int64 \(60, 4\)"),
@@ -75,12 +71,9 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "combine_codes": [
         ("hidden", set_to(256), "rows of 256"),
-        ("hidden", set_to(126), "rows of 126"),
-        ("words", to(F32), "no codes and scales"),
         ("pair_rows", to(I64), "pair_rows must be int32"),
     ],
     "dense_attention": [
-        ("k", columns(8), r"k \(60, 2, 8\)"),
         ("cu_seqlens_q", set_to(CuSeqlens.of([60])), "1 sequences of 60 queries and 2 of 60 keys"),
         ("cu_seqlens_k", set_to(CuSeqlens.of([10, 50])), "a sequence has more queries than tokens"),
         ("out", set_to(torch.ones(3, 2, 16)), r"\[60, 2, 16\] in torch.bfloat16"),
@@ -93,16 +86,12 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "dequantize_blocks": [
         ("scale_inv", rows(1), r"scale_inv must be \[2, 2\].*not \[1, 2\]"),
-        ("start", set_to((1, 0)), r"scale_inv must be \[3, 2\]"),
         ("start", set_to((-2, 0)), "start"),
-        ("weight", to(F32), "float8_e4m3fn"),
         ("scale_inv", to(BF16), "float32 scales"),
     ],
     "expert_mlp": [
         ("topk_weights", columns(3), r"topk_weights \(60, 3\)"),
-        ("x", rows(3), r"x \(3, 128\)"),
         ("down", part(0, columns(63)), r"gate_up \(8, 128, 128\), down \(8, 128, 63\)"),
-        ("gate_up", part(0, columns(127)), r"gate_up \(8, 128, 127\), down \(8, 128, 64\)"),
     ],
     "expert_mlp, FP8": [
         ("topk_weights", columns(3), r"topk_weights \(60, 3\)"),
@@ -113,7 +102,6 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     "expert_mlp, INT8": [("down", part(0, columns(63)), r"gate_up \(8, 128, 128\), down \(8, 128, 63\)")],
     "expert_order": [
         ("topk_ids", to(I64), "int32.*not torch.int64"),
-        ("topk_ids", lambda x: x[0], r"not torch.int32 \(4,\)"),
         ("count", set_to(0), "0 experts"),
     ],
     "gather_latent": [
@@ -125,7 +113,6 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("weights", columns(2), r"weights \(60, 2\)"),
         ("q", columns(31), "do not fit together"),
         ("pool", to(torch.uint8), "not torch.bfloat16, torch.uint8 and torch.float32"),
-        ("q", to(HALF), "not torch.float16, torch.bfloat16"),
         ("weights", to(F64), "weights float32"),
         ("pool", lambda x: x.mT.contiguous().mT, "rows of a page must be contiguous"),
     ],
@@ -141,7 +128,6 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("partial_out", to(HALF), "float32, not torch.float16"),
     ],
     "pack_tokens": [
-        ("topk_ids", rows(2), r"topk_ids \(2, 4\)"),
         ("tokens", to(F64), "at most 4 bytes"),
         ("rows", set_to(2), "60 tokens do not fit in 2 rows"),
     ],
@@ -151,18 +137,15 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("q", columns(8), "16 rotated columns do not fit queries of 8"),
         ("cos", rows(2), r"must both be \[60, dim / 2\]"),
         ("weights", columns(1), r"float32 \[60, 2\].* torch.float32 \[60, 1\]"),
-        ("weights", to(HALF), r"float32 \[60, 2\].* torch.float16"),
     ],
     "quantize_rows": [("block", set_to(size), f"power of two, not {size}") for size in (0, 3, 96, -128)],
     "quantize_rows_int8": [
         ("largest", set_to(torch.ones(2)), r"\[60, 128\] and largest \[2\]"),
-        ("values", lambda x: x[0], "values must be"),
     ],
     "quantized_linear, INT4": [
         ("weight", part(0, lambda x: x.view(torch.uint8)), "int32 with floating-point scales, not torch.uint8"),
         ("x", columns(56), r"x \(60, 56\), weight \(1, 64, 16\)"),
         ("weight", part(1, lambda x: x.repeat(1, 8)), "groups of 16"),
-        ("x", to(torch.int32), "floating point, or int8 codes"),
     ],
     "quantized_linear, INT8": [
         ("weight", part(0, to(F32)), "codes must be int8, not torch.int8 and torch.float32"),
@@ -171,22 +154,17 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "rms_norm": [("weight", columns(5), "x has width 128, the weight has 5")],
     "route": [
-        ("logits", to(BF16), "logits torch.bfloat16"),
-        ("bias", to(F64), "bias torch.float64"),
         ("bias", rows(7), r"bias \(7,\)"),
+        ("bias", to(F64), "bias torch.float64"),
+        ("logits", to(BF16), "logits torch.bfloat16"),
         ("groups", set_to(3), "3 groups"),
-        ("groups", set_to(8), "8 experts in 8 groups"),
         ("top_k", set_to(5), "top 5 experts within top 2 of 4 groups of 2"),
-        ("top_groups", set_to(5), "top 4 experts within top 5 of 4 groups"),
     ],
     "select_topk": [
         ("scores", to(F64), r"not torch.float64 \(60, 64\)"),
-        ("scores", lambda x: x[0], r"not torch.float32 \(64,\)"),
-        ("scores", columns(0), "width > 0"),
         ("k", set_to(0), "k must be at least 1, not 0"),
         ("lengths", set_to(torch.zeros(3, dtype=torch.int32)), r"lengths must be \[60\]"),
         ("paging", set_to(Paging(torch.zeros(1, 4), torch.zeros(3), 16)), r"60 rows of scores, but \(3,\)"),
-        ("out", set_to(torch.zeros(2, 3, dtype=I64)), r"int32 \[60, 16\], not torch.int64 \[2, 3\]"),
     ],
     "slots_of": [("sequences", rows(2), "60 rows of positions, but 2")],
     "sparse_attention": [
@@ -201,13 +179,10 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     "sparse_attention, FP8": [("pool", columns(163), r"\[pages, page_size, 164\], not torch.uint8 \[4, 16, 163\]")],
     "store_cache_rows": [
         ("rows", columns(175), r"rows \(60, 175\)"),
-        ("key_pool", lambda x: x[:, :2], "do not fit together"),
-        ("rows", to(HALF), "one dtype, not torch.float16"),
         ("slots", rows(4), r"60 rows need as many slots, not \[4\]"),
     ],
     "store_index_keys": [
         ("norm_weight", rows(23), r"weight \(23,\) and bias \(32,\) must be \[32\]"),
-        ("cos", set_to(torch.ones(T, 17)), "34 rotated columns do not fit keys of 32"),
         ("cos", rows(2), r"must both be \[60, dim / 2\]"),
         ("slots", rows(2), r"60 rows need as many slots, not \[2\]"),
         ("slots", set_to(None), r"without slots the rows go to a buffer \[60, 32\]"),
@@ -228,12 +203,10 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
     ],
     "store_rows": [
         ("rows", rows(2), r"\(2, 32\) rows do not fit 60 slots"),
-        ("rows", columns(4), r"\(60, 4\) rows"),
         ("slots", to(F32), "slots must be int32 or int64, not torch.float32"),
     ],
     "token_ranks": [
         ("topk_ids", to(I64), r"not torch.int64 \(60, 4\)"),
-        ("rank_of", to(I64), r"torch.int64 \(8,\)"),
         ("size", set_to(0), "not to 0"),
     ],
 }

@@ -17,7 +17,7 @@ from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, total
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, Served, Shape, prefill_plans, prefill_plans_of

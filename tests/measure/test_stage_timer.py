@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.engine.jobs import prefill
-from dsa_engine.measure.stage_timer import DeviceClock, StageTimer
+from dsa_engine.engine.calls.jobs import prefill
+from dsa_engine.measure.stage_timer import StageTimer
 from dsa_engine.model.profile_stages import STAGES, stage
-from stages import current_stage
 
 CPU = torch.device("cpu")
 
@@ -85,22 +84,6 @@ def test_unknown_stage() -> None:
         pass
 
 
-def test_the_current_stage() -> None:
-    assert current_stage() == ""
-    with StageTimer(CPU):
-        assert current_stage() == "other"
-        with stage("MoE dispatch"):
-            assert current_stage() == "MoE dispatch"
-    assert current_stage() == ""
-
-
-def test_clock(clock: Clock) -> None:
-    device = DeviceClock(CPU)
-    begin = device.mark()
-    clock.now += 3
-    assert device.seconds(begin, device.mark()) == 3
-
-
 def test_one_timer_at_a_time() -> None:
     with StageTimer(CPU):
         with pytest.raises(RuntimeError, match="a StageTimer is already running"), StageTimer(CPU):
@@ -124,13 +107,6 @@ def test_a_forward_pass_goes_through_every_stage(demo_cache: Path) -> None:
     idle = {name for name in STAGES if seconds[name] == 0}
     assert idle <= {"communication"}  # one rank may do without
     assert sum(seconds.values()) == pytest.approx(whole, rel=0.05)
-
-
-def test_stages_are_seen_by_the_profiler() -> None:
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu]) as profile, stage("lightning indexer"):
-        torch.ones(3).sum()
-    assert "lightning indexer" in {event.key for event in profile.key_averages()}
 
 
 def test_ranges_are_there_for_a_profiler_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,20 +54,6 @@ def test_only_what_is_new_travels() -> None:
     assert tables.uploaded == 48
 
 
-def test_rows_are_taken_from_those_that_were_not_asked_for_longest() -> None:
-    tables = _Table()
-    requests = [[i, i + 1] for i in range(64)]
-    for one in requests:
-        check(tables, [one])
-    assert tables.host.shape[0] == 64 and tables.uploaded == 128
-    check(tables, [requests[0]])
-    check(tables, [[500]])  # takes the row of requests[1]
-    check(tables, requests[:1] + requests[2:32])
-    assert tables.uploaded == 129
-    check(tables, [requests[1]])
-    assert tables.uploaded == 131
-
-
 def test_a_life_of_many_steps() -> None:
     """Requests that come, grow, leave, are preempted, and take turns, while the table grows in both directions."""
     chance, tables, running = random.Random(3), _Table(), list[list[int]]()

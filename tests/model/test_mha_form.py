@@ -17,27 +17,6 @@ from dsa_engine.model.forward_batch import MHASegments
 CPU = torch.device("cpu")
 
 
-def test_parts_hold_whole_segments_and_all_of_them() -> None:
-    seen, lengths = [40, 3, 25, 25, 90, 10], [40, 1, 5, 25, 7, 2]
-    segments = [Segment(0, n, i, end - n) for i, (end, n) in enumerate(zip(seen, lengths, strict=True))]
-    tables = torch.arange(6 * 12, dtype=torch.int32).view(6, 12)
-    whole = MHASegments.of(segments, tables, 8, CPU)
-    assert whole is not None
-    for max_keys, expected in ((1, [1] * 6), (50, [2, 2, 1, 1]), (68, [3, 1, 1, 1]), (100, [4, 2]), (1000, [6])):
-        parts = whole.parts(max_keys)
-        assert whole.parts(max_keys) is parts
-        assert [len(part.cu_seqlens_q) for _, part in parts] == expected
-        rows = [row for chosen, _ in parts for row in range(chosen.start, chosen.stop)]
-        assert rows == list(range(sum(lengths)))
-        assert torch.equal(torch.cat([part.key_slots for _, part in parts]), whole.key_slots)
-        for (chosen, part), first in zip(parts, [sum(expected[:i]) for i in range(len(parts))], strict=True):
-            last = first + len(part.cu_seqlens_q)
-            for cu, counts in ((part.cu_seqlens_q, lengths), (part.cu_seqlens_k, seen)):
-                assert [b - a for a, b in cu] == counts[first:last] and cu.longest == max(counts[first:last])
-                assert cu.on_device.tolist() == list(cu.offsets) and cu.on_device.dtype == torch.int32
-            assert chosen.stop - chosen.start == part.cu_seqlens_q.rows
-
-
 @pytest.mark.parametrize("caches", ["auto", "fp8"])
 def test_memory_stays_within_the_workspace(
     caches: str, oracle: Callable[..., Any], peak_memory: Callable[..., int]

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 
 SIZES = {
     "num_hidden_layers": 2,

@@ -27,12 +27,8 @@ Run = Callable[..., Any]
         ("measure_ttft.py", ["--emulate-world", "4", "--emulate-rank", "4"], "0 … 3 of emulate_world 4"),
         ("measure_ttft.py", ["--emulate-rank", "1"], "--emulate-rank needs --emulate-world"),
         ("measure_ttft.py", ["--emulate-world", "25"], "n_routed_experts 24"),
-        ("bench_page_tiers.py", ["--pages", "0"], "--pages"),
-        ("measure_front.py", ["--clients", "0"], "--clients"),
         ("measure_host.py", ["--requests", "0"], "--requests"),
-        ("compare_overlaps.py", ["--repeat", "0"], "--repeat"),
         ("studies/compare_transformers.py", ["--threads", "0"], "at least 1"),
-        ("studies/compare_llama_cpp.py", ["--repeat", "0", "--model", "38M"], "at least 1"),
         ("demo.py", ["--tokens", "0"], "--tokens"),
     ],
 )

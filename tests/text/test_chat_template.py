@@ -33,14 +33,10 @@ def test_what_a_conversation_may_look_like() -> None:
     "messages, error, message",
     [
         ("hello", TypeError, "a conversation is a list of .*, not 'hello'"),
-        ([], ValueError, "the conversation is empty"),
-        ([[]], ValueError, "the conversation is empty"),
         ([HELLO, []], ValueError, "the conversation is empty"),
         ([{"role": "user"}], TypeError, "a conversation is a list of"),
-        ([{"content": "x"}], TypeError, "a conversation is a list of"),
         ([{"role": "user", "content": 5}], TypeError, "a conversation is a list of"),
         ([HELLO[0], "x"], TypeError, "a conversation is a list of"),
-        ([["x"]], TypeError, "a conversation is a list of"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, "text only, not {'type': 'image_url'"),
     ],
 )

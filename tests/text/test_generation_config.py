@@ -68,12 +68,9 @@ def test_without_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     "content, message",
     [
         (b"{", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
         (b"[1]", "a JSON object, not list"),
-        (b'{"temperature": -1}', "temperature .*-1"),
         (b'{"temperature": NaN}', "temperature .*nan"),
         (b'{"top_p": "x"}', "top_p .*'x'"),
-        (b'{"top_k": 1.5}', "top_k .*1.5"),
         (b'{"max_new_tokens": 0}', "max_tokens .*0"),
     ],
 )

@@ -9,13 +9,13 @@ from itertools import product
 
 import numpy as np
 
-from dsa_engine.arguments import json_object, read_text
+from dsa_engine.commands.arguments import json_object, read_text
 from dsa_engine.commands.bench.generation_benchmark import check_latency, check_lengths, measure_latency
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
-from dsa_engine.commands.bench.report import Report
+from dsa_engine.commands.bench.report import BenchReport
 from dsa_engine.commands.early import Early
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.arguments import measured_llm
 from dsa_engine.measure.plots import check_plot
@@ -50,7 +50,7 @@ def run_prefill(args: argparse.Namespace) -> None:
         prompts = [llm.tokenizer.encode(text)]
     for prompt in prompts:
         engine.limits.check(prompt)  # check all before measuring any
-    report = Report(llm, args, "ttft")
+    report = BenchReport(llm, args, "ttft")
     try:
         for number, prompt in enumerate(prompts, 1):
             result = measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat)
@@ -97,7 +97,7 @@ def _run_latency(metric: str, args: argparse.Namespace) -> None:
     cases = list(product(args.input_len, args.batch_size, counts or [engine.runner.num_drafts]))
     for input_len, batch_size, _ in cases:  # check all before measuring any
         check_latency(engine, input_len, args.output_len, batch_size, fill_cache)
-    report = Report(llm, args, metric)
+    report = BenchReport(llm, args, metric)
     try:
         for number, (input_len, batch_size, num_drafts) in enumerate(cases, 1):
             result = measure_latency(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from dsa_engine.arguments import add_engine_arguments, add_json_argument, lengths
+from dsa_engine.commands.arguments import add_engine_arguments, add_json_argument, lengths
 from dsa_engine.config.speculative import MAX_DRAFTS
 
 OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dsa_engine.commands.bench.result import Result
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import prefill
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
 from dsa_engine.measure.costs.model_costs import prefill_plans_of
 from dsa_engine.measure.device import peak_bytes, reset_peak

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from dsa_engine.arguments import reported
+from dsa_engine.commands.arguments import reported
 from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.result import Result
@@ -20,7 +20,7 @@ from dsa_engine.measure.stage_timer import mean_stages
 from dsa_engine.system.sizes import format_bytes
 
 
-class Report:
+class BenchReport:
     """The results so far. Every rank makes a report, as the ceilings of its device are measured; rank 0 writes it.
 
     Args:

@@ -12,7 +12,7 @@ from dsa_engine.config.released import RELEASED_BLOCK_SIZE
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference, quantize_blocks_reference
 from dsa_engine.kernels.runtime.difference import differences
-from dsa_engine.quantization import Unquantized
+from dsa_engine.weights.formats import Unquantized
 
 _DISTANCES = (64, 512, 4096, 32768)  # borders of the distances by which recall is reported
 
@@ -57,7 +57,7 @@ class Recall:
     unchanged: dict[str, float]
 
 
-class Comparison:
+class LayerComparison:
     """Compares rows of an engine with the plain model. A layer chains ten operations with the roundings of its formats,
     so its errors may be that much larger than those of one operation."""
 

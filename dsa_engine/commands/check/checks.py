@@ -10,7 +10,7 @@ from itertools import chain
 
 import torch
 
-from dsa_engine.commands.check.agreement import Agreement, Comparison, Recall
+from dsa_engine.commands.check.agreement import Agreement, LayerComparison, Recall
 from dsa_engine.commands.check.evidence import Other, experts_follow_router, odd_weights, try_others, unlike_released
 from dsa_engine.commands.check.plain import PlainModel
 from dsa_engine.commands.check.watch import Rows, Watch, joined, run
@@ -73,7 +73,7 @@ class Cases:
         off = "" if engine.options.enable_prefix_caching else "enable_prefix_caching is off"
         drafts = "" if engine.runner.num_drafts else "no speculative_config"
         no_host = "" if engine.scheduler.ledger.slots else "no host_cache_memory"
-        no_disk = "" if engine.cache_turns.stores else "no cache_folder"
+        no_disk = "" if engine.cache_steps.stores else "no cache_folder"
         cases: list[tuple[str, str, Callable[[], list[Request]]]] = [
             ("prefill", "", lambda: run(engine, [ids], 2, reads=False)),
             ("decode", "", lambda: run(engine, [ids[: at[0] + step] for step in (-1, 0, 1)], 2, reads=False)),
@@ -97,7 +97,7 @@ class Cases:
 
     def _prepare(self, name: str) -> None:
         """Lets the pages of the prefill be in host memory only, or on the disk only."""
-        engine, stores = self._engine, self._engine.cache_turns.stores
+        engine, stores = self._engine, self._engine.cache_steps.stores
         if name == "prefix hit, host":
             for pool in engine.scheduler.ledger.pools:  # what it held goes to host memory
                 pool.release(pool.take(pool.free))
@@ -111,7 +111,7 @@ class Cases:
 
     def look_at(self, plain: PlainModel, layer: int, report: Report) -> None:
         """Adds what a layer's rows tell to the report."""
-        config, base, comparison = plain.config, self.prefill.id, Comparison(self._engine, plain)
+        config, base, comparison = plain.config, self.prefill.id, LayerComparison(self._engine, plain)
         h = joined(self.rows[base, layer, "h"])[1]
         for name, requests in self.done.items():
             for request in requests:
@@ -137,8 +137,8 @@ def findings(
     ranks = mesh.host
     if mesh.world_size > 1:  # the loop's messages wait on the ranks' own group
         ranks = Group(mesh.world.ranks, mesh.rank, new_group(mesh.world.ranks, mesh.config.timeout, "gloo"))
-        if engine.cache_turns.loads is not None:
-            engine.cache_turns.loads.group = ranks
+        if engine.cache_steps.loads is not None:
+            engine.cache_steps.loads.group = ranks
     yield _unread(llm, ranks)
     differ = unlike_released(config)
     seen = "; ".join(differ) if differ else "all keys are those of the released model of these sizes"

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsa_engine.arguments import add_engine_arguments, add_json_argument, engine_options, read_text, reported
+from dsa_engine.commands.arguments import add_engine_arguments, add_json_argument, engine_options, read_text, reported
 from dsa_engine.parallel.launch_environment import local_world_size, several_processes
 from dsa_engine.system.output_files import check_outputs
 

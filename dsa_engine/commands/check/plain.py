@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch.nn.functional import layer_norm, silu
 
-from dsa_engine.checkpoint import CheckpointReader
-from dsa_engine.checkpoint.index import locate_tensors, open_shard
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.formats.hadamard import hadamard_reference
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8_reference
 from dsa_engine.kernels.formats.quantize import FP8, quantize_rows_reference
 from dsa_engine.model.layout import released_tensors
-from dsa_engine.quantization import Matrix, weight_format
+from dsa_engine.weights import CheckpointReader
+from dsa_engine.weights.formats import Matrix, weight_format
+from dsa_engine.weights.index import locate_tensors, open_shard
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 

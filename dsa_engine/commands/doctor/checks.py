@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 import triton
 
-from dsa_engine.checkpoint.index import fingerprint
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup.kernel_check import trial_tokens, try_steps
@@ -32,7 +31,6 @@ from dsa_engine.engine.startup.start import start
 from dsa_engine.kernels.runtime import cpu, libraries, operation
 from dsa_engine.kernels.runtime.operation import error_line
 from dsa_engine.llm import LLM
-from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.disaggregation import create_mesh
@@ -40,6 +38,8 @@ from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.sizes import available_bytes, format_bytes
 from dsa_engine.version import __version__
+from dsa_engine.weights.index import fingerprint
+from dsa_engine.weights.model_folder import resolve_model
 
 PROMPT = "def main():\n    key 4821 is 97\n"
 _EXCHANGE_S, _COMPILING_S = 60.0, 600.0  # longest wait of a collective: of the first exchange, and of all others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from dsa_engine.arguments import json_object
+from dsa_engine.commands.arguments import json_object
 from dsa_engine.commands.planner.demand import ACCEPTANCE, CACHES, DRAFTS, WEIGHTS, Demand
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.config.released import RELEASED_CONFIGS
@@ -64,7 +64,7 @@ def run_plan(args: argparse.Namespace) -> None:
     from dsa_engine.commands.planner.launch import commands
     from dsa_engine.commands.planner.predict import BEST, OWN
     from dsa_engine.commands.planner.search import Planner
-    from dsa_engine.model_folder import model_config
+    from dsa_engine.weights.model_folder import model_config
 
     check_outputs(args.json)
     acceptance = ACCEPTANCE if args.acceptance is None else _rates(args.acceptance)

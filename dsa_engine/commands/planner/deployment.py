@@ -11,7 +11,6 @@ from dsa_engine.commands.planner.devices import Device
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8
-from dsa_engine.convert.schemes import stored_as
 from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes
 from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -20,8 +19,9 @@ from dsa_engine.measure.costs.weights import WeightBytes, rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.experts import DispatchMethod
-from dsa_engine.parallel.experts.traffic import DispatchChoice, Routing, RowBytes, exchange, quantized_bytes
+from dsa_engine.parallel.experts.traffic import DispatchChoice, RouterShape, RowBytes, exchange, quantized_bytes
 from dsa_engine.parallel.links import Links
+from dsa_engine.weights.convert.schemes import stored_as
 
 _LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a node, between nodes (parallel/links.py)
 
@@ -69,7 +69,7 @@ class Placed:
         block = 128 if how.weights == "fp8" else hidden  # codes with one scale
         sent = quantized_bytes(hidden, block) if self.narrow else 2 * hidden
         self.row = RowBytes.of(sent, top_k, 2 * hidden)
-        self.routing = Routing(config.n_routed_experts, top_k, config.n_group, config.topk_group)
+        self.routing = RouterShape(config.n_routed_experts, top_k, config.n_group, config.topk_group)
         self._choice = DispatchChoice([rank // device.node_size for rank in range(how.ranks)], links=self.links)
 
     @cached_property

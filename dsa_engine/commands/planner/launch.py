@@ -8,7 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from dsa_engine.commands.bench.options import OUTPUT_LEN
-from dsa_engine.quantization.choose import NAMES
+from dsa_engine.weights.formats.choose import NAMES
 
 if TYPE_CHECKING:
     from dsa_engine.commands.planner.search import Plan, Planner

@@ -14,8 +14,8 @@ from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.predict import OWN, Kernels, Predicted, predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.quantization.choose import quantization_name
 from dsa_engine.system.progress import progress_bar
+from dsa_engine.weights.formats.choose import quantization_name
 
 CHUNKS = (2048, 4096, 8192, 16384)
 LOADS = sorted(n << i for n in (2, 3) for i in range(16))  # requests of an instance, beside 1

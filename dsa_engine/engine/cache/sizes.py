@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.checkpoint.index import checkpoint_digest
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.folder import VERSION, PageFolder
 from dsa_engine.engine.cache.host import HostPages, staging_bytes
@@ -26,6 +25,7 @@ from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.launch_environment import local_world_size
 from dsa_engine.system.sizes import available_bytes, format_bytes, parse_bytes
 from dsa_engine.version import __version__
+from dsa_engine.weights.index import checkpoint_digest
 
 _CPU_DEFAULT_CACHE = 4 << 30  # limit of the caches on a CPU, whose memory other programs use too
 _EXCHANGED = 64 << 20  # bytes of a layer that a rank sends, or receives, in a step

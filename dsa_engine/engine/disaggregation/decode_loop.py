@@ -170,7 +170,7 @@ class DecodeLoop(SideLoop):
             news = []
             for request, tokens, drafts in sampled:
                 stats = (drafts.offered, drafts.accepted) if drafts is not None and drafts.offered else None
-                news.append(messages.NewTokens(request.id, tokens, request.ending, stats))
+                news.append(messages.DecodedTokens(request.id, tokens, request.ending, stats))
             self.tell(messages.Tokens(news, self._scheduler.cache_usage))
         super()._hand_over(sampled)
 

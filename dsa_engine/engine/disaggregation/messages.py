@@ -71,7 +71,7 @@ class TransferDone(NamedTuple):
     ids: tuple[int, ...]
 
 
-class NewTokens(NamedTuple):
+class DecodedTokens(NamedTuple):
     """The new tokens of one request."""
 
     id: int
@@ -83,7 +83,7 @@ class NewTokens(NamedTuple):
 class Tokens(NamedTuple):
     """What a step has sampled, and the fraction of this side's pages that requests hold."""
 
-    of: list[NewTokens]
+    of: list[DecodedTokens]
     cache_usage: float
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsa_engine.engine.cache.link import RankPages, dealt
-from dsa_engine.engine.calls import Abort, Shutdown, waking_together
+from dsa_engine.engine.calls.call import Abort, Shutdown, waking_together
+from dsa_engine.engine.calls.jobs import Run
 from dsa_engine.engine.disaggregation import messages
 from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import Run
 from dsa_engine.engine.requests.limits import Add, pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import RequestTokens
@@ -49,7 +49,7 @@ class PrefillLoop(SideLoop):
         assert isinstance(scheduler, PrefillScheduler)
         self._scheduler = scheduler
         self._journeys: dict[int, _Journey] = {}  # by id: of requests whose pages have not all come, also if they end
-        engine.cache_turns.leaving.append(self._leaving_under)
+        engine.cache_steps.leaving.append(self._leaving_under)
         super().__init__(engine, side)
 
     @property
@@ -67,7 +67,7 @@ class PrefillLoop(SideLoop):
         elif isinstance(message, messages.TransferDone):
             for number in message.ids:
                 request = self._journeys.pop(number).request
-                self.engine.cache_turns.ended(request)
+                self.engine.cache_steps.ended(request)
                 self._scheduler.sent(request)
         elif isinstance(message, messages.Preempted):
             if message.id in self._requests:
@@ -160,7 +160,7 @@ class PrefillLoop(SideLoop):
                     self.calls.answer(new.id, new.tokens, new.ending)
         super()._delivered(message)
 
-    def _continue(self, new: messages.NewTokens) -> None:
+    def _continue(self, new: messages.DecodedTokens) -> None:
         """Takes tokens from the decode side; their caller has them already."""
         request = self._requests.get(new.id)
         if request is None:

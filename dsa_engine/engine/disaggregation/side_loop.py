@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.engine.calls import Message
+from dsa_engine.engine.calls.call import Message
 from dsa_engine.engine.disaggregation.messages import LineBroken
 from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.engine import Engine

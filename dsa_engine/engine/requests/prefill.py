@@ -20,7 +20,7 @@ _DECODE_STEPS = 8  # time of a prefill step without max_tpot, in decode steps
 _SMOOTHING = 0.2  # weight of the newest decode step
 
 
-class Load(NamedTuple):
+class RankLoad(NamedTuple):
     """Load of each rank by the running requests that it owns; int64 ``[world]`` each."""
 
     tokens: Ints  # tokens that the requests attend to
@@ -28,7 +28,7 @@ class Load(NamedTuple):
     reserved_pages: Ints  # one for each request that may still grow: a new one must not preempt it at once
 
     @classmethod
-    def of(cls, decoding: Decoding, prefilling: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> Load:
+    def of(cls, decoding: Decoding, prefilling: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> RankLoad:
         more = -(-(decoding.limit - 1) // capacity.page_size) - decoding.pages
         columns = (decoding.length, more, np.minimum(more, 1))
         load = cls(*(np.bincount(decoding.owner, of, capacity.world_size).astype(np.int64) for of in columns))
@@ -40,7 +40,9 @@ class Load(NamedTuple):
         return load
 
 
-def choose_group(cached: Mapping[int, int], groups: Sequence[range], prefilling: Iterable[Request], load: Load) -> int:
+def choose_group(
+    cached: Mapping[int, int], groups: Sequence[range], prefilling: Iterable[Request], load: RankLoad
+) -> int:
     """Chooses the context-parallel group that is likely to finish a request's prefill first: the one with the fewest
     tokens to prefill, the request's own included.
 
@@ -64,7 +66,7 @@ def choose_group(cached: Mapping[int, int], groups: Sequence[range], prefilling:
 def choose_owner(
     request: Request,
     ranks: Iterable[int],
-    load: Load,
+    load: RankLoad,
     free: Sequence[int],
     capacity: Capacity,
     absent: Mapping[int, int] | None = None,

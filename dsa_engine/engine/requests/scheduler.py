@@ -30,7 +30,7 @@ from dsa_engine.engine.cache.disk_loads import DiskLoads
 from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
 from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.limits import Capacity, pages_for
-from dsa_engine.engine.requests.prefill import Load, PrefillShare, PrefillStep, choose_group, choose_owner
+from dsa_engine.engine.requests.prefill import PrefillShare, PrefillStep, RankLoad, choose_group, choose_owner
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Ints, Samples
 from dsa_engine.errors import CapacityError
@@ -273,8 +273,8 @@ class Scheduler:
             message = "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
             logging.getLogger(__name__).warning(message, request.id)
 
-    def _load(self) -> Load:
-        return Load.of(self.decoding, self._prefilling, self.ledger, self.capacity)
+    def _load(self) -> RankLoad:
+        return RankLoad.of(self.decoding, self._prefilling, self.ledger, self.capacity)
 
     def _admit(self, request: Request, usable: list[bytes], step: PrefillStep) -> bool:
         """Gives a request that enters in ``step`` its group, its owner and its first pages, some of ``usable`` among

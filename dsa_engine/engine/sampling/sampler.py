@@ -124,7 +124,7 @@ class Draws(NamedTuple):
         return cls(keys, temperature, log_min_p, top_p, top_k)
 
 
-class Limits(NamedTuple):
+class DrawLimits(NamedTuple):
     """The kinds of limits among the rows of a draw; its launches depend on nothing else."""
 
     min_p: bool
@@ -132,11 +132,11 @@ class Limits(NamedTuple):
     top_p: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab: int) -> Limits:
+    def of(cls, params: Sequence[SamplingParams], vocab: int) -> DrawLimits:
         top_k = max((p.top_k for p in params if 0 < p.top_k < vocab), default=0)
         return cls(any(p.min_p > 0 for p in params), top_k, any(p.top_p < 1 for p in params))
 
-    def rounded(self, vocab: int) -> Limits:
+    def rounded(self, vocab: int) -> DrawLimits:
         """Limits with the same effect, of which there are only a few."""
         return self._replace(min_p=True, top_k=next(k for k in (0, 64, 1024, vocab) if self.top_k <= k <= vocab))
 
@@ -173,10 +173,10 @@ def sample(
     vocab = logits.shape[1]
     on_host = torch.cat((draws_of(params, keys, vocab), torch.tensor([[*positions]], dtype=torch.int64)))
     *columns, at = upload(on_host, logits.device)
-    return draw(logits, Draws.of_columns(columns), at, Limits.of(params, vocab))
+    return draw(logits, Draws.of_columns(columns), at, DrawLimits.of(params, vocab))
 
 
-def draw(logits: torch.Tensor, draws: Draws, positions: torch.Tensor, limits: Limits) -> torch.Tensor:
+def draw(logits: torch.Tensor, draws: Draws, positions: torch.Tensor, limits: DrawLimits) -> torch.Tensor:
     """Draws a token for each row; the launches depend on shapes and ``limits`` only.
 
     Args:

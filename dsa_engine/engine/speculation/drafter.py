@@ -53,7 +53,7 @@ from dsa_engine.engine.requests.samples import (
 )
 from dsa_engine.engine.sampling.grammar import masked
 from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, penalised, penalties_of, with_unread
-from dsa_engine.engine.sampling.sampler import Draws, Limits, draw, draws_of, not_finite
+from dsa_engine.engine.sampling.sampler import DrawLimits, Draws, draw, draws_of, not_finite
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -70,7 +70,7 @@ class GraphKey(NamedTuple):
     """Name of a graph: everything that the launches of a step depend on."""
 
     bucket: Bucket
-    limits: Limits | None  # None: all requests are greedy
+    limits: DrawLimits | None  # None: all requests are greedy
     penalises: bool
     has_grammar: bool
     rule: AcceptanceRule
@@ -182,7 +182,7 @@ class Drafter:
         asks, vocab = step.decode.asks, self._model.config.vocab_size
         limits = None
         if asks & DRAWS:
-            limits = Limits(bool(asks & MIN_P), min(step.decode.top_k, vocab), bool(asks & TOP_P)).rounded(vocab)
+            limits = DrawLimits(bool(asks & MIN_P), min(step.decode.top_k, vocab), bool(asks & TOP_P)).rounded(vocab)
         return GraphKey(step.bucket, limits, bool(asks & PENALISES), bool(asks & HAS_GRAMMAR), self.rule)
 
     def run(

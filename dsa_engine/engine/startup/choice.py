@@ -21,8 +21,8 @@ from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.options import OPTIONS_OF_DECODE, EngineOptions, options_of_decode
 from dsa_engine.parallel.disaggregation import position
-from dsa_engine.quantization import held_as
 from dsa_engine.system.sizes import parse_bytes
+from dsa_engine.weights.formats import held_as
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ import torch
 
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.cache.sizes import TierSizes, affordable_pages, page_folder
-from dsa_engine.engine.cache.turns import CacheTurns
+from dsa_engine.engine.cache.steps import CacheSteps
 from dsa_engine.engine.disaggregation.side import Side, own_options
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.expert_loads import LoadRecorder, Rebalancing, count_loads
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
@@ -41,6 +40,7 @@ from dsa_engine.engine.startup.weights import (
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
+from dsa_engine.engine.steps.rebalancing import CountRecorder, Rebalancing, count_loads
 from dsa_engine.errors import enough_memory
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU
@@ -54,11 +54,11 @@ from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.deep_ep import DeepEP
-from dsa_engine.quantization import Unquantized, quantization_name
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes
 from dsa_engine.text.tokenizer import Tokenizer
+from dsa_engine.weights.formats import Unquantized, quantization_name
 
 if TYPE_CHECKING:
     from dsa_engine.engine.cache.kv_events import KVEvents
@@ -144,7 +144,7 @@ class Loaded:
 
     model: Model
     rebalancing: Rebalancing | None
-    recorder: LoadRecorder | None
+    recorder: CountRecorder | None
     bytes_read: int
     seconds: float
 
@@ -291,7 +291,7 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
         cache=cache,
         scheduler=scheduler,
         runner=ModelRunner(model, cache, graphs, prepared.relaxed, micro_batches, grammars),
-        cache_turns=CacheTurns(scheduler, mesh, transfer, on_disk, side.sender if side else None),
+        cache_steps=CacheSteps(scheduler, mesh, transfer, on_disk, side.sender if side else None),
         rebalancing=loaded.rebalancing,
         recorder=loaded.recorder,
         max_model_len=prepared.max_model_len,

@@ -8,9 +8,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.checkpoint.index import fingerprint
 from dsa_engine.options import EngineOptions
 from dsa_engine.version import __version__
+from dsa_engine.weights.index import fingerprint
 
 # Options that may differ from rank to rank, as they change no result.
 _MAY_DIFFER = ("model", "device", "progress", "trust_remote_code")

@@ -89,9 +89,9 @@ class DummySteps:
 
     def classes(self) -> list[Step]:
         """The steps after which all ranks are connected in the ways of all steps: a decode step, and a prefill of each
-        class of sizes by which a dispatch or a way of gathering is chosen; of the smallest, if nothing is chosen."""
+        class of sizes by which a dispatch is chosen; of the smallest, if none is chosen."""
         mesh, tokens = self.mesh, self.options.max_num_batched_tokens
-        chosen = mesh.dispatch(decodes=False) == "auto" or mesh.cp.levels or mesh.ep.levels
+        chosen = mesh.dispatch(decodes=False) == "auto"
         sizes = {min(1 << i, tokens) for i in range(next_power_of_2(tokens).bit_length() if chosen else 1)}
         groups, steps = range(mesh.world_size // mesh.cp_size), [self.decode(1, 2, GREEDY)]
         for length in sorted({min(size * mesh.cp_size, self.max_model_len) for size in sizes}):

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from dsa_engine.checkpoint import CheckpointReader, DummyReader
-from dsa_engine.checkpoint.index import locate_tensors
 from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.errors import enough_memory
 from dsa_engine.model.model import Model, MTPModule
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.quantization import weight_format
 from dsa_engine.system.sizes import format_bytes, parse_bytes
+from dsa_engine.weights import CheckpointReader, DummyReader
+from dsa_engine.weights.formats import weight_format
+from dsa_engine.weights.index import locate_tensors
 
 
 def limited_model_len(config: ModelConfig, options: EngineOptions) -> int:

@@ -14,7 +14,7 @@ from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
 from dsa_engine.model.model import DecoderLayer, Model, MTPModule
 from dsa_engine.model.runtime import Runtime
-from dsa_engine.quantization import quantization_name, weight_format
+from dsa_engine.weights.formats import quantization_name, weight_format
 
 _META = torch.device("meta")
 Kind = tuple[str, str]  # a layer's entries of mlp_layer_types and indexer_types

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from dsa_engine.arguments import llm_from, parallel_from
+from dsa_engine.commands.arguments import llm_from, parallel_from
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh

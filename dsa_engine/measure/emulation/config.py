@@ -74,9 +74,9 @@ class EmulatedExpertParallel(ExpertParallel):
         self.even = True
 
     def _gather(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int, by_rail: bool
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int
     ) -> Callable[[], Received]:
-        wait = super()._gather(tokens, topk_ids, topk_weights, max_tokens, by_rail)
+        wait = super()._gather(tokens, topk_ids, topk_weights, max_tokens)
 
         def received() -> Received:
             copies = wait()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dsa_engine.config.checks import shown
-from dsa_engine.structured_outputs import WHITE_SPACE, lark_grammar
+from dsa_engine.config.structured_outputs import WHITE_SPACE, lark_grammar
 
 _SHAPES = {"pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not", "$ref"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.checks import check_text, shown
+from dsa_engine.config.structured_outputs import StructuredOutputsParams
 from dsa_engine.outputs import CompletionOutput, RequestOutput
-from dsa_engine.structured_outputs import StructuredOutputsParams
 from dsa_engine.text.chat_template import render, tool_schema
 from dsa_engine.text.conversations import deepseek_v32
 from dsa_engine.text.conversations.answer_grammar import GrammarWriter, after_thought

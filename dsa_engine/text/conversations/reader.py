@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from dsa_engine.text.conversations.deltas import MessageDelta, ToolCallDelta
-from dsa_engine.text.conversations.source import LostForm, Source, Steps, Tags, TextEnded
+from dsa_engine.text.conversations.source import LostForm, Steps, Tags, TextEnded, TextSource
 from dsa_engine.text.conversations.tool_calls import CallForm
 
 THINK, THINK_END = "<think>", "</think>"
@@ -44,7 +44,7 @@ class MessageReader:
     ):
         self._thought, self._form, self._tools = thought, calls, tools
         self._end_tokens, self._held = Tags(*end_tokens), ""
-        self._source, self._message = Source(), _Message(several_calls)
+        self._source, self._message = TextSource(), _Message(several_calls)
         self._steps = self._read()
 
     def push(self, text: str) -> list[MessageDelta]:

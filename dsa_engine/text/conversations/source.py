@@ -42,7 +42,7 @@ class Tags:
         return next((n for n in range(longest, 0, -1) if text[-n:] in self._beginnings), 0)
 
 
-class Source:
+class TextSource:
     """Text that one side pushes and the other reads.
 
     What :meth:`expect` and :meth:`name` consume is remembered since the last :meth:`mark`, as it is content if it turns

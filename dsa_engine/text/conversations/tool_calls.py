@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from dsa_engine.text.conversations.answer_grammar import Function, GrammarWriter, functions_of
 from dsa_engine.text.conversations.json_scanner import JsonScanner, is_json
-from dsa_engine.text.conversations.source import LostForm, Source, Steps, Tags, TextEnded
+from dsa_engine.text.conversations.source import LostForm, Steps, Tags, TextEnded, TextSource
 
 _TYPES = {"{": "object", "[": "array", '"': "text in quotes", "t": "boolean", "f": "boolean", "n": "null"}
 
@@ -39,7 +39,7 @@ class CallForm(ABC):
     around: tuple[str, str] = ("", "")
 
     @abstractmethod
-    def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
         """Reads what follows one of the tags, up to the end of the calls.
 
         Raises:
@@ -73,7 +73,7 @@ class TaggedCalls(CallForm):
     tags = (f"<{_TAG}function_calls>",)
     around = f"\n\n{tags[0]}\n", _END
 
-    def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.expect(self._CALL)
         tag = self._CALL
         while tag == self._CALL:
@@ -105,7 +105,7 @@ class PairedCalls(CallForm):
     _NAME_END, _KEY_END, _VALUE_END = Tags("\n", _KEY, _END), Tags("</arg_key>"), Tags("</arg_value>")
     tags = ("<tool_call>",)
 
-    def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.space()
         name, tag = yield from source.name(self._NAME_END)
         if tag == "\n":
@@ -141,7 +141,7 @@ class JsonCalls(CallForm):
     def __init__(self, fenced: bool = False):
         self._fenced = fenced
 
-    def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
         tag = yield from source.expect(self._CALL)
         while tag == self._CALL:
             name, _ = yield from source.name(self._NAME_END)
@@ -168,7 +168,7 @@ class JsonCalls(CallForm):
 class _Call:
     """One call: begun with the first text of its arguments. What it has written is no content any more."""
 
-    def __init__(self, source: Source, calls: CallWriter, name: str):
+    def __init__(self, source: TextSource, calls: CallWriter, name: str):
         self._source, self._calls, self._name = source, calls, name
         self._begun = False
         self._keys: set[str] = set()

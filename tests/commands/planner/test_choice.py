@@ -22,9 +22,9 @@ from dsa_engine.config.fields import is_given
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.startup.choice import RULES, Choice, Devices
 from dsa_engine.measure.report import format_table
-from dsa_engine.model_folder import model_config
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.weights.model_folder import model_config
 
 MODELS, KINDS, RANKS = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3"), ("H100", "H200", "B200"), (1, 4, 8, 16, 64)
 MODES = ("latency", "balanced", "throughput")

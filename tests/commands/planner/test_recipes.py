@@ -12,8 +12,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import dsa_engine
-from dsa_engine.arguments import engine_options
 from dsa_engine.cli import COMMANDS, main
+from dsa_engine.commands.arguments import engine_options
 from dsa_engine.options import EngineOptions
 from recipes import RECIPES, Recipe, recipes, words_of
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM
-from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.engine.requests.limits import pages_for
+from dsa_engine.weights.convert import quantize_checkpoint
 from quantized_sizes import INDEXER, SIZES
 
 MODEL = {"model": "demo-random", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 32}

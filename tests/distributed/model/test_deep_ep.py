@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.convert import quantize_checkpoint
+from dsa_engine.weights.convert import quantize_checkpoint
 
 OPTIONS = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "cache_memory": "64MiB"}
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.convert import quantize_checkpoint
+from dsa_engine.weights.convert import quantize_checkpoint
 
 SIZES = {
     "hidden_size": 256,
@@ -74,8 +74,12 @@ def test_tokens_do_not_depend_on_ranks(
             for result in results:
                 assert result["tokens"] == single["tokens"], (name, number)
                 assert (result["moved_bytes"] > 0) == (number == 1)
-                off = torch.cat(result["all"]) - torch.cat(single["all"])
-                assert float(off.norm() / torch.cat(single["all"]).norm()) < 1e-3, (name, number)
+                wanted = torch.cat(single["all"])
+                rows = (torch.cat(result["all"]) - wanted).abs().amax(dim=-1) / wanted.abs().amax(dim=-1)
+                # Where o_proj is a sum over ranks, a row's INT8 code beside a tie may be the next one, 1/127 away; it
+                # reaches the rows that attend to this one.
+                coded = number == 1 and name != "w4a16"
+                assert float(rows.median()) < 1e-5 and float(rows.max()) < (2 / 127 if coded else 1e-5), (name, number)
             if number == 0:  # only experts are divided, and every expert is read once
                 read = [result["bytes_read"] for result in results]
                 assert sum(single["bytes_read"] - one for one in read) > 0

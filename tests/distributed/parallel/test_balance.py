@@ -10,7 +10,7 @@ import torch
 
 from dsa_engine.demo import demo_config
 from dsa_engine.parallel.experts.balance import imbalance
-from dsa_engine.parallel.experts.loads import ExpertLoads
+from dsa_engine.parallel.experts.counts import ExpertCounts
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
 
@@ -43,7 +43,7 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     print(f"{in_ranks:,} bytes between nodes, by node {in_nodes:,}: {there / once:.3f} times fewer, as planned")
     assert in_ranks * once == in_nodes * there and there > 1.5 * once
     assert len(before[0]["held"]) == 2
-    recorded = ExpertLoads.read(tmp_path / "loads.json")
+    recorded = ExpertCounts.read(tmp_path / "loads.json")
     assert torch.equal(sum(rank["chosen"] for rank in before), torch.tensor(recorded.loads).long()), "ranks added"
     for layer, (in_order, planned) in enumerate(zip(before[0]["held"], after[0]["held"], strict=True)):
         loads, later = (sum(rank["chosen"][layer] for rank in run).tolist() for run in (before, after))

@@ -18,7 +18,7 @@ import pytest
 
 import emulate_nodes
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.requests import random_prompt
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,20 +91,6 @@ def test_one_engine_and_two_parts(nodes: int, ranks: int, prefill: int, emulate:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2), (4, 1)])
-def test_generate(nodes: int, ranks: int, emulate: Emulate) -> None:
-    words = "key 4821 is 97. " * 20 + "key"
-    options = ["--prompt", words, "--max-tokens", 6, "--temperature", 0, "--device", "cpu", "--max-model-len", 800]
-    shape = ["--nodes", nodes, "--ranks", ranks, "--slow-link", "200mbit"]
-    done = emulate(*shape, "--", "-m", "dsa_engine", "generate", *options)
-    assert done.returncode == 0, done.stdout
-    llm = LLM("demo", device="cpu", max_model_len=800)
-    text = llm.generate(words, SamplingParams(temperature=0.0, max_tokens=6))[0].text
-    said = [line.removeprefix("node-0: ") for line in done.stdout.splitlines() if line.startswith("node-0: ")]
-    assert text in "\n".join(said), done.stdout
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
     logits, report = tmp_path / "out.npy", tmp_path / "out.json"
@@ -116,17 +102,6 @@ def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
     llm = LLM("demo", device="cpu")
     expected = prefill(llm.engine, random_prompt(llm.engine, 512)).numpy()
     assert np.load(logits) == pytest.approx(expected, abs=1e-2)
-
-
-@pytest.mark.slow
-def test_gathers_send_what_the_other_node_lacks(emulate: Emulate, tmp_path: Path) -> None:
-    """Counted by the kernel, with the headers of TCP: 3 parts in a ring of 2 × 2 ranks, 2 along rails."""
-    done = emulate("--ranks", 2, "--", "tests/distributed/programs/gather_bytes.py", tmp_path / "bytes.json")
-    assert done.returncode == 0, done.stdout
-    counted = json.loads((tmp_path / "bytes.json").read_text())
-    assert counted["form"] == "TwoLevels" and counted["equal"] == [True, True]
-    ring, rails = counted["parts"]
-    assert 3 <= ring < 3.2 and 2 <= rails < 2.2, counted
 
 
 @pytest.mark.slow

@@ -85,11 +85,11 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         results |= {"fetched": sum(fetched), "preemptions": engine.scheduler.preemptions}
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
         results |= {"in_host": [len([*pool.host]) for pool in ledger.pools], "slots": ledger.slots}
-        results["from_host"] = engine.cache_turns.transfer.copies.bytes_from_host // engine.cache.page_bytes
-        if engine.cache_turns.loads is not None:
+        results["from_host"] = engine.cache_steps.transfer.copies.bytes_from_host // engine.cache.page_bytes
+        if engine.cache_steps.loads is not None:
             results["read"], results["written"] = (
-                engine.cache_turns.loads.pages_read,
-                engine.cache_turns.stores.pages_written,
+                engine.cache_steps.loads.pages_read,
+                engine.cache_steps.stores.pages_written,
             )
         return results
 

@@ -30,7 +30,7 @@ def counts(llm: LLM) -> dict[str, Any]:
     for end in (side.sender, side.receiver):
         if end is not None:
             end.poll()
-    copies = engine.cache_turns.transfer.copies if engine.cache_turns.transfer else None
+    copies = engine.cache_steps.transfer.copies if engine.cache_steps.transfer else None
     return {
         "lost": sum(engine.cache.pages - free for free in engine.scheduler.free_pages),
         "preemptions": engine.scheduler.preemptions,
@@ -39,8 +39,8 @@ def counts(llm: LLM) -> dict[str, Any]:
         "moved": engine.rebalancing.times if engine.rebalancing else 0,
         "to_host": copies.bytes_to_host if copies else 0,
         "from_host": copies.bytes_from_host if copies else 0,
-        "from_disk": engine.cache_turns.loads.pages_read if engine.cache_turns.loads else 0,
-        "to_disk": engine.cache_turns.stores.pages_written if engine.cache_turns.stores else 0,
+        "from_disk": engine.cache_steps.loads.pages_read if engine.cache_steps.loads else 0,
+        "to_disk": engine.cache_steps.stores.pages_written if engine.cache_steps.stores else 0,
         "page_bytes": engine.cache.page_bytes,
         "sent": side.sender.bytes_moved if side.sender else 0,
         "received": side.receiver.bytes_moved if side.receiver else 0,

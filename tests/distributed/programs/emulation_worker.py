@@ -59,7 +59,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
         return step
 
     engine.runner.plan = noted  # type: ignore[method-assign]
-    from dsa_engine.quantization import unquantized
+    from dsa_engine.weights.formats import unquantized
 
     multiply = unquantized.expert_mlp
 

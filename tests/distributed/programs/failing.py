@@ -16,7 +16,7 @@ from typing import Any
 
 from dsa_engine import LLM, CapacityError, ParallelConfig, SamplingParams
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 
 HOW, FOLDER = sys.argv[1:]
 RANK = int(os.environ["RANK"])

@@ -35,9 +35,9 @@ import torch
 
 from collectives import record
 from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.engine.calls.jobs import prefill
+from dsa_engine.engine.calls.reply import Reply
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.jobs import prefill
-from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
@@ -114,7 +114,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
     result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
-    result["read"] = engine.cache_turns.loads.pages_read if engine.cache_turns.loads else 0
+    result["read"] = engine.cache_steps.loads.pages_read if engine.cache_steps.loads else 0
     result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
     result["page_bytes"] = engine.cache.page_bytes
     result["fetched_bytes"] = sum(sum(one.sent) for one in log if one.kind == "all_to_all")

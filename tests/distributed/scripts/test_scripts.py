@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.jobs import prefill
+from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.requests import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"

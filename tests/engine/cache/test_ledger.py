@@ -5,22 +5,11 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.cache.pool import PageIndex, PagePool
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.sampling_params import SamplingParams
-
-
-def test_pool() -> None:
-    pool = PagePool(3)
-    assert [*pool.take(2)] == [0, 1] and pool.free == 1
-    with pytest.raises(RuntimeError, match="2 pages asked for, 1 are free"):
-        pool.take(2)
-    pool.release([0, 1])
-    assert pool.free == 3 and sorted(pool.take(3)) == [0, 1, 2]
 
 
 def test_cached_pages_are_found_until_they_are_needed() -> None:
@@ -54,50 +43,6 @@ def test_the_least_recently_used_request_is_evicted_first_from_its_last_page_on(
     pool.release(pool.begin(names[2:3], 1)[0])
     evicted = [pool.take(1)[0] for _ in range(4)]
     assert evicted == [second[1], first[1], first[0], second[0]]
-
-
-@given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 13)), max_size=30))
-def test_a_pool_never_gives_a_page_twice(pages: int, calls: list[tuple[bool, int]]) -> None:
-    pool, out = PagePool(pages), []
-    for take, count in calls:
-        if not take:
-            pool.release(out[:count])
-            del out[:count]
-        elif count <= pages - len(out):
-            out += pool.take(count)
-        else:
-            with pytest.raises(RuntimeError, match=f"{count} pages asked for, {pages - len(out)} are free"):
-                pool.take(count)
-        assert len(set(out)) == len(out) == pages - pool.free
-        assert set(out) <= set(range(pages))
-
-
-@given(
-    st.sampled_from([1, 2, 3, 64]),
-    st.integers(1, 12),
-    st.lists(st.tuples(st.sampled_from("tra"), st.integers(0, 3), st.integers(0, 2), st.integers(0, 5)), max_size=30),
-)
-def test_ledgers_of_all_ranks_agree(world: int, pages: int, calls: list[tuple[str, int, int, int]]) -> None:
-    ledgers = [PageLedger(rank, world, pages) for rank in range(world)]
-    copies = [[Request(n, [0], SamplingParams()) for n in range(4)] for _ in ledgers]
-    for call, number, where, count in calls:
-        rank = where % world
-        for ledger, mine in zip(ledgers, copies, strict=True):
-            if call == "r":
-                ledger.release(mine[number], [rank] if ledger.held(mine[number], rank) else [])
-            elif call == "a":
-                ledger.release(mine[number])
-            elif count <= ledger.free[rank]:
-                ledger.take(mine[number], rank, count)
-            else:
-                with pytest.raises(RuntimeError, match=rf"{count} pages asked for, \d+ are free"):
-                    ledger.take(mine[number], rank, count)
-        for rank, (ledger, mine) in enumerate(zip(ledgers, copies, strict=True)):
-            own = [page for request in mine for page in request.pages]
-            assert len(set(own)) == len(own) == pages - ledger.free[rank]
-            assert ledger.free == ledgers[0].free
-            assert [len(s.pages) for s in mine] == [ledger.held(s, rank) for s in mine]
-            assert {s.id for s in mine if s.pages} <= {s.id for s in ledger.holders(rank)}
 
 
 def test_the_index_learns_what_ranks_evict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,20 +316,3 @@ def test_on_cuda_links_share_a_stream_and_allocate_nothing(threads_by_hand: None
         assert device.count("collective", "exchange") == prompts * messages
         waits = ["event in link.py:_work_off"] + ["event in link.py:_carry"] * messages
         assert device.waits == waits * prompts, "of the host: for the rows of a layer, and until a message has come"
-
-
-@NO_GPU
-def test_a_prompt_of_128k_in_messages_of_a_layer(threads_by_hand: None) -> None:
-    """From 8 ranks, in FP8. The loop launches nothing; each message is 4 launches, and nothing is launched beyond it
-    before it has come."""
-    config, ranks = ModelConfig.from_dict(released_config("deepseek_v32")), range(1, 9)
-    with FakeDevice() as device:
-        cache = KVCache(config, cache_format(config, FP8), 2048, 64, torch.device("cuda:0"))
-        groups = PageGroups(*(FakeGroup((0, *ranks), 0, None, device=device) for _ in range(2)))
-        receiver = PageReceiver(cache, groups)
-        with device.watched():
-            receiver.post([RankPages(0, rank, dealt(range(2048), rank - 1, 8)) for rank in ranks])
-            assert len(device.launches) == 0, "between two steps"
-            receiver.close()
-        names = ["aten::copy_", "exchange", "aten::index_copy_", "aten::index_copy_"]
-        assert [launch.name for launch in device.launches] == names * 61 * 8

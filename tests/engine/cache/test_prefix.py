@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.limits import Capacity
-from dsa_engine.engine.requests.request import PageDigests, Request
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from scheduling import run_step
 
@@ -74,14 +73,6 @@ def test_outputs_are_found_too() -> None:
     assert run(scheduler, make_request(1, turn))[0] == (1, 16, 5), "the last sampled token was never computed"
 
 
-def test_salts_share_nothing() -> None:
-    scheduler = make_scheduler()
-    salted = [make_request(n, DOCUMENT) for n in range(4)]
-    for request, salt in zip(salted, (None, "a", "b", "a"), strict=True):
-        request.cache_salt = salt
-    assert [run(scheduler, request)[0][1] for request in salted] == [0, 0, 0, 16]
-
-
 def test_what_equals_what_an_older_request_computes_is_not_computed_twice() -> None:
     """The samples of one prompt wait for the first; a request that has little in common with it does not."""
     scheduler = make_scheduler(tokens=8)
@@ -90,15 +81,6 @@ def test_what_equals_what_an_older_request_computes_is_not_computed_twice() -> N
     scheduler.add(make_request(3, [*DOCUMENT[:4], 1, 2, 3, 4, 5, 6, 7, 8, 9]))
     assert [step(scheduler) for _ in range(3)] == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4), (1, 16, 4)]]
     assert sorted(step(scheduler)) == [(2, 16, 4), (3, 4, 4)]
-
-
-def test_a_request_with_little_in_common_enters_beside_those_that_wait() -> None:
-    scheduler = make_scheduler(tokens=64)
-    scheduler.add(make_request(0, DOCUMENT))
-    scheduler.add(make_request(1, DOCUMENT))
-    scheduler.add(make_request(2, [*DOCUMENT[:4], *range(9)]))
-    assert step(scheduler) == [(0, 0, 20), (2, 0, 13)]
-    assert step(scheduler)[0] == (1, 16, 4)
 
 
 def test_pages_of_a_failed_request_are_forgotten() -> None:
@@ -150,22 +132,6 @@ def test_a_request_goes_to_the_group_that_has_its_prefix() -> None:
     scheduler.add(again)
     step(scheduler)
     assert again.cp_group == 1 and again.num_cached_tokens == 28, "both ranks of its group have the pages"
-
-
-def test_digests_cover_what_rows_depend_on() -> None:
-    def digests(tokens: list[int], known: int | None = None, lookahead: int = 0) -> list[bytes]:
-        made = PageDigests(PAGE, lookahead)
-        return list(made.extend(known or len(tokens), lambda first, length: array("i", tokens[first : first + length])))
-
-    tokens, other = list(range(12)), [*range(8), 1, *range(9, 12)]
-    assert len(set(digests(tokens))) == 3 and {len(digest) for digest in digests(tokens)} == {16}
-    assert digests(tokens)[:2] == digests(other)[:2] and digests(tokens)[2] != digests(other)[2]
-    ahead, other_ahead = digests(tokens, lookahead=1), digests(other, lookahead=1)
-    assert len(ahead) == 2 and ahead[0] == other_ahead[0] and ahead[1] != other_ahead[1]
-    grown = PageDigests(PAGE, 1)
-    for known in range(13):
-        grown.extend(known, lambda first, length: array("i", tokens[first : first + length]))
-    assert grown.values == ahead
 
 
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "cache_memory": "8MiB", "progress": False, "device": "cpu"}

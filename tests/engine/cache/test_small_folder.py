@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsa_engine.engine.cache import folder as folder_module
-from dsa_engine.engine.cache.folder import PageFolder, file_bytes, page_path, pages, unfinished
+from dsa_engine.engine.cache.folder import PageFolder, file_bytes, page_path, unfinished
 from page_files import KEY, digest, empty, filled, reads, size_of, written
 
 
@@ -59,15 +58,6 @@ def test_the_least_recently_used_pages_are_deleted(
     for name in range(11, 30):
         first.write(digest(name), filled(name))
         assert size_of(first.folder) <= 10 * page, "pages that cannot be deleted count"
-
-
-def test_a_large_folder_is_seldom_listed(make: Callable[..., PageFolder], monkeypatch: pytest.MonkeyPatch) -> None:
-    page, sizes = file_bytes(empty((100,))), (100,)
-    folder, looks = make(limit=1000 * page), []
-    monkeypatch.setattr(folder_module, "pages", lambda key: looks.append(key) or pages(key))
-    for name in range(45):
-        written(folder, name, sizes=sizes)
-    assert 4 <= len(looks) <= 6
 
 
 @pytest.mark.parametrize("limit", [None, 10**6])

@@ -78,16 +78,6 @@ def test_prompts_with_log_probabilities_leave_room_in_their_steps() -> None:
     assert step(scheduler) == [(0, 8, 1), (1, 0, 4)]
 
 
-def test_a_request_that_comes_late_is_prefilled_at_once() -> None:
-    scheduler = make()
-    scheduler.add(make_request(0, 5))
-    step(scheduler)
-    step(scheduler)
-    scheduler.add(make_request(1, 2))
-    assert step(scheduler) == [(1, 0, 2)]
-    assert step(scheduler) == [(0, 6, 1), (1, 2, 1)]
-
-
 def test_the_maximum_of_requests_at_once() -> None:
     scheduler = make(seqs=2)
     for number in range(3):
@@ -146,20 +136,6 @@ def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pag
     assert scheduler.preemptions == 0
 
 
-def test_finishing_early_frees_pages_in_every_state() -> None:
-    scheduler = make(tokens=4, seqs=2)
-    running, prefilling, waiting = (make_request(n, 6) for n in range(3))
-    for request in (running, prefilling, waiting):
-        scheduler.add(request)
-    step(scheduler)
-    step(scheduler)
-    assert running.prefilled and not prefilling.prefilled and not waiting.pages
-    for request in (waiting, prefilling, running):
-        scheduler.finish(request)
-        scheduler.finish(request)  # a second time does nothing
-    assert not scheduler.has_work and scheduler.free_pages == [20]
-
-
 def test_pages_of_a_group_and_of_the_owner_after_prefill() -> None:
     """All ranks of the group hold the prompt while it is prefilled; then its owner alone."""
     ranks = [make(rank=r, world=4, cp=2, tokens=8) for r in range(4)]
@@ -174,15 +150,6 @@ def test_pages_of_a_group_and_of_the_owner_after_prefill() -> None:
     for scheduler in ranks:
         assert step(scheduler) == [(0, 12, 1)]
     assert [len(s.pages) for s in sequences] == [4 if r == owner else 0 for r in range(4)], "a page when it is needed"
-
-
-def test_groups_share_the_load() -> None:
-    scheduler = make(world=4, cp=1, tokens=10)
-    sequences = [make_request(n, 10) for n in range(4)]
-    for request in sequences:
-        scheduler.add(request)
-    assert len(step(scheduler)) == 4
-    assert sorted(s.owner for s in sequences) == [0, 1, 2, 3]
 
 
 def test_the_owner_is_who_sees_fewest_tokens() -> None:
@@ -274,26 +241,6 @@ def test_who_decodes_gives_way_to_an_older_prefill() -> None:
     while scheduler.has_work:
         step(scheduler)
     assert old.output == [14, 15] and young.output == [4, 5, 6, 7]
-
-
-def test_a_preempted_request_may_go_to_another_group() -> None:
-    ranks = [make(rank=r, world=4, cp=2, pages=6, tokens=20) for r in range(4)]
-    for scheduler in ranks:
-        for n, (prompt, output) in enumerate(((8, 16), (9, 2), (8, 16), (9, 2))):
-            scheduler.add(make_request(n, prompt, output))
-    while ranks[0].has_work:
-        steps = [step(scheduler) for scheduler in ranks]
-        assert all(s == steps[0] for s in steps)
-    assert all(scheduler.free_pages == [6] * 4 for scheduler in ranks)
-
-
-def test_oldest_first_among_the_waiting() -> None:
-    """A preempted request is before all later ones in the queue."""
-    scheduler = make(pages=6, page_size=4, seqs=2)
-    for request in (make_request(0, 8, output=12), make_request(1, 8, output=12), make_request(2, 1, output=1)):
-        scheduler.add(request)
-    order = [n for _ in range(40) for n, start, _ in step(scheduler) if start == 0]
-    assert order == [0, 1, 1, 2]
 
 
 def test_a_request_whose_cache_is_filled_decodes_at_once() -> None:

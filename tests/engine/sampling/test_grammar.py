@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.config.structured_outputs import MAX_CHOICES
 from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.sampling_params import StructuredOutputsParams
-from dsa_engine.structured_outputs import MAX_CHOICES
 
 SCHEMA = {
     "type": "object",

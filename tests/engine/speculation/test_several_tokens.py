@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.reply import Reply
+from dsa_engine.engine.calls.reply import Reply
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Chunk, Request, SampledToken
 from dsa_engine.engine.requests.samples import Samples, StepResult
@@ -134,37 +134,6 @@ class Letters:
         if 9 in ids:
             raise ValueError("no letter")
         return "".join("abcdefgh"[i] for i in ids)
-
-
-@pytest.mark.parametrize(
-    "tokens, keys, count, reason",
-    [
-        ([0, 1, 2, 3], {}, 4, "length"),
-        ([0, 7, 2, 3], {}, 2, "stop"),  # the end-of-sequence token
-        ([0, 1, 2, 7], {}, 4, "stop"),  # as the last one
-        ([0, 7, 2, 3], {"ignore_eos": True}, 4, "length"),
-        ([0, 7, 2, 7], {"min_tokens": 2}, 4, "stop"),
-        ([0, 1, 2, 3], {"stop": "bc"}, 3, "stop"),
-        ([0, 1, 2, 3], {"stop": "cd"}, 4, "stop"),
-        ([1, 1, 1, 1], {"stop": "b", "min_tokens": 2}, 3, "stop"),
-        ([0, 9, 2, 3], {}, 4, "error"),  # decoded at the end
-        ([0, 9, 2, 3], {"stop": "h"}, 2, "error"),  # decoded token by token
-        ([0, -1, 2, 3], {"stop": "b"}, 1, "error"),
-    ],
-)
-def test_how_a_request_ends(tokens: list[int], keys: dict[str, Any], count: int, reason: str) -> None:
-    params = SamplingParams(max_tokens=4, **keys)
-    reply = Reply(Add([5], params), Letters(), SimpleQueue())  # type: ignore[arg-type]
-    request = Request(0, [5], params)
-    for token in tokens:
-        sampled = SampledToken(token, error="not finite" if token < 0 else None)
-        assert reply.ending is None
-        reply.take([sampled], request.append(sampled, (7,)))
-        if reply.ending:
-            break
-    assert reply.ending is not None
-    assert reply.ending.reason == reason and (reply.ending.error is None) == (reason != "error")
-    assert reply.output == tokens[:count]
 
 
 @pytest.mark.parametrize(

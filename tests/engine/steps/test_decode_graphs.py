@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +15,12 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.config.model import ModelConfig
-from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import key_of
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.model.forward_batch import BlockTables, ForwardBatch
 from fake_cuda import FakeDevice
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -66,10 +60,6 @@ def test_a_capture_is_ended_before_anything_else(error: type[BaseException], mon
             assert not graphs.captured and not graphs.ready("a step")
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_buckets() -> None:
-    assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5, 8, 9, 4097)] == [1, 2, 4, 4, 8, 8, 16, 8192]
 
 
 @pytest.mark.parametrize(
@@ -244,74 +234,3 @@ def test_the_same_as_one_row_at_a_time(
                 its_hidden, its_logits = next(results)
                 assert same(hidden[:count], its_hidden) and same(logits[:count], its_logits), counts
         rows.rewind(counts)
-
-
-@pytest.fixture
-def config(demo_cache: Path) -> ModelConfig:
-    return ModelConfig.from_pretrained(demo_folder())
-
-
-@pytest.fixture
-def requests() -> list[Request]:
-    return [Request(i, list(range(9)), SamplingParams(), pages=[2 * i, 2 * i + 1]) for i in range(3)]
-
-
-def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
-    """Missing rows of a request with fewer than others, and rows of missing requests, are padding."""
-    # Start, length, ranks, number of logits (-1: the default).
-    parts = [(5, 3, range(1), 2), (4, 1, range(1), 0), (7, 2, range(1, 2), -1)]
-    chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
-    steps = [StepPlan.of(chunks, rank, 3, config, max_decode_rows=3) for rank in range(3)]
-    assert steps[0].decodes and not StepPlan.of(chunks, 0, 3, config, max_decode_rows=2).decodes
-    padded = [step.padded(config, ContextBuckets(fewest=2)) for step in steps]
-    for one in padded:
-        assert one.bucket == Bucket(requests=2, rows_per_request=3, context=16) and one.decodes
-        assert one.rows.tolist() == [6] * 3 and [one.samples.rows_of([r]) for r in range(3)] == [2, 1, 0]
-        samples = [one.samples.keys.tolist(), one.samples.ranks.tolist(), one.samples.counts.tolist()]
-        assert samples == [[key_of(requests[0]), key_of(requests[2])], [0, 1], [2, 1]]
-    plans = [step.own for step in padded]
-    assert [plan.rows for plan in plans] == [6] * 3
-    positions = [[5, 6, 7, 4, -1, -1], [7, 8, -1, -1, -1, -1], [-1] * 6]
-    assert [plan.positions.tolist() for plan in plans] == positions
-    assert plans[0].wanted == [(requests[0], 7, 1), (requests[0], 8, 2)]
-    assert plans[1].wanted == [(requests[2], 9, 1)] and not plans[2].wanted
-
-
-def test_inputs_of_a_padded_step_are_written_over(config: ModelConfig, requests: list[Request]) -> None:
-    """The tensors that a graph reads are the same, and have the values of new ones."""
-    llm = LLM("demo-random", device="cpu", kernels="triton", cache_memory="1MiB", max_model_len=64, progress=False)
-    runtime, batches = llm.engine.model.runtime, list[ForwardBatch]()
-
-    class Kept:
-        runtime, config = llm.engine.model.runtime, llm.engine.model.config
-
-        def __call__(self, batch: ForwardBatch, cache: Any) -> torch.Tensor:
-            batches.append(batch)
-            return batch.cos
-
-    model: Any = Kept()
-    cache: Any = SimpleNamespace(page_size=8, block_tables=BlockTables(8, runtime.mesh.device))
-
-    def padded(*parts: tuple[int, int, int]) -> StepPlan:
-        chunks = [Chunk(requests[i], start, length, range(1)) for i, start, length in parts]
-        return StepPlan.of(chunks, 0, 1, config, max_decode_rows=2).padded(config, ContextBuckets(fewest=16))
-
-    step, later = padded((0, 5, 2), (1, 4, 1), (2, 0, 2)), padded((2, 2, 1), (0, 7, 2), (1, 6, 1))
-    graphs, fresh = (DecodeGraphs(model, cache, capture=False) for _ in range(2))
-    graphs.forward(step, None)
-    (batch,) = batches
-    assert batch.rows == batch.ep_rows == 8 and batch.token_mask is not None and batch.mha is None
-    assert batch.input_ids.tolist() == [[5, 6, 4, 0, 0, 1, 0, 0]]
-    assert batch.slot_mapping.tolist() == [5, 6, 20, -1, 32, 33, -1, -1]
-    assert batch.token_mask.tolist() == [True] * 3 + [False] + [True] * 2 + [False] * 2
-    assert batch.sparse_mqa.visible.tolist() == [6, 7, 5, 0, 1, 2, 0, 0]
-    assert batch.sparse_mqa.sequences.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [s.end for s in batch.sparse_mqa] == [16] * 4, "on the host they see the whole context"
-    assert later.bucket == step.bucket
-    for one in (graphs, fresh):
-        one.forward(later, None)
-    _, again, new = batches
-    for name in ("input_ids", "cos", "sin", "block_tables", "slot_mapping", "token_mask"):
-        assert torch.equal(getattr(again, name), getattr(new, name))
-    assert again.block_tables is batch.block_tables and again.sparse_mqa is batch.sparse_mqa
-    assert torch.equal(again.sparse_mqa.visible, new.sparse_mqa.visible)

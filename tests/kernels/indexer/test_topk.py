@@ -21,7 +21,6 @@ from dsa_engine.kernels.indexer.topk import (
     select_by_kernel,
     select_by_spans,
     select_topk,
-    takes_spans,
 )
 from dsa_engine.kernels.rows.segment import Paging, slots_of_reference
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -76,14 +75,6 @@ def test_wide_rows(width: int, k: int, levels: int, device: str) -> None:
     visible = torch.arange(rows) * width // (rows - 1)  # from none to all
     scores.masked_fill_(torch.arange(width) >= visible[:, None], -INF)
     check(scores.to(device), k)
-
-
-def test_the_relu_case(device: str) -> None:
-    """Most scores are exactly zero, as with few index heads: the first zeros fill the selection."""
-    scores = torch.zeros(2, 1000)
-    scores[0, [999, 500]] = 1.0
-    positions, counts = select_topk(scores.to(device), 8)
-    assert positions.tolist() == [[0, 1, 2, 3, 4, 5, 500, 999], list(range(8))] and counts.tolist() == [8, 8]
 
 
 def test_lengths(device: str) -> None:
@@ -249,30 +240,12 @@ def test_slots_from_buffers_that_overflow(device: str) -> None:
     assert torch.equal(slots, slots_of_reference(positions, *paging)) and torch.equal(counts, counted)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_decode(rows: int, device: str) -> None:
-    """Few rows and a wide matrix."""
-    scores = torch.randn(rows, 20_000, generator=torch.Generator().manual_seed(rows)).to(device)
-    lengths = torch.tensor([20_000, 12_345, 3], dtype=torch.int32)[:rows]
-    masked = scores.cpu().masked_fill(torch.arange(20_000) >= lengths[:, None], -INF)
-    compare(select_topk(scores, 100, lengths.to(device)), masked.tolist(), 100)
-
-
 def test_the_models_k(device: str) -> None:
     scores = torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)).to(device)
     check(scores, 2048)
     check(scores[:, :2048], 2048)
     positions, counts = select_topk(scores, 2048, torch.tensor([2000, 4999], dtype=torch.int32, device=device))
     assert positions[0].tolist() == [*range(2000), *[-1] * 48] and counts.tolist() == [2000, 2048]
-
-
-def test_the_same_numbers_as_torch_topk(device: str) -> None:
-    scores = torch.randn(3, 9001, generator=torch.Generator().manual_seed(1)).to(device)
-    positions, _ = select_topk(scores, 700)
-    assert torch.equal(
-        scores.gather(1, positions.long()).sort(dim=-1).values, scores.topk(700, dim=-1).values.sort(dim=-1).values
-    )
-    assert (positions.diff(dim=-1) > 0).all()
 
 
 def test_offsets_beyond_32_bits(device: str) -> None:
@@ -283,11 +256,6 @@ def test_offsets_beyond_32_bits(device: str) -> None:
     rows = torch.empty(2 * stride + 700, device=device).as_strided((3, 700), (stride, 1))
     rows.copy_(torch.randn(3, 700, generator=torch.Generator().manual_seed(0)))
     check(rows, 20)
-
-
-def test_which_kernel() -> None:
-    assert takes_spans(1, 1 << 20) and takes_spans(32, 131_072)
-    assert not takes_spans(33, 100) and not takes_spans(32, 1 << 18)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")

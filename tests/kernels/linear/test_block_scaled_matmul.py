@@ -16,7 +16,6 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     block_scaled_linear,
     block_scaled_matmul_triton,
     no_program_finished,
-    splits_for,
 )
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
@@ -144,11 +143,3 @@ def test_the_reference_expands_a_part_of_the_weight_at_a_time(monkeypatch: pytes
     whole = module.block_scaled_matmul_reference(*codes, weight, scale)
     monkeypatch.setattr(grouped_matmul_fp8, "_REFERENCE_ELEMENTS", 1)
     torch.testing.assert_close(module.block_scaled_matmul_reference(*codes, weight, scale), whole, rtol=1e-6, atol=1e-5)
-
-
-def test_how_many_programs_share_a_sum() -> None:
-    assert splits_for(tiles=1, blocks=56, resident=264) == 14
-    assert splits_for(tiles=12, blocks=56, resident=264) == 14
-    assert splits_for(tiles=56, blocks=128, resident=264) == 4
-    assert splits_for(tiles=300, blocks=56, resident=264) == 1
-    assert splits_for(tiles=1, blocks=3, resident=264) == 1

@@ -109,23 +109,3 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     angle = angles(2, 4, start=5)
     apply_rope(x, *cos_sin(angle, device), interleaved=True, out=x)
     torch.testing.assert_close(x.double().cpu(), naive(rows, angle, True), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_products_depend_on_the_distance_only(interleaved: bool, device: str) -> None:
-    q, k = make((1, 16), 1).to(device), make((1, 16), 2).to(device)
-
-    def product(at_q: int, at_k: int) -> float:
-        rotated = [
-            apply_rope(x, *cos_sin(angles(1, 8, at), device), interleaved=interleaved)
-            for x, at in ((q, at_q), (k, at_k))
-        ]
-        return float((rotated[0] * rotated[1]).sum())
-
-    assert product(10, 3) == pytest.approx(product(1010, 1003), rel=1e-5)
-    assert product(10, 3) != pytest.approx(product(10, 4), rel=1e-3)
-
-
-def test_the_two_layouts_are_different_models(device: str) -> None:
-    x, turns = make((4, 8)).to(device), cos_sin(angles(4, 4), device)
-    assert not torch.allclose(apply_rope(x, *turns, interleaved=True), apply_rope(x, *turns, interleaved=False))

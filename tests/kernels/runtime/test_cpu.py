@@ -65,7 +65,7 @@ def test_sums_of_int8_on_processors_that_lack_instructions(
     masked: str, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is added to the codes of the weight is taken off again, whichever instructions there are."""
-    header = Path(native_library.__file__).parents[1] / "native" / "products.h"
+    header = Path(native_library.__file__).parents[1] / "cpu" / "products.h"
     (sources / "one.cpp").write_text(
         f"""#include "{header}"
         extern "C" long one() {{
@@ -136,12 +136,3 @@ def test_what_is_served() -> None:
         assert not cpu.serves(torch.empty(2))
     with launch.compiling_for(90):
         assert not cpu.serves(torch.empty(2))
-
-
-def test_no_more_threads_than_pytorchs() -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert [cpu.threads_for(work) for work in (0, 1 << 18, 1 << 19, 1 << 40)] == [1, 1, 2, 3]
-    finally:
-        torch.set_num_threads(before)

@@ -204,7 +204,7 @@ def test_products_add_up_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("size", [16, 32, 64])
-def test_rows_of_a_product_do_not_depend_on_their_place(size: int, dtype: torch.dtype) -> None:
+def test_rows_of_a_product_do_not_depend_on_where_they_lie(size: int, dtype: torch.dtype) -> None:
     """The same rows in another order, and each between rows of zeros. BLAS fails this on processors without AVX-512, or
     with OPENBLAS_CORETYPE=Haswell."""
     g = torch.Generator().manual_seed(0)
@@ -218,7 +218,7 @@ def test_rows_of_a_product_do_not_depend_on_their_place(size: int, dtype: torch.
     wanted, order = product(a), torch.randperm(size, generator=g)
     check(wanted, (a.double() @ b.double() + 1).float(), atol=1e-4)
     check(product(a.view(torch.uint8).view(size, -1)[order].view(dtype)), wanted[order])
-    for place in range(0, size, 5):
+    for at in range(0, size, 5):
         alone = torch.zeros_like(a)
-        alone[place] = a[3]
-        check(product(alone)[place], wanted[3])
+        alone[at] = a[3]
+        check(product(alone)[at], wanted[3])

@@ -1,16 +1,11 @@
-"""The self-check sees wrong kernels of every operation: its reference takes the place of a kernel, with a fault.
-
-What is seen from which size on is a table in docs/KERNELS.md.
-"""
+"""The self-check sees wrong kernels of every operation: its reference takes the place of a kernel, with a fault."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +16,6 @@ from dsa_engine.kernels.runtime import launch, operation
 from dsa_engine.kernels.runtime.operation import OPERATIONS, Comparison
 from operation_cases import CASES, PAGE, Call, Make
 
-TABLE = Path(__file__).resolve().parents[3] / "docs" / "KERNELS.md"
-FACTORS = (1.001, 1.003, 1.005, 1.01, 1.02)
 WHOLE = (torch.int32, torch.int64)
 
 # A row of each part of what an operation gives, before and after -> the row of a wrong kernel.
@@ -147,13 +140,6 @@ def nan_in_one_lane(rows: Rows, before: Rows) -> None:
 ROUNDING_DECIDES = {("lightning_indexer", nan_in_one_lane)}  # one of the 16 positions of one of 60 rows
 
 
-@functools.cache
-def documented() -> dict[str, float]:
-    """The factors in the table, by operation."""
-    rows = re.findall(r"^\| (1\.\d+) \| (.*) \|$", TABLE.read_text(encoding="utf-8"), re.M)
-    return {name: float(factor) for factor, names in rows for name in re.findall(r"`(\w+)`", names)}
-
-
 def has_numbers(name: str) -> bool:
     marked = OPERATIONS[name.partition(",")[0]]
     args, kwargs = case(name)
@@ -208,9 +194,5 @@ def test_wrong_kernels_are_seen(name: str) -> None:
     for fault in (one_late, turned_around, nan_in_one_lane, dropped(1)):
         if (name, fault) not in ROUNDING_DECIDES:
             assert "differs from the reference" in run_with(name, fault), fault
-    factor = documented().get(name.partition(",")[0])
-    assert (factor is not None) == has_numbers(name)
-    if factor is not None:
-        seen = [f for f in (FACTORS[FACTORS.index(factor) - 1], factor, 0.5) if run_with(name, scaled(f))]
-        assert seen[-2:] == [factor, 0.5], seen
-        assert len(seen) == 2, seen
+    if has_numbers(name):
+        assert all(run_with(name, scaled(factor)) for factor in (1.02, 0.5))

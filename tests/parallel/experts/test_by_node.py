@@ -21,10 +21,10 @@ from dsa_engine.parallel.experts.rails import peers_of, rails_of
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.side_stream import SideStream
-from dsa_engine.quantization.base import GroupedExperts, StoredFormat
-from dsa_engine.quantization.block_fp8 import BlockFP8
-from dsa_engine.quantization.int4 import Int4
-from dsa_engine.quantization.int8 import Int8
+from dsa_engine.weights.formats.base import GroupedExperts, StoredFormat
+from dsa_engine.weights.formats.block_fp8 import BlockFP8
+from dsa_engine.weights.formats.int4 import Int4
+from dsa_engine.weights.formats.int8 import Int8
 from gloo_ranks import gloo_group, on_ranks
 
 HIDDEN, K, EXPERTS = 8, 4, 13

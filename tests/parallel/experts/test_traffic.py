@@ -12,22 +12,20 @@ import pytest
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.traffic import (
     DispatchChoice,
-    Routing,
+    RouterShape,
     RowBytes,
     exchange,
-    gathered,
-    largest_part,
     quantized_bytes,
 )
 from dsa_engine.parallel.links import Link, Links
 
 METHODS: tuple[DispatchMethod, ...] = ("by_node", "all_to_all")
-V32, ROW = Routing(256, top_k=8, groups=8, top_groups=4), RowBytes.of(2 * 7168, 8)
+V32, ROW = RouterShape(256, top_k=8, groups=8, top_groups=4), RowBytes.of(2 * 7168, 8)
 
 
-@pytest.mark.parametrize("routing", [V32, Routing(256, 8), Routing(256, 3, 4, 2)], ids=str)
+@pytest.mark.parametrize("routing", [V32, RouterShape(256, 8), RouterShape(256, 3, 4, 2)], ids=str)
 @pytest.mark.parametrize("parts", [64, 16, 8])
-def test_expected_tokens_are_those_of_even_routing(routing: Routing, parts: int) -> None:
+def test_expected_tokens_are_those_of_even_routing(routing: RouterShape, parts: int) -> None:
     rng, drawn, size = random.Random(0), 3000, 256 // routing.groups
     reached = 0
     for _ in range(drawn):
@@ -39,7 +37,7 @@ def test_expected_tokens_are_those_of_even_routing(routing: Routing, parts: int)
 
 
 def test_parts_by_hand() -> None:
-    assert Routing(4, 1, 2, 1).reached(2) == 0.5
+    assert RouterShape(4, 1, 2, 1).reached(2) == 0.5
     assert V32.reached(8) == pytest.approx(0.5 * (1 - comb(96, 8) / comb(128, 8))), "a node holds a group"
     assert V32.reached(64) == pytest.approx(0.5 * (1 - comb(124, 8) / comb(128, 8))) and V32.reached(1) == 1
 
@@ -54,14 +52,6 @@ def test_each_change_of_the_exchange_shortens_it() -> None:
     assert crossing < by_node < 1.6 * crossing and by_node < narrow < 0.8 * wide and coded < 0.8 * narrow
     assert exchange("by_node", 2048, 8, 1, codes, V32, links) == exchange("all_to_all", 2048, 8, 1, codes, V32, links)
     assert exchange("all_to_all", 2048, 1, 1, codes, V32, links) == 0
-
-
-def test_small_parts_are_gathered_in_two_levels() -> None:
-    links, limit = Links(), largest_part(64, 8)
-    assert 0 < limit < 1 << 20 and largest_part(8, 1) == largest_part(8, 8) == 0
-    for part in (limit // 2, limit * 2):
-        two_levels = links.ring(8, 8, part) + links.ring(8, 1, 8 * part)
-        assert gathered(links, 64, 8, part) == min(two_levels, links.ring(64, 8, part))
 
 
 @pytest.mark.parametrize("nodes", [[rank // 8 for rank in range(64)], [0, 0, 0, 1, 1], [0, 1, 2], [0, 0, 0]], ids=len)
@@ -83,7 +73,7 @@ def test_all_ranks_choose_the_shortest_and_the_same(nodes: list[int], caplog: py
     assert methods[0] == methods[-1] and methods[1] == methods[2] and methods[3] == methods[4]
     lines = [record.message for record in caplog.records]
     assert len(lines) == 3 and all(method in line for method, line in zip(dict.fromkeys(methods), lines, strict=False))
-    assert methods[0] == "all_gather", "few tokens: the fewest collectives"
+    assert methods[0] == ("by_node" if size == 64 else "all_gather"), "few tokens: the fewest steps"
     if size == 64:
         assert methods[3] == "by_node", lines
 

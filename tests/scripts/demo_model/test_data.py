@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from demo_model.corpus import documents_of
 from demo_model.data import ANSWER, Documents
-from demo_model.evaluation import conversation
-from demo_model.guides import guides_of
 from demo_model.recipe import Phase
+from demo_model.training import guides_of
 from dsa_engine.demo import trained_folder
+from evaluate import conversation
 
 TEXTS = {
     f"text {i}": f"def f{i}(self, x):\n    return x + {i}\n\nThe key of line {i} is a word.\n" * 9 for i in range(40)
 }
-PHASE = Phase("x", "dense", 1, 4, 128)
+PHASE = Phase("x", 1, 4, 128)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def documents() -> Documents:
-    return documents_of(TEXTS, seed=3)
+    return Documents(TEXTS, seed=3)
 
 
 def test_what_is_written_is_what_the_tokenizer_makes_of_its_text(tokenizer: Any, documents: Documents) -> None:
@@ -49,7 +48,7 @@ def test_a_batch_depends_on_seed_and_step_only(documents: Documents) -> None:
 
 
 def test_sources_say_where_a_token_stood_before(documents: Documents) -> None:
-    phase = Phase("x", "dense", 1, 16, 256, plain=0.0, restate=0.3, spacing=(8.0, 20.0))
+    phase = Phase("x", 1, 16, 256, plain=0.0, spacing=(8.0, 20.0))
     batch = documents.batch(1, phase)
     rows, columns = np.nonzero(batch.sources >= 0)
     assert len(rows) > 300
@@ -66,7 +65,7 @@ def test_sources_say_where_a_token_stood_before(documents: Documents) -> None:
 def test_a_conversation_asks_at_every_depth(documents: Documents, tokenizer: Any) -> None:
     made, same = (conversation(documents, 2048, 5) for _ in range(2))
     assert made == same and sorted(int(depth * 10) for depth in made.depths) == list(range(10))
-    assert made.tokens[2047] == documents.writer.newline and made.tokens[2048] != documents.writer.newline
+    assert made.tokens[2047] == documents.newline and made.tokens[2048] != documents.newline
     document = tokenizer.decode(made.tokens[:2048])
     assert all(tokenizer.decode([made.tokens[i] for i in answer][:-1]) in document for answer in made.answers)
     with pytest.raises(ValueError, match="too few"):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from demo_model import recipe
-from demo_model.evaluation import conversation, held_out, retrieval
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import trained_folder
+from evaluate import conversation, held_out, retrieval
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 
@@ -43,7 +43,7 @@ def test_the_chat_template_asks_the_same_question(llm: LLM) -> None:
 
 def test_transformers_loads_the_folder_and_agrees(llm: LLM, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from dsa_engine.convert import dequantize_checkpoint
+    from dsa_engine.weights.convert import dequantize_checkpoint
 
     # transformers reads FP8 blocks with kernels for GPUs only, so its copy has the same weights expanded.
     dequantize_checkpoint(trained_folder(), tmp_path / "plain", dtype=torch.float32)

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
-import timing
-from compile_only import Resources, spills_in_loops
+from compile_only import spills_in_loops
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.measure import device
 from dsa_engine.measure.ceilings import Ceilings
-from inspect_kernels import SHARED_LIMIT, Inspection, add_counts, faults, inspect
+from inspect_kernels import Inspection, faults, inspect
 from kernel_cases.cases import CASES
 from kernel_cases.inputs import KernelCase
 from timing import measure, rows
@@ -96,14 +93,6 @@ def test_kernels_fit_other_chips(name: str, capability: int) -> None:
     assert_sound(name, capability, spilled=128)
 
 
-def test_faults_are_named() -> None:
-    sound = Resources("a_kernel", 8, 255, spilled=0, looped=0, shared=SHARED_LIMIT[90], wgmma=4, mma=3, fp8=0)
-    assert faults(sound, True, 90) == faults(sound._replace(wgmma=0), False, 90) == []
-    assert faults(sound._replace(spilled=8), True, 90) == ["spills 8 bytes a thread"]
-    assert faults(sound, True, 80) == ["needs 232,448 bytes of shared memory, a program has 166,912"]
-    assert faults(sound._replace(wgmma=0), True, 90) == ["multiplies with mma.sync instead of wgmma"]
-
-
 STEP = "/*{:04x}*/ FADD R0, R0, R1 ;"
 
 
@@ -118,18 +107,6 @@ def test_spills_in_innermost_loops(spilling: int, counted: int) -> None:
         code[number] = f"/*{16 * number:04x}*/ {jump} ;"
     code[spilling] = f"/*{16 * spilling:04x}*/ @P3 LDL.LU R3, [R1+0x8] ;"
     assert spills_in_loops("\n".join(code)) == counted
-
-
-def test_sums_of_several_versions_lie_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = KernelCase("sum", "3 rows", lambda: None, bytes=1.0)
-    spills = Resources("a_kernel", 8, 255, spilled=8, looped=2, shared=100, wgmma=4, mma=3, fp8=0)
-    for version in ("3.6.0", "3.7.1"):
-        monkeypatch.setattr(triton, "__version__", version)
-        add_counts(tmp_path / "k.json", 90, Inspection([(spills, case), (spills._replace(spilled=0), case)], ["why"]))
-    report = json.loads((tmp_path / "k.json").read_text())["triton"]
-    spill = {"kernel": "a_kernel", "case": "sum: 3 rows", "bytes": 8, "in_loop": 2}
-    assert report["3.6.0"] == report["3.7.1"]
-    assert report["3.7.1"]["sm_90"]["kernels"] == 2 and report["3.7.1"]["sm_90"]["spill"] == [spill]
 
 
 def test_a_measurement() -> None:
@@ -166,26 +143,6 @@ def test_the_benchmark_on_a_cpu(run_script: Callable[..., Any], tmp_path: Path, 
         assert r["ms"] > 0 and r["share_of_ceiling"] > 0, r
         assert not [b for b in r["baselines"].values() if "skipped" in b], r
     assert "ceilings:" in done.stdout and "of matmul" in done.stdout and "of copy" in done.stdout
-
-
-def test_a_kernel_that_loses_the_device(
-    run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has been measured is kept, and the kernels that have not are named."""
-    report, lost = tmp_path / "k.json", []
-
-    def breaks_the_device(*args: Any) -> Any:
-        lost.append(True)
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand advice")
-
-    monkeypatch.setattr(timing, "measure", breaks_the_device)
-    monkeypatch.setattr(device, "is_lost", lambda _: bool(lost))
-    small = ["--small", "--device", "cpu", "--dtype", "float32", "--json", str(report)]
-    done = run_script("kernel_bench/bench_kernels.py", *small, "--only", "sparse_decode,top_k")
-    assert done.returncode == 1 and len(lost) == 1, done.stderr
-    result = json.loads(report.read_text())
-    assert result["left_out"] == ["top_k"] and "not measured: top_k" in done.stdout
-    assert list(result["failed"].values()) == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
 
 
 @compiles

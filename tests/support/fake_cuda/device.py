@@ -18,11 +18,11 @@ from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from dsa_engine.checkpoint import DummyReader
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.kernel import Kernel
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.weights import DummyReader
 from fake_cuda import cuda_runtime
 from fake_cuda.events import Capture, Launch
 from fake_cuda.indexing import Indexing

@@ -166,7 +166,7 @@ class Buffer:
             *rows, ids, weights = empty
             counts = [pairs // of_rank] * of_rank
             handle = count, [total]
-            event = self._beside([*sent, topk_idx, topk_weights, is_token_in_rank, *empty])
+            event = self._side_stream([*sent, topk_idx, topk_weights, is_token_in_rank, *empty])
         else:
             everyone = [_all_ranks(self.group, one) for one in (*sent, topk_idx, topk_weights, is_token_in_rank.int())]
             chosen = [flags[:, self.rank] > 0 for flags in everyone[-1]]
@@ -195,7 +195,7 @@ class Buffer:
         count, origin = handle
         if has_no_values(x):
             total = x.new_empty(count, x.shape[1])
-            return total, None, self._beside([x, total])
+            return total, None, self._side_stream([x, total])
         come = torch.cat(origin)
         need(len(come) == len(x), f"{len(x)} sums of {len(come)} tokens")
         sums = torch.zeros(count, x.shape[1])
@@ -291,7 +291,7 @@ class Buffer:
     def _run(self, *tensors: torch.Tensor) -> None:
         torch.cuda.current_stream()._device.launch(Launch("library", "deep_ep"), tensors)  # type: ignore[attr-defined]
 
-    def _beside(self, tensors: list[torch.Tensor]) -> EventOverlap:
+    def _side_stream(self, tensors: list[torch.Tensor]) -> EventOverlap:
         """Launches a kernel on the library's stream."""
         self.lasting = self.lasting or torch.cuda.Stream()
         self.lasting.wait_stream(torch.cuda.current_stream())

@@ -1,6 +1,0 @@
-"""Conversion of checkpoints: FP8 expanded to plain numbers, or weights quantised, with calibration on a text."""
-
-from dsa_engine.convert.dequantize import dequantize_checkpoint
-from dsa_engine.convert.quantize import quantize_checkpoint
-
-__all__ = ["dequantize_checkpoint", "quantize_checkpoint"]

@@ -1,0 +1,116 @@
+"""The turns of a rank's pages in a step: to and from other ranks, host memory and the disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from dsa_engine.engine.cache.disk_loads import DiskLoads
+from dsa_engine.engine.cache.disk_stores import DiskStores
+from dsa_engine.engine.cache.folder import PageFolder
+from dsa_engine.engine.cache.link import PageSender, RankPages
+from dsa_engine.engine.cache.transfer import PageTransfer
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.scheduler import Scheduler
+from dsa_engine.parallel import Mesh
+
+_POLL_S = 0.001  # seconds between looks at a running read, while there is nothing to compute
+
+
+class CacheSteps:
+    """In a step :meth:`begin_step`, :meth:`moving` around the forward pass, and :meth:`launched` after it.
+
+    Args:
+        transfer: moves pages to and from host memory and other ranks; None: all stay where they are.
+        folder: the pages on the disk, which pass through ``transfer.host``; None: there are none.
+        sender: sends the pages that steps fill to the ranks that decode; None: this rank decodes.
+
+    Attributes:
+        loads, stores: pages from and to the disk; None without a folder.
+        leaving: each is given a step's chunks before it runs, and returns the pages that this rank sends under it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        mesh: Mesh,
+        transfer: PageTransfer | None = None,
+        folder: PageFolder | None = None,
+        sender: PageSender | None = None,
+    ):
+        self.transfer, self._sender, self._ledger = transfer, sender, scheduler.ledger
+        self.leaving: list[Callable[[Sequence[Chunk]], Iterable[RankPages]]] = []
+        self.loads: DiskLoads | None = None
+        self.stores: DiskStores | None = None
+        self._computes = True  # whether a step has run since the last begin_step
+        if folder is not None:
+            assert transfer is not None and transfer.host is not None, "a folder needs host memory"
+            host, ledger, page_size = transfer.host, scheduler.ledger, scheduler.capacity.page_size
+            self.loads = DiskLoads(folder, ledger, host, mesh.host, self.flush)
+            slots = list(range(ledger.slots, host.slots))
+            self.stores = DiskStores(folder, scheduler.prefix_cache, transfer, host, slots, mesh.rank, page_size)
+            scheduler.page_sources.append(self.loads)
+
+    def begin_step(self) -> None:
+        """Takes what the disk has brought; waits a moment if requests wait for it and nothing else is computed."""
+        if self.loads is not None and self.loads.pending:
+            if not self._computes:
+                time.sleep(_POLL_S)
+            self._computes = False
+            self.loads.poll()
+
+    @contextmanager
+    def moving(self, chunks: Sequence[Chunk], overlapped: bool = False) -> Iterator[None]:
+        """Runs a step of ``chunks`` after the copies of pages that it begins with, or beside them.
+
+        Args:
+            overlapped: each layer waits for its own copies only; not in a CUDA graph.
+        """
+        self._computes = True
+        with ExitStack() as finally_:
+            if self._sender is not None:
+                self._sender.begin([pages for hook in self.leaving for pages in hook(chunks)])
+                finally_.callback(self._sender.finish)
+            transfer = self.transfer
+            if transfer is None:
+                yield
+                return
+            moves = self._ledger.moves(chunks)
+            transfer.begin(moves)
+            if not overlapped:
+                transfer.finish()
+            try:
+                yield
+            except BaseException:
+                if not moves.exchanges:  # an exchange has broken off, and the error ends the run
+                    transfer.finish()  # other requests may use these pages
+                raise
+            transfer.finish()
+
+    def flush(self) -> Callable[[], None]:
+        """Makes the copies that the next step would begin with; returns a function that waits until they are done."""
+        assert self.transfer is not None, "only pages of the disk need it"
+        self.transfer.begin(self._ledger.moves([]))
+        return self.transfer.copied
+
+    def launched(self, chunks: Sequence[Chunk]) -> None:
+        """Keeps complete pages for the disk; called when a step has been launched, while its requests hold them."""
+        if self.stores is not None:
+            self.stores.launched(chunks)
+
+    def succeeded(self, request: Request) -> None:
+        """Called when a request has a token."""
+        if self.stores is not None:
+            self.stores.succeeded(request)
+
+    def ended(self, request: Request) -> None:
+        """Called when a request ends."""
+        if self.stores is not None:
+            self.stores.ended(request)
+
+    def close(self) -> None:
+        """Ends the threads of the disk, once they have written what they have."""
+        if self.loads is not None and self.stores is not None:
+            self.loads.close()
+            self.stores.close()

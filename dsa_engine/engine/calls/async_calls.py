@@ -1,0 +1,195 @@
+"""What every call does first: prompts, in any of their forms, become checked requests; and calls in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Seq
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from dsa_engine.config.vllm_options import advice
+from dsa_engine.engine.calls.call import Call, MessageQueue
+from dsa_engine.engine.requests.limits import Add, Limits, new_requests
+from dsa_engine.inputs import ParsedPrompt, Prompt, of_many, only_prompt, parse_prompts
+from dsa_engine.outputs import RequestOutput, StreamPiece
+from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.text.tokenizer import Tokenizer
+
+
+class PreparedPrompt(NamedTuple):
+    """One checked prompt of a call, with a message for each of its outputs."""
+
+    text: str | None  # the prompt's
+    adds: list[Add]
+    tokenizer: Tokenizer | None  # makes the text of the outputs; None if they have none
+
+
+class AsyncCalls:
+    """Prompts go in, outputs come out, from an engine in this process or in another one.
+
+    Args:
+        calls: takes the engine's messages.
+        folder: the model's.
+        trust_remote_code: whether the tokenizer's code in the folder may run.
+        default_sampling: fields of :meth:`get_default_sampling_params`.
+        stream_interval: tokens of a piece of a stream, after the first.
+    """
+
+    def __init__(
+        self,
+        calls: MessageQueue,
+        limits: Limits,
+        folder: Path,
+        trust_remote_code: bool,
+        default_sampling: dict[str, Any],
+        stream_interval: int,
+    ):
+        self.folder = folder
+        self.default_sampling = default_sampling
+        self._calls, self._limits = calls, limits
+        self._trust_remote_code = trust_remote_code
+        self._stream_interval = stream_interval
+        self._tokenizer: Tokenizer | None = None
+        self._loading = threading.Lock()  # held while the tokenizer is loaded
+
+    async def agenerate(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Does what :meth:`generate` does, in an event loop.
+
+        Requests of all tasks and threads run together. If a task is cancelled, its requests end.
+
+        Raises:
+            ValueError, CapacityError: see :meth:`generate`.
+        """
+        self._calls.check()
+        return await self.outputs_of(await asyncio.to_thread(self.prepare, prompts, sampling_params))
+
+    async def outputs_of(self, prepared: Seq[PreparedPrompt]) -> list[RequestOutput]:
+        """The outputs of prompts of :meth:`prepare`, which begin now; raises the error of a step of one of them."""
+        with self._begin(prepared, asynchronous=True) as call:
+            for _ in call.replies:
+                await call.get_async()
+            return outputs_of(prepared, call)
+
+    async def pieces_of(self, prepared: Seq[PreparedPrompt]) -> AsyncGenerator[list[StreamPiece], None]:
+        """The pieces of the outputs of prompts of :meth:`prepare`: each time all that have come.
+
+        ``piece.index`` says which output: number ``i * n + j`` is the j-th of prompt i. The requests begin with the
+        first piece that is awaited, and end when the iterator is closed.
+        """
+        with self._begin(prepared, streams=True, asynchronous=True) as call:
+            running = len(call.replies)
+            while running:
+                pieces = await call.all_async()
+                running -= sum(piece.finish_reason is not None for piece in pieces)
+                yield pieces
+
+    def _begin(self, prepared: Seq[PreparedPrompt], streams: bool = False, asynchronous: bool = False) -> Call:
+        """Sends the requests of a call; with ``streams`` it gets pieces, otherwise None at the end of each request."""
+        call = Call(self._calls, asynchronous)
+        adds = [(add, one.tokenizer) for one in prepared for add in one.adds]
+        call.begin(adds, self._stream_interval if streams else None)
+        return call
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, loaded at first use; raises ``ValueError`` if the folder has none."""
+        if self._tokenizer is None:
+            with self._loading:
+                self._tokenizer = self._tokenizer or Tokenizer(self.folder, self._trust_remote_code)
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls without any: those of the folder's ``generation_config.json``, unless the option
+        ``generation_config`` says otherwise."""
+        return SamplingParams(**self.default_sampling)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts may be texts and outputs have texts."""
+        return Tokenizer.lies_in(self.folder)
+
+    def _encode(self, prompt: ParsedPrompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if not prompt.text:
+            raise ValueError("the prompt is empty; give some text or token ids")
+        return self.encode_prompt(prompt.text)
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, see :meth:`.tokenizer.Tokenizer.encode`; raises ``ValueError`` also for a text that is
+        surely longer than ``max_model_len``."""
+        return self.tokenizer.encode(text, add_special_tokens, self._limits.max_model_len)
+
+    def prepare(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[PreparedPrompt]:
+        """Checks prompts and makes messages of them, in any thread; raises what :meth:`generate` raises."""
+        many = parse_prompts(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or self.get_default_sampling_params()] * len(many)
+        elif not isinstance(sampling_params, (list, tuple)):
+            raise TypeError(f"sampling parameters must be a SamplingParams or a list of them, not {sampling_params!r}")
+        else:
+            params = list(sampling_params)
+            if len(params) != len(many):
+                raise ValueError(
+                    f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
+                )
+        prepared = []
+        for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
+            with of_many(number, len(many)):
+                prepared.append(self._prepare(prompt, p))
+        return prepared
+
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> PreparedPrompt:
+        """Does everything that takes time or may fail before a prompt is sent."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
+        # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
+        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs) or Tokenizer.lies_in(
+            self.folder
+        )
+        tokenizer = self.tokenizer if texts else None
+        adds = new_requests(self._encode(prompt), params, tokenizer, self._limits)
+        for add in adds:
+            add.cache_salt = prompt.cache_salt
+        return PreparedPrompt(prompt.text, adds, tokenizer)
+
+    def _prepare_stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> PreparedPrompt:
+        params = sampling_params or self.get_default_sampling_params()
+        prepared = self._prepare(only_prompt(prompt), params)
+        if params.n > 1 or params.prompt_logprobs is not None:
+            raise ValueError(
+                "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
+            )
+        return prepared
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for a name that does not exist, such as a method of vLLM's LLM."""
+            instead = advice(name)
+            raise AttributeError(f"{type(self).__name__} has no {name!r}" + (f"; {instead}" if instead else ""))
+
+
+def outputs_of(prepared: Seq[PreparedPrompt], call: Call) -> list[RequestOutput]:
+    """The outputs of all prompts of a call, whose requests have ended."""
+    remaining, outputs = iter(call.replies), []
+    for one in prepared:
+        own = list(islice(remaining, len(one.adds)))
+        prompt_logprobs = own[0].prompt_logprobs()
+        outputs.append(
+            RequestOutput(
+                request_id=str(own[0].add.id),
+                prompt=one.text,
+                prompt_token_ids=list(own[0].add.prompt_ids),
+                outputs=[reply.completion(index) for index, reply in enumerate(own)],
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+    return outputs

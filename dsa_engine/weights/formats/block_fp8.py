@@ -1,0 +1,162 @@
+"""Weights as the released FP8 checkpoints hold them: e4m3 in blocks of 128 × 128, each with a float32 scale.
+
+They keep this format in memory and in the products; activations are quantised 1 × 128 before each product. A rank that
+keeps a part of a weight must cut between blocks: then activations have the same blocks, and scales, on any number of
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dsa_engine.config.quantization import WeightScheme
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks
+from dsa_engine.kernels.formats.quantize import FP8, quantize_tokens, quantized_words
+from dsa_engine.kernels.grouped.product_formats import block_fp8
+from dsa_engine.kernels.linear.block_scaled_matmul import (
+    BLOCK,
+    are_powers_of_two,
+    block_scaled_linear,
+    multiplies_fp8,
+    no_program_finished,
+    packs_scales,
+)
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.weights import Source
+from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
+
+
+def blocks_of(size: int) -> int:
+    """Number of blocks of ``size`` rows or columns; the last may be partial."""
+    return cdiv(size, BLOCK)
+
+
+def _sources(part: Matrix, codes: torch.Tensor, scales: torch.Tensor) -> list[Source]:
+    """The sources of the kept part's codes and scales."""
+    return [
+        part.source(codes),
+        Source(
+            f"{part.name}_scale_inv",
+            scales,
+            (blocks_of(part.rows), blocks_of(part.columns)),
+            (part.start[0] // BLOCK, part.start[1] // BLOCK),
+            scale_of=FP8,
+        ),
+    ]
+
+
+def _check_cut(part: Matrix) -> None:
+    """Raises ``ValueError`` if the kept part begins or ends inside a block."""
+    for what, start, length, size in zip(
+        ("row", "column"), part.start, part.shape, (part.rows, part.columns), strict=True
+    ):
+        for cut in (start, start + length):
+            if cut % BLOCK and cut != size:
+                raise ValueError(
+                    f"{part.name!r} {[part.rows, part.columns]} would be cut at {what} {cut}, inside a block of "
+                    f"{BLOCK}; choose a tp_size that cuts between blocks, or quantization='dequantize'"
+                )
+
+
+class BlockFP8Linear(Linear):
+    """``weight [out, in]`` in codes, ``scale [ceil(out / 128), ceil(in / 128)]``."""
+
+    def __init__(self, parts: Sequence[Matrix], power_of_two: bool, dtype: torch.dtype, device: torch.device):
+        self._power_of_two, self._dtype = power_of_two, dtype
+        self._weight_power_of_two = False  # as far as is known before loading
+        rows, columns = [part.shape[0] for part in parts], parts[0].shape[1]
+        self.weight = torch.empty(sum(rows), columns, dtype=FP8, device=device)
+        self.scale = torch.empty(blocks_of(sum(rows)), blocks_of(columns), device=device)
+        self.tensors = (self.weight, self.scale)
+        self._finished = no_program_finished(self.weight)
+        self.sources = []
+        pieces = self.weight.split(rows), self.scale.split([blocks_of(n) for n in rows])
+        for part, codes, scales in zip(parts, *pieces, strict=True):
+            _check_cut(part)
+            self.sources += _sources(part, codes, scales)
+
+    def loaded(self) -> None:
+        if self._power_of_two and packs_scales(self.scale):
+            self._weight_power_of_two = are_powers_of_two(self.scale)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        powers = {"power_of_two": self._power_of_two, "weight_power_of_two": self._weight_power_of_two}
+        return block_scaled_linear(x, self.weight, self.scale, finished=self._finished, **powers)
+
+    def dequantized(self) -> torch.Tensor:
+        return dequantize_blocks(self.weight, self.scale, (BLOCK, BLOCK), dtype=self._dtype)
+
+
+class BlockFP8Experts(GroupedExperts):
+    """``gate_up [count, 2, intermediate, hidden]`` and ``down [count, hidden, intermediate]`` in codes, and the scales
+    of both, with one element for each block of 128 rows or columns."""
+
+    blockwise = True
+
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        hidden: int,
+        intermediate: int,
+        power_of_two: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._power_of_two, self._dtype = power_of_two, dtype
+        count, blocks = len(prefixes), (blocks_of(intermediate), blocks_of(hidden))
+        gate_up = torch.empty(count, 2, intermediate, hidden, dtype=FP8, device=device)
+        gate_up_scale = torch.empty(count, 2, *blocks, device=device)
+        down = torch.empty(count, hidden, intermediate, dtype=FP8, device=device)
+        down_scale = torch.empty(count, *blocks[::-1], device=device)
+        stacked = gate_up.flatten(1, 2), gate_up_scale.flatten(1, 2)
+        super().__init__(prefixes, hidden, intermediate, stacked, (down, down_scale), _sources)
+        self.tensors = (gate_up, gate_up_scale, down, down_scale)
+
+    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
+        if quantized_words(tokens.shape[1]) is None:
+            return tokens
+        return quantize_tokens(tokens, self._power_of_two)
+
+    def _mlp(
+        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
+    ) -> torch.Tensor:
+        gate_up, gate_up_scale, *down = self.tensors
+        product = block_fp8(self._power_of_two, down[0].shape[1])
+        return expert_mlp(
+            tokens, topk_ids, topk_weights, (gate_up, gate_up_scale), tuple(down), product, dtype=self._dtype, **counts
+        )
+
+
+class BlockFP8(StoredFormat):
+    """All weights in FP8 blocks of 128 × 128; activations by the scheme."""
+
+    def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device):
+        if scheme.block != (BLOCK, BLOCK) or scheme.activation_bits != 8 or scheme.layout:
+            raise ValueError(
+                f"weights in {scheme.name} cannot be multiplied in FP8: blocks must be {BLOCK} x {BLOCK}, in the "
+                "released layout; use quantization='dequantize'"
+            )
+        if device.type not in ("cpu", "meta") and not multiplies_fp8(device):
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+            raise ValueError(
+                f"{name} does not multiply FP8 (compute capability 8.9 and later do); use quantization='dequantize', "
+                "or leave the option out"
+            )
+        self._scheme, self._dtype, self._device = scheme, dtype, device
+
+    def linear(self, *parts: Matrix) -> Linear:
+        whole_blocks = all(part.shape[0] % BLOCK == 0 for part in parts[:-1])
+        if whole_blocks:
+            return BlockFP8Linear(parts, self._scheme.power_of_two, self._dtype, self._device)
+        return SideBySide([self.linear(part) for part in parts])
+
+    def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> BlockFP8Experts:
+        return BlockFP8Experts(prefixes, hidden, intermediate, self._scheme.power_of_two, self._dtype, self._device)
+
+    @staticmethod
+    def is_default_on(device: torch.device) -> bool:
+        return multiplies_fp8(device)

@@ -116,8 +116,9 @@ class TrainingModel:
         else:
             indexer, stopped = w.self_attn.indexer, normed.detach()  # its gradients reach the indexer only
             index_q, weights = dsa.index_queries(indexer, c, stopped, compressed.detach(), turn)
-            index = (index_q, weights, dsa.index_keys(indexer, c, stopped, turn))
-            attended, loss = attend(q, rows, *(one.unflatten(0, shape) for one in index), c, topk)
+            index_k = dsa.index_keys(indexer, c, stopped, turn)
+            index_q, weights, index_k = (one.unflatten(0, shape) for one in (index_q, weights, index_k))
+            attended, loss = attend(q, rows, index_q, weights, index_k, c, topk)
             outputs.index_losses.append(loss)
         if guides and number in guides:
             outputs.guide_losses.append(guide_loss(q, rows, c.softmax_scale, guides[number]))

@@ -63,7 +63,7 @@ def losses(model: TrainingModel, batch: Batch, phase: Phase, guide: float) -> tu
     guides = guides_of(batch, model.c.num_hidden_layers if phase.mtp else None) if guide else None
     with torch.autocast("cpu", torch.bfloat16):
         outputs = model(tokens, positions, phase.topk, phase.mtp, guides)
-    total = sum(outputs.index_losses) + guide * sum(outputs.guide_losses)
+    total = sum(outputs.index_losses, tokens.new_zeros((), dtype=torch.float32)) + guide * sum(outputs.guide_losses)
     predicted = [("loss", outputs.hidden, 1, 1.0), ("mtp_loss", outputs.mtp_hidden, 2, recipe.MTP_WEIGHT)]
     for name, hidden, ahead, factor in predicted:
         if hidden is None:

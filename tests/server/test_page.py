@@ -45,6 +45,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         page = contexts[-1].new_page()
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: dialog.accept())  # another document is another conversation
         page.on("request", lambda request: request.url.startswith(url) or wrong.append(request.url))
         # A failed response is on the console whatever the page does with it.
         page.on("console", lambda m: m.text.startswith("Failed to load resource") or wrong.append(m.text))
@@ -111,7 +112,6 @@ def test_a_conversation_about_a_document(demo: LLM, visit: Callable[..., Any], s
     page.get_by_text("ready").wait_for()
 
     drop(page, "facts.txt", DOCUMENT.encode())
-    page.get_by_role("button", name="Begin").click()  # another document is another conversation
     page.get_by_role("heading", name="facts.txt").wait_for()
     page.locator("#document-counts", has_text=f"{len(DOCUMENT):,} characters, ").filter(has_text="tokens").wait_for()
     assert page.locator("#document-text").inner_text().startswith("key 4821 is 97\nkey 7634")

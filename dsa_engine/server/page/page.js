@@ -106,13 +106,9 @@ function announce(turn, { problem, stopped }) {
 }
 
 /** Asks before a conversation that has begun ends, since the document stands before its first question. */
-async function mayBeginAnew() {
+function mayBeginAnew() {
   if (!state.turns.length) return true;
-  const dialog = $("replace");
-  dialog.returnValue = "cancel";
-  dialog.showModal();
-  await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
-  if (dialog.returnValue !== "begin") return false;
+  if (!confirm("Another document, or none, begins a new conversation: questions and answers here will be gone.")) return false;
   newConversation();
   return true;
 }

@@ -61,15 +61,15 @@ export class DocumentPane {
     } catch (error) {
       return this.#showProblem(error.message);
     }
-    if (!(await this.#page.mayChange())) return;
+    if (!this.#page.mayChange()) return;
     this.document = chosen;
     this.#show();
     this.count();
     this.#page.afterChange();
   }
 
-  async #remove() {
-    if (!(await this.#page.mayChange())) return;
+  #remove() {
+    if (!this.#page.mayChange()) return;
     this.document = null;
     this.count();
     this.#show();

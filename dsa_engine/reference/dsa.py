@@ -43,7 +43,8 @@ from torch import Tensor
 
 # ---- 1. Ranks -------------------------------------------------------------------------------------------------------
 class World:
-    """All processes. Each runs this program with the same arguments, plans the same steps, and computes its own rows.
+    """All processes. Each runs this program with the same arguments, plans the same steps, and computes its own rows;
+    only results travel: cache rows, tokens of experts and their sums, sampled tokens.
 
     * Prefill is *context parallel*: the ranks divide the tokens of every prompt (:func:`head_tail`).
     * Decode is *attention data parallel*: a request belongs to one rank, which has its cache and computes its tokens.
@@ -106,7 +107,6 @@ class Config:
     norm_topk_prob: bool = True
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
-    num_nextn_predict_layers: int = 0  # MTP modules
     index_topk: int = 0  # 2048; 0: V3, R1: dense attention
     index_n_heads: int = 0  # 64
     index_head_dim: int = 0  # 128
@@ -124,8 +124,8 @@ class Config:
         if kind not in ("deepseek_v32", "glm_moe_dsa", "deepseek_v3"):
             raise ValueError(f"model_type {kind!r} of {folder}: this page knows deepseek_v32, glm_moe_dsa, deepseek_v3")
         keys = {name: raw[name] for name in cls.__dataclass_fields__ if raw.get(name) is not None}
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        keys["rope"] = {"rope_theta": raw.get("rope_theta", 1e4)} | rope
+        keys["rope"] = {"rope_theta": raw.get("rope_theta", 1e4)}
+        keys["rope"] |= raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if kind == "deepseek_v3":
             keys["index_topk"] = 0
         else:
@@ -143,14 +143,13 @@ class Config:
 
     @property
     def latent_dim(self) -> int:
-        """Numbers of a cached latent row: 512 + 64."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.kv_lora_rank + self.qk_rope_head_dim  # 576
 
     @property
     def softmax_scale(self) -> float:
         """``(128 + 64) ** -0.5``, times YaRN's temperature (YaRN, equation 21, as DeepSeek applies it)."""
-        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
-        return scale * mscale(self.yarn_factor, self.rope.get("mscale_all_dim") or 0.0) ** 2
+        sharper = mscale(self.yarn_factor, self.rope.get("mscale_all_dim") or 0.0) ** 2
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * sharper
 
     @property
     def yarn_factor(self) -> float:
@@ -175,7 +174,8 @@ def rope_frequencies(c: Config) -> tuple[Tensor, float]:
     powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [32]
     if factor == 1.0:
         return 1.0 / powers, 1.0
-    original = rope["original_max_position_embeddings"]  # over which a pair turns 32 times, and another one once:
+    original = rope["original_max_position_embeddings"]
+    # Positions a turn of the pair that turns 32 times over the original context, and of the one that turns once.
     periods = original / (rope.get("beta_fast") or 32), original / (rope.get("beta_slow") or 1)
     fast, slow = (dim * math.log(period / (2 * math.pi)) / (2 * math.log(theta)) for period in periods)
     low, high = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
@@ -218,22 +218,21 @@ def read_weights(folder: Path, c: Config, world: World, dtype: torch.dtype) -> W
     """The tensors that a rank needs: all, but of routed experts its own share (:func:`own_experts`), and of MTP modules
     the first. FP8 becomes numbers: a code times the scale of its 128 x 128 block."""
     weights, own, rows, columns = Weights(), own_experts(c, world), *c.weight_block_size
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                parts = name.split(".")
-                expert = int(parts[parts.index("experts") + 1]) if "experts" in parts else None
-                beyond = parts[1] == "layers" and int(parts[2]) > c.num_hidden_layers
-                if name.endswith("_scale_inv") or beyond or (expert is not None and expert not in own):
-                    continue
-                tensor = file.get_tensor(name)
-                if tensor.dtype == torch.float8_e4m3fn:
-                    scale = file.get_tensor(f"{name}_scale_inv").float()
-                    scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-                    tensor = tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]
-                exact = ".k_norm." in name or name.endswith("bias")  # stored in float32, and used so
-                kind = torch.promote_types(dtype, torch.float32) if exact else dtype
-                weights.put(name, tensor.to(world.device, kind))
+    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    file_of = {name: file for file in files for name in file.keys()}
+    for name, file in file_of.items():
+        parts = name.split(".")
+        expert = int(parts[parts.index("experts") + 1]) if "experts" in parts else None
+        beyond = parts[1] == "layers" and int(parts[2]) > c.num_hidden_layers
+        if name.endswith("_scale_inv") or beyond or (expert is not None and expert not in own):
+            continue
+        tensor = file.get_tensor(name)
+        if tensor.dtype == torch.float8_e4m3fn:
+            scale = file_of[f"{name}_scale_inv"].get_tensor(f"{name}_scale_inv").float()
+            scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            tensor = tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]
+        exact = ".k_norm." in name or name.endswith("bias")  # stored in float32, and used so
+        weights.put(name, tensor.to(world.device, torch.promote_types(dtype, torch.float32) if exact else dtype))
     weights.setdefault("lm_head", weights.model.embed_tokens)  # tie_word_embeddings
     return weights
 
@@ -245,7 +244,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` in every row of ``[T, d]``."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` in every row of ``[T, d]``. MLA's norms have 1e-6 in every model."""
     full = wide(x)
     return (full * (full.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
 
@@ -268,8 +267,8 @@ def up_projections(w: Weights, c: Config) -> tuple[Tensor, Tensor]:
 def queries(w: Weights, c: Config, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """*Absorbed* queries: ``x [T, 7168]`` -> ``[T, H, 512 + 64]``, and the compressed query ``[T, 1536]``, V3 (6-9).
 
-    A head's score for a latent c is ``q . (W_UK c) = (W_UK^T q) . c``. So W_UK is multiplied into the query once, and
-    no key is ever made: every head attends to the same latent rows (V2, section 2.1.2; multi-query attention).
+    A head's score for a latent l is ``q . (W_UK l) = (W_UK^T q) . l``. So W_UK is multiplied into the query once, and
+    no key is ever made: every head attends to the same latent rows (V2, section 2.1.2). :func:`output` has W_UV.
     """
     compressed = rms_norm(F.linear(x, w.q_a_proj), w.q_a_layernorm)  # [T, 1536]
     q = F.linear(compressed, w.q_b_proj).unflatten(-1, (c.num_attention_heads, -1))  # [T, H, 128 + 64]
@@ -322,10 +321,10 @@ def select(q: Tensor, weights: Tensor, keys: Tensor, positions: Tensor, topk: in
     return torch.cat(parts)
 
 
-def attend(q: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor | None, rank: int, scale: float) -> Tensor:
+def attend(q: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor | None, width: int, scale: float) -> Tensor:
     """Attention of ``q [T, H, 576]`` over latent rows ``[n, 576]`` -> ``[T, H, 512]``, V3 (10).
 
-    A latent row is the key of all heads, and its first 512 numbers are the value of all heads. With ``chosen [T, k]`` a
+    A latent row is the key of all heads; its first 512 numbers (``width``) are their value. With ``chosen [T, k]`` a
     row reads k of the n rows, whatever n is: that is the *sparse* in DeepSeek Sparse Attention. None: all before it.
     """
     parts = []
@@ -338,8 +337,8 @@ def attend(q: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor | None, ra
             seen = chosen[some] >= 0  # [t, k]
         scores = wide(q[some] @ keys.mT) * scale  # [t, H, k]
         probabilities = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1).to(q.dtype)
-        parts.append(probabilities @ keys[..., :rank])
-    return torch.cat(parts) if parts else q[..., :rank]
+        parts.append(probabilities @ keys[..., :width])
+    return torch.cat(parts)
 
 
 def output(w: Weights, c: Config, attended: Tensor) -> Tensor:
@@ -434,15 +433,14 @@ class Model:
 
     def __init__(self, c: Config, weights: Weights, world: World, pages: int, page_size: int, dtype: torch.dtype):
         self.c, self.w, self.head, self.world, self.page_size = c, weights.model, weights.lm_head, world, page_size
-        frequencies, self.rope_scale = rope_frequencies(c)
-        self.frequencies = frequencies.to(world.device)
+        self.frequencies, self.rope_scale = rope_frequencies(c)
         slots, layers = pages * page_size, len(self.w.layers)
         self.latent = [torch.empty(slots, c.latent_dim, dtype=dtype, device=world.device) for _ in range(layers)]
         self.keys = [torch.empty(slots, c.index_head_dim, dtype=dtype, device=world.device) for _ in range(layers)]
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles at ``positions [T]``, float32 ``[T, 32]`` each."""
-        angles = positions.float()[:, None] * self.frequencies
+        angles = positions.float()[:, None] * self.frequencies.to(positions.device)
         return angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
 
     def write(self, layer: int, batch: Batch, rows: Tensor, keys: Tensor | None) -> None:
@@ -452,7 +450,7 @@ class Model:
         layer. They go straight to the slots of their positions, so head-tail order costs nothing.
         """
         packed, rank = rows if keys is None else torch.cat((rows, keys), -1), self.world.rank
-        sources = [(rank, 0)]
+        sources = [(rank, 0)]  # whose rows, and where they begin; the slots are ours
         if batch.prefill and self.world.size > 1:
             packed = self.world.all_gather(packed, batch.padded)
             sources = [(r, r * batch.padded) for r in range(self.world.size)]
@@ -469,20 +467,20 @@ class Model:
         """``x [T, 7168]``, normed -> ``[T, 7168]``. Rows are written first, so that a token sees itself.
 
         ``chosen`` has the positions that each request's rows attend to. A layer with an indexer renews it; others
-        ("shared" in GLM-5.2) use it as the layer before them left it. In V3 it stays empty.
+        ("shared" in GLM-5.2) use it as the layer before them left it. Where none has one, it stays empty.
         """
         c, w, rank = self.c, self.w.layers[layer].self_attn, self.world.rank
         positions = torch.tensor([p for _, p in batch.rows(rank)], dtype=torch.int64, device=x.device)  # [T]
         turn = self.turns(positions)
         rows = latent_rows(w, c, x, turn)
-        indexer = None if c.indexer_types[layer : layer + 1] == ("shared",) else w.indexer
+        indexer = None if c.indexer_types[layer : layer + 1] == ("shared",) else w.indexer  # MTP's is beyond the tuple
         keys = index_keys(indexer, c, x, turn) if indexer else None
         self.write(layer, batch, rows, keys)
         q, compressed = queries(w, c, x, turn)
         if indexer:
             q_index, head_weights = index_queries(indexer, c, x, compressed, turn)
             chosen.clear()
-        attended, at = [q[:0, :, : c.kv_lora_rank]], 0
+        attended, at = [q[:0, :, : c.kv_lora_rank]], 0  # a rank may have no rows
         for number, (request, of_request) in enumerate(batch.of_ranks[rank]):
             some, at = slice(at, at + len(of_request)), at + len(of_request)
             cached = request.slots(rank, range(of_request[-1] + 1), self.page_size)  # n slots: all that it may see
@@ -490,7 +488,7 @@ class Model:
                 keys = self.keys[layer][cached]  # [n, 128]: the indexer reads all of them ...
                 chosen.append(select(q_index[some], head_weights[some], keys, positions[some], c.index_topk))
             best = chosen[number] if chosen else None  # ... and attention reads k of the latent rows
-            rows = self.latent[layer][cached]
+            rows = self.latent[layer][cached]  # (a copy of all n; the engine's kernels read pages in place)
             attended.append(attend(q[some], rows, positions[some], best, c.kv_lora_rank, c.softmax_scale))
         return output(w, c, torch.cat(attended))
 
@@ -555,10 +553,8 @@ class Pages:
 
     def take(self) -> int:
         """A page for new rows; the oldest idle one is forgotten if no other is free."""
-        if self.free:
-            return self.hold(self.free.popleft())
-        page, _ = self.idle.popitem(last=False)
-        del self.by_name[self.names.pop(page)]
+        page = self.free.popleft() if self.free else next(iter(self.idle))
+        self.by_name.pop(self.names.pop(page, b""), None)
         return self.hold(page)
 
     def name(self, page: int, name: bytes) -> None:
@@ -568,10 +564,8 @@ class Pages:
     def release(self, pages: list[int]) -> None:
         for page in reversed(pages):  # a beginning is of more use than what follows it
             self.holders[page] -= 1
-            if not self.holders[page] and page in self.names:
-                self.idle[page] = None
-            elif not self.holders[page]:
-                self.free.append(page)
+            if not self.holders[page]:
+                (self.idle.setdefault if page in self.names else self.free.append)(page)
 
 
 # ---- 7. Requests and the scheduler ----------------------------------------------------------------------------------
@@ -606,10 +600,8 @@ class Scheduler:
     """Decides which tokens are computed next; the same on all ranks, without a message.
 
     First come, first served. Every request ends: it enters with the pages of its whole prefill, and if it finds no page
-    to decode into, the *youngest* request on its rank loses all of its pages. So the oldest always goes on.
-
-    Args:
-        chunk: maximum number of tokens that a rank prefills in a step.
+    to decode into, the *youngest* request on its rank loses all of its pages. So the oldest always goes on. A step
+    prefills at most ``chunk`` tokens times the number of ranks.
     """
 
     def __init__(self, world: World, pages: int, page_size: int, chunk: int):
@@ -617,12 +609,11 @@ class Scheduler:
         self.pages = [Pages(pages) for _ in range(world.size)]
         self.requests: list[Request] = []  # all that are not done, in order of arrival
 
-    def add(self, request: Request) -> None:
-        """Raises ``ValueError`` for a request that would not fit into empty caches."""
-        need, have = self.pages_for(request.max_len), len(self.pages[0].holders)
+    def check(self, tokens: int) -> None:
+        """Raises ``ValueError`` if a request of so many tokens does not fit into empty caches."""
+        need, have = self.pages_for(tokens), len(self.pages[0].holders)
         if need > have:
-            raise ValueError(f"{request.max_len} tokens need {need} pages of {self.page_size}; there are {have}")
-        self.requests.append(request)
+            raise ValueError(f"{tokens} tokens need {need} pages of {self.page_size}; there are {have}")
 
     def names(self, tokens: list[int]) -> list[bytes]:
         """Names of the full pages of ``tokens``. An MTP module's row depends on the next token too."""
@@ -634,7 +625,7 @@ class Scheduler:
         return names
 
     def pages_for(self, tokens: int) -> int:
-        """Drafts, and what drafting writes ahead of itself, need room too."""
+        """With room for the drafts of a step, and for what the module writes if all are accepted and it drafts on."""
         return -(-(tokens + 2 * self.num_drafts) // self.page_size)
 
     def schedule(self) -> Batch | None:
@@ -665,8 +656,8 @@ class Scheduler:
 
     def admit(self, request: Request) -> bool:
         """Gives a request pages on every rank: those of a known beginning, and new ones. False: there is no room."""
-        tokens = request.tokens  # the last one is always computed, as its logits are wanted
-        names = self.names(tokens)[: (len(tokens) - 1) // self.page_size]
+        tokens = request.tokens
+        names = self.names(tokens)[: (len(tokens) - 1) // self.page_size]  # the last token is computed, for its logits
         known = min(len(pages.find(names)) for pages in self.pages)
         request.tables = [[pages.hold(page) for page in pages.find(names[:known])] for pages in self.pages]
         missing = self.pages_for(len(tokens)) - known
@@ -688,12 +679,12 @@ class Scheduler:
                 if pages.available:
                     request.tables[request.owner].append(pages.take())
                 else:
-                    on_rank = (r for r in self.requests if r.state == "decode" and r.owner == request.owner)
-                    *_, youngest = on_rank  # perhaps the request itself
+                    on_rank = [r for r in self.requests if r.state == "decode" and r.owner == request.owner]
+                    youngest = on_rank[-1]  # perhaps the request itself
                     self.release(youngest)
                     youngest.state = "waiting"
 
-    def computed(self, request: Request) -> None:
+    def finish_step(self, request: Request) -> None:
         """After a step: names the pages that are full now. After its prefill a request keeps those of its owner."""
         names = self.names(request.tokens)[: request.computed // self.page_size]
         for pages, table in zip(self.pages, request.tables):
@@ -727,7 +718,7 @@ def sample(logits: Tensor, how: Request, position: int) -> int:
     probabilities = scaled.softmax(-1)
     if how.top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= how.top_p, 0.0)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= max(how.top_p, 1e-30), 0.0)
         probabilities = torch.zeros_like(ordered).scatter(0, order, ordered)
     # The largest p / Exp(1) is a draw from p (the exponential form of the Gumbel trick).
     return int((probabilities / exponential_noise(how.seed, position, logits)).argmax())
@@ -766,13 +757,13 @@ class Engine:
         if batch is None:
             return False
         states = self.model.forward(self.ids(batch), batch)
-        chosen = self.sample(batch, states)  # {request: tokens}, on all ranks
+        sampled = self.sample(batch, states)  # {number of the request: tokens}, of all ranks
         for request in batch.requests:
-            self.accept(request, chosen.get(request.number, []))
+            self.accept(request, sampled.get(request.number, []))
         if self.scheduler.num_drafts:
-            self.draft(batch, states, chosen)
+            self.draft(batch, states, sampled)
         for request in batch.requests:
-            self.scheduler.computed(request)
+            self.scheduler.finish_step(request)
         return True
 
     def ids(self, batch: Batch, after: int = 0) -> Tensor:
@@ -793,32 +784,31 @@ class Engine:
             mine.setdefault(request.number, []).append(sample(logits, request, p + 1))
         return self.world.union(mine)
 
-    def accept(self, request: Request, chosen: list[int]) -> None:
+    def accept(self, request: Request, sampled: list[int]) -> None:
         """Verifies drafts. A row was computed with the drafts before it, and its token is right if these are. So tokens
         are taken up to the first that differs from its draft, and that one too: each is the model's own choice, with
         the random numbers of its position, as without drafts. Later steps overwrite the cache rows of wrong drafts."""
-        for number, token in enumerate(chosen):
+        for number, token in enumerate(sampled):
             request.tokens.append(token)
             request.computed = len(request.tokens) - 1
             ended = token in self.config.eos_token_ids or len(request.tokens) >= request.max_len
             request.state = "done" if ended else "decode"
-            if ended or request.drafts[number : number + 1] != [token]:
+            if ended or request.drafts[number : number + 1] != [token]:  # another draft, or none
                 break
         request.drafts = []
 
-    def draft(self, batch: Batch, states: Tensor, chosen: dict[int, list[int]]) -> None:
-        """The MTP module runs over the rows of the step, with the tokens after them: that fills its caches, and the row
-        before the last token gives the first draft. Then it runs on, over its own state and draft, a row a request."""
-        for turn in range(self.scheduler.num_drafts):
+    def draft(self, batch: Batch, states: Tensor, sampled: dict[int, list[int]]) -> None:
+        """The MTP module runs over the rows of the step, with the tokens after them, which fills its caches. Of 10
+        known tokens row 8, which sees token 9, gives draft 1. Then the module runs over its own state and draft: on the
+        rank with row 8, row 9 sees draft 1 and gives draft 2. Rows from 9 on are void; the next step redoes them."""
+        for number in range(self.scheduler.num_drafts if sampled else 1):  # none: chunks of unfinished prompts
             states = self.model.mtp(self.ids(batch, after=1), states, batch)
-            # Position of the row before the last known token, or draft.
-            last = {one: len(one.tokens) + turn - 2 for one in batch.requests if one.number in chosen}
+            last = {one: len(one.tokens) + number - 2 for one in batch.requests if one.number in sampled}
             rows = [row for row, (request, p) in enumerate(batch.rows(self.world.rank)) if last.get(request) == p]
             going = [[(one, [last[one] + 1]) for one, some in own if last.get(one) in some] for own in batch.of_ranks]
             batch, states = Batch(going, prefill=False), states[rows]
             likely = self.model.logits(states, mtp=True).argmax(-1).tolist()
-            own = (request.number for request, _ in batch.rows(self.world.rank))
-            guesses = self.world.union(dict(zip(own, likely)))
+            guesses = self.world.union({one.number: id for (one, _), id in zip(batch.rows(self.world.rank), likely)})
             for request in batch.requests:
                 request.drafts.append(guesses[request.number])
 
@@ -829,39 +819,48 @@ class Engine:
         """Token ids after each prompt, up to an end token or ``max_tokens``; the same on every rank.
 
         Args:
+            seed: of every prompt's random numbers.
             drafts: tokens guessed by the MTP module for every request in a step. They change no output.
 
         Raises:
             ValueError: a prompt is empty or does not fit, or there is no MTP module to draft.
         """
-        if drafts and not self.config.num_nextn_predict_layers:
-            raise ValueError("drafts need an MTP module (num_nextn_predict_layers); this model has none")
+        if drafts and len(self.model.w.layers) == self.config.num_hidden_layers:
+            raise ValueError("drafts need an MTP module, a layer after the last one; this checkpoint has none")
         if not all(prompts) or max_tokens < 1:
             raise ValueError("every prompt needs a token, and max_tokens is at least 1")
         self.scheduler.num_drafts = drafts
         how = temperature, seed, top_k, top_p
         requests = [Request(next(self.arrivals), [*p], len(p) + max_tokens, *how) for p in prompts]
-        for request in requests:
-            self.scheduler.add(request)
-        while self.step():
-            pass
+        self.scheduler.check(max((one.max_len for one in requests), default=0))
+        self.scheduler.requests += requests
+        try:
+            while self.step():
+                pass
+        finally:  # after an error nothing is left
+            for request in self.scheduler.requests:
+                self.scheduler.release(request)
+            self.scheduler.requests.clear()
         return [request.tokens[len(prompt) :] for request, prompt in zip(requests, prompts)]
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
         """Logits after every token of a prompt, ``[T, vocab]``, in float32 (float64 if the model is); on every rank."""
-        scheduler, world = self.scheduler, self.world
-        request = Request(-1, [*ids], len(ids))
-        request.tables = [[pages.take() for _ in range(scheduler.pages_for(len(ids)))] for pages in scheduler.pages]
-        out = torch.empty(len(ids), self.config.vocab_size, dtype=wide(self.model.head[:0]).dtype)
+        scheduler, world, request = self.scheduler, self.world, Request(-1, [*ids], len(ids))
         step = scheduler.chunk * world.size
-        for start in range(0, len(ids), step):
-            batch = scheduler.prefill([(request, start, min(len(ids), start + step))])
-            parts = world.all_gather(self.model.logits(self.model.forward(self.ids(batch), batch)), batch.padded).cpu()
-            for rank, own in enumerate(batch.of_ranks):
-                for _, positions in own:
+        scheduler.check(len(ids))
+        request.tables = [[pages.take() for _ in range(scheduler.pages_for(len(ids)))] for pages in scheduler.pages]
+        out = wide(torch.empty(len(ids), self.config.vocab_size, dtype=self.model.head.dtype))
+        try:
+            for start in range(0, len(ids), step):
+                batch = scheduler.prefill([(request, start, min(len(ids), start + step))])
+                states = self.model.forward(self.ids(batch), batch)
+                parts = world.all_gather(self.model.logits(states), batch.padded).cpu()
+                for rank in range(world.size):
+                    positions = [p for _, p in batch.rows(rank)]
                     out[positions] = parts[rank * batch.padded :][: len(positions)]
-        scheduler.release(request)
+        finally:
+            scheduler.release(request)
         return out
 
 
@@ -883,9 +882,9 @@ def main() -> None:
     """Continues a text. Turning text into ids is no part of an engine: a library does it."""
     from tokenizers import Tokenizer
 
-    parser = argparse.ArgumentParser(description="the engine on one page: continues a text")
+    parser = argparse.ArgumentParser(description="continues a text")
     parser.add_argument("model", help="a checkpoint folder with tokenizer.json, or 'demo'")
-    parser.add_argument("text", help="what is continued")
+    parser.add_argument("text")
     for name, default in (("--max-tokens", 32), ("--drafts", 0)):
         parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()

@@ -123,6 +123,19 @@ def test_preemption(llm: LLM, drafts: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert preempted and ours == tokens_of(llm, prompts, max_tokens=60, temperature=1.0, seed=3)
 
 
+def test_an_error_leaves_nothing(llm: LLM) -> None:
+    """Neither requests nor pages, so that later calls are right."""
+    engine = dsa.load("demo", torch.float32, pages=40, page_size=16, chunk=100)
+    for call in (lambda: engine.generate([PROMPTS[1], [10**6]]), lambda: engine.logits([10**6])):
+        with pytest.raises(IndexError):
+            call()
+    with pytest.raises(ValueError, match="900 tokens need 57 pages of 16; there are 40"):
+        engine.logits([5] * 900)
+    assert not engine.scheduler.requests and engine.scheduler.pages[0].available == 40
+    tokens = tokens_of(llm, [PROMPTS[1]], temperature=1.0, top_p=1e-9, max_tokens=8)
+    assert engine.generate([PROMPTS[1]], 8, temperature=1.0, top_p=1e-9) == engine.generate([PROMPTS[1]], 8) == tokens
+
+
 def test_errors(engine: dsa.Engine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="100300 tokens need 6269 pages of 16; there are 1024"):
         engine.generate([PROMPTS[0]], max_tokens=100_000)

@@ -99,9 +99,6 @@ def dense_attention(
 
     Returns:
         ``[T, heads, value_dim]`` in q's dtype.
-
-    Raises:
-        ValueError: shapes that do not fit together, or a sequence with more queries than tokens.
     """
     if q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")

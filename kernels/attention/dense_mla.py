@@ -162,9 +162,6 @@ def dense_mla(
 
     Returns:
         out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit together, or segments beyond the batch or their block table.
     """
     check_queries(q, pool, row_format)
     segments.check(q.shape[0], block_tables, pool.shape[1])

@@ -55,9 +55,6 @@ def gather_latent(
 
     Returns:
         ``[n, rank + rope]`` in ``dtype``.
-
-    Raises:
-        ValueError: a pool that does not hold such rows.
     """
     row_format.check_pool(pool)
     if not row_format.reads_as(dtype):

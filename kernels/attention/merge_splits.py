@@ -66,9 +66,6 @@ def merge_splits(
 
     Returns:
         out ``[T, heads, value_dim]`` and log-sum-exp ``[T, heads]`` float32.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit together, or no parts.
     """
     if partial_out.dim() != 4 or partial_out.shape[:3] != partial_lse.shape or not partial_out.shape[0]:
         raise ValueError(

@@ -185,7 +185,6 @@ def sparse_attention(
         out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
         IndexError: on a CPU, slots outside of the pool.
     """
     check_queries(q, pool, row_format)

@@ -138,10 +138,6 @@ def dequantize_blocks(
 
     Returns:
         ``[rows, columns]``, a new tensor on the device of ``weight``.
-
-    Raises:
-        TypeError: ``weight`` is not float8_e4m3fn or ``scale_inv`` is not float32.
-        ValueError: shapes that do not fit each other, or a bad block size or start.
     """
     _check_matrix("weight", weight, block_size)
     if weight.dtype != torch.float8_e4m3fn or scale_inv.dtype != torch.float32:
@@ -178,7 +174,6 @@ def quantize_blocks(
         The float8_e4m3fn weight ``[rows, columns]`` and its float32 ``scale_inv`` (shape: :func:`scale_shape`).
 
     Raises:
-        TypeError: ``weight`` is not floating point.
         ValueError: ``weight`` is not a matrix or holds NaN or infinity, or a bad block size.
     """
     _check_matrix("weight", weight, block_size)

@@ -107,9 +107,6 @@ def quantize_rows_int8(
 
     Returns:
         int8 ``[rows, width]`` and float32 scales ``[rows]``; contiguous where new.
-
-    Raises:
-        ValueError: ``values`` is no matrix, or ``largest`` does not fit.
     """
     if values.dim() != 2 or (largest is not None and largest.shape != values.shape[:1]):
         given = "" if largest is None else f" and largest {list(largest.shape)}"

@@ -104,9 +104,6 @@ def quantize_rows(
 
     Returns:
         float8_e4m3fn, shaped like ``values``, and float32 scales ``[..., ceil(width / block)]``; contiguous where new.
-
-    Raises:
-        ValueError: a block that is no power of two, memory of other shapes, or for one of the results only.
     """
     width = values.shape[-1]
     if block < 1 or block & (block - 1):

@@ -63,11 +63,7 @@ def max_tiles(rows: int, groups: int, size: int) -> int:
 
 
 def empty_product(x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
-    """An empty result ``[R, out]`` for products with ``weight [groups, rows, …]``.
-
-    Raises:
-        ValueError: the weight has no two halves where these are gate and up.
-    """
+    """An empty result ``[R, out]`` for products with ``weight [groups, rows, …]``."""
     if groups.gated and weight.shape[1] % 2:
         raise ValueError(f"gate and up must be two halves of the weight, which is {tuple(weight.shape)}")
     rows = (x if groups.source is None else groups.source).shape[0]
@@ -87,9 +83,6 @@ def launch_grouped(
         choices: the first with room for a group's rows is taken, else the last.
         x: elements of a row side by side.
         out: ``[R, out]``; rows beyond the last end are not written.
-
-    Raises:
-        ValueError: row_ends or source are not int32.
     """
     row_ends, source, gated, expected = groups
     if row_ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):

@@ -13,12 +13,7 @@ def check_indexer_arguments(
     q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments,
     key_format: IndexKeyFormat,
 ) -> None:  # fmt: skip
-    """Checks the arguments of :func:`.indexer_scores.indexer_scores` and :func:`.lightning_indexer.lightning_indexer`.
-
-    Raises:
-        ValueError: shapes that do not fit together, or segments outside of the block table.
-        TypeError: weights that are not float32, or dtypes of q and pool that do not go together.
-    """
+    """Checks the arguments of :func:`.indexer_scores.indexer_scores` and :func:`.lightning_indexer.lightning_indexer`."""
     fits = q.dim() == pool.dim() == 3 and q.shape[:2] == weights.shape
     if not fits or (q.shape[-1], pool.shape[-1]) != (key_format.dim, key_format.columns):
         raise ValueError(

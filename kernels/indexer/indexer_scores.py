@@ -180,10 +180,6 @@ def indexer_scores(
 
     Returns:
         float32 ``[T, segments.longest]``; of row t the first ``segments.visible[t]`` columns are defined.
-
-    Raises:
-        ValueError: shapes that do not fit together, or segments outside of the block table.
-        TypeError: weights that are not float32, or dtypes of q and pool that do not go together.
     """
     check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)
     if runs_triton(q):

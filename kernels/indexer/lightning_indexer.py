@@ -75,7 +75,6 @@ def lightning_indexer(
         than k tokens.
 
     Raises:
-        ValueError, TypeError: as :func:`._arguments.check_indexer_arguments` says; k below 1.
         IndexError: on a CPU, pages of visible tokens outside of the pool.
     """
     check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)

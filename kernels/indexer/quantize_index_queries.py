@@ -104,9 +104,6 @@ def quantize_index_queries(
 
     Returns:
         codes ``[T, heads, dim]`` and float32 ``weights · scales [T, heads]``, where ``query = code · scale``.
-
-    Raises:
-        ValueError: shapes that do not fit, weights that are not float32, or keys of another size.
     """
     tokens, heads, dim = q.shape
     rotated = 2 * cos.shape[-1]

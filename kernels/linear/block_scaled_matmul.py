@@ -218,9 +218,6 @@ def block_scaled_linear(
 
     Returns:
         ``[..., out]`` in x's dtype, rounded once.
-
-    Raises:
-        TypeError, ValueError: dtypes or shapes that do not fit.
     """
     check_weight(weight, weight_scale)
     if x.shape[-1] != weight.shape[1]:

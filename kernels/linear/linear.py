@@ -59,9 +59,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = No
 
     Args:
         dtype: float32, where half types on CUDA are not to be rounded; then x is 2D.
-
-    Raises:
-        ValueError: widths that do not fit.
     """
     width = weight.shape[1]
     if x.shape[-1] != width:

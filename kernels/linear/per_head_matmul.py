@@ -37,9 +37,6 @@ def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """``x [T, heads, in]`` by ``weight [heads, in, out]`` into ``out [T, heads, out]``, of one dtype, strided as they
     may be.
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
     (tokens, heads, inner), outer = x.shape, weight.shape[-1]
     if weight.shape != (heads, inner, outer) or out.shape != (tokens, heads, outer):

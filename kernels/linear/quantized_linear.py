@@ -47,9 +47,6 @@ def quantized_linear(
 
     Returns:
         ``[..., out]`` in x's dtype; each row depends on that row alone.
-
-    Raises:
-        TypeError, ValueError: dtypes or shapes that do not fit.
     """
     width = x.shape[-1]
     if cpu.takes(x.numel(), FEW_ROWS_ON_A_CPU * width) and largest is None and cpu.serves(x):

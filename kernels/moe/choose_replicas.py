@@ -71,9 +71,6 @@ def choose_replicas(topk_ids: torch.Tensor, replicas: torch.Tensor, first: int) 
 
     Returns:
         physical experts, int32 ``[T, k]``; −1 stays.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     shapes = topk_ids.dim() == replicas.dim() == 2 and replicas.shape[1] > 1
     if not shapes or topk_ids.dtype != torch.int32 or replicas.dtype != torch.int32:

@@ -63,9 +63,6 @@ def combine_codes(words: torch.Tensor, pair_rows: torch.Tensor, hidden: int, dty
 
     Returns:
         ``[T, hidden]``; zeros for a token whose rows are all left out.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] != quantized_words(hidden):
         raise ValueError(f"{words.dtype} {tuple(words.shape)} are no codes and scales of rows of {hidden} numbers")

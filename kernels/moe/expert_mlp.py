@@ -138,7 +138,6 @@ def expert_mlp(
         ``[T, hidden]``, summed in float32; zeros for a token without experts here.
 
     Raises:
-        TypeError, ValueError: dtypes or shapes that do not fit.
         IndexError: on a CPU, experts that are not here.
     """
     _check(x, topk_ids, topk_weights, gate_up, down, product, dtype)

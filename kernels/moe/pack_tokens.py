@@ -126,9 +126,6 @@ def pack_tokens(
 
     Returns:
         int32 ``[rows, row_words(hidden, dtype, k)]``.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     (count, hidden), k = tokens.shape, topk_ids.shape[1]
     if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != count:

@@ -83,9 +83,6 @@ def token_ranks(topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int) -> Tok
         topk_ids: int32 ``[T, k]``, experts of all ranks; −1: no expert.
         rank_of: int32 ``[experts]``: the rank of each.
         size: number of ranks.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     if topk_ids.dim() != 2 or rank_of.dim() != 1 or topk_ids.dtype != torch.int32 or rank_of.dtype != torch.int32:
         raise ValueError(

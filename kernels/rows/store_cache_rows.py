@@ -74,9 +74,6 @@ def store_cache_rows(
             (:meth:`.CacheFormat.packed_width`).
         slots: ``[R]`` int32 or int64, in any order, none named twice.
         key_format: format of the index keys; latent rows are copied whole.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit each other.
     """
     (count, width), (pages, page_size, latent), index_key = rows.shape, latent_pool.shape, key_pool.shape[2]
     if key_pool.shape[:2] != (pages, page_size) or width < latent + index_key:

@@ -183,7 +183,6 @@ def store_index_keys(
         power_of_two: scales of FP8 keys are rounded up to powers of two.
 
     Raises:
-        ValueError: shapes that do not fit, or an FP8 pool for a dim that is no power of two.
         IndexError: on a CPU, slots outside of the pool.
     """
     tokens, dim = projected.shape

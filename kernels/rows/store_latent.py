@@ -120,7 +120,6 @@ def store_latent(
         power_of_two: scales of FP8 rows are rounded up to powers of two.
 
     Raises:
-        ValueError: shapes that do not fit, or an FP8 pool for a rank that is no multiple of 128.
         IndexError: on a CPU, slots outside of the pool.
     """
     tokens, rank, rope = compressed.shape[0], norm_weight.shape[0], 2 * cos.shape[-1]

@@ -235,12 +235,14 @@ def test_slots_beyond_two_to_the_31_elements(device: str) -> None:
 
 
 @triton.jit
-def copy_last_token_kernel(q, out, lse, tokens, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr):
+def copy_last_token_kernel(
+    q, out, lse, tokens, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, FORMAT: tl.constexpr
+):
     token = tokens - 1 + tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)
-    value, _ = load_queries(q, token, head, HEADS, VALUE, ROTATED, VALUE, ROTATED, False)
+    value, _ = load_queries(q, token, head, HEADS, VALUE, ROTATED, VALUE, ROTATED, FORMAT)
     one = tl.full([HEADS], 1.0, tl.float32)
-    store_results(out, lse, tokens, token, head, one, one, value.to(tl.float32), HEADS, VALUE, VALUE, False)
+    store_results(out, lse, tokens, token, head, one, one, value.to(tl.float32), HEADS, VALUE, VALUE, FORMAT)
 
 
 def test_tokens_beyond_two_to_the_31_elements(device: str) -> None:
@@ -256,7 +258,8 @@ def test_tokens_beyond_two_to_the_31_elements(device: str) -> None:
     out = torch.empty(tokens, heads, value_dim, dtype=torch.float16, device=device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
     q[-1] = torch.randn(heads, value_dim + rope, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
-    copy_last_token_kernel[(1,)](q, out, lse, tokens, HEADS=heads, VALUE=value_dim, ROTATED=rope)
+    helpers = plain(q, value_dim).helpers
+    copy_last_token_kernel[(1,)](q, out, lse, tokens, HEADS=heads, VALUE=value_dim, ROTATED=rope, FORMAT=helpers)
     assert torch.equal(out[-1], q[-1, :, :value_dim])
     torch.testing.assert_close(lse[-1], torch.full_like(lse[-1], math.log(2)))
 

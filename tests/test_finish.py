@@ -9,21 +9,22 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.sampling.chain import Parameters, seed_key
 
 TEXT = "def selection(tokens):\n    return sorted(tokens)[:256]\n" * 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
-    """Makes every request "sample" these tokens, the last of them for ever."""
+    """Makes every request "draw" these tokens from the position that is its seed, the last of them for ever."""
+    seeds = {seed_key(seed): seed for seed in range(100)}
 
-    def forced(
-        logits: torch.Tensor, params: list[SamplingParams], keys: list[int], positions: list[int]
-    ) -> torch.Tensor:
-        indices = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
+    def forced(logits: torch.Tensor, parameters: Parameters, positions: torch.Tensor, *how: int) -> torch.Tensor:
+        firsts = [seeds.get(key, 0) for key in parameters.key.tolist()]
+        indices = [position - first for position, first in zip(positions.tolist(), firsts, strict=True)]
         return torch.tensor([tokens[min(index, len(tokens) - 1)] for index in indices])
 
-    monkeypatch.setattr("dsa_engine.engine.sampling.sampler.sample", forced)
+    monkeypatch.setattr("dsa_engine.engine.sampling.chain.draw", forced)
 
 
 def test_stop_string(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ class EmulatedExpertParallel(ExpertParallel):
         return dealt, None
 
     def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
+        self._dealt = 0
         self.group.all_gather(sent)
         read = download(sent)
 

@@ -57,6 +57,8 @@ def test_counts_of_a_true_run(
     print(f"{described['name']}, rank {rank}: true run {seconds[0]:.2f} s with its waits, emulated {seconds[1]:.2f} s")
     assert emulated["collectives"] == true["collectives"], "in kind, ranks, bytes to and from each, and order"
     assert emulated["expert_pairs"] == true["expert_pairs"], "what arrives at this rank's experts, in every layer"
+    # An emulated mesh has no groups by node: nothing travels in those of a true one, which come last.
+    emulated["bytes_sent"] += [0] * (len(true["bytes_sent"]) - len(emulated["bytes_sent"]))
     assert emulated == true
     assert sum(true["tokens"]) > 60 and true["bytes_sent"][0] > 0 and len(true["expert_pairs"]) > 3
 

@@ -13,6 +13,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.calls.jobs import prefill
+from dsa_engine.engine.sampling.chain import Parameters, seed_key
 from oracles import CASES
 
 # Cases whose schedule of indexers has to be worked out from other keys than transformers' own `indexer_types`.
@@ -90,20 +91,19 @@ def test_whole_prefill_in_a_small_workspace(
 def forced_decode(
     llm: LLM, requests: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
 ) -> list[torch.Tensor]:
-    """Runs all requests ``(tokens, prompt length)`` together through the engine's own steps, with every "sampled" token
+    """Runs all requests ``(tokens, prompt length)`` together through the engine's own steps, with every "drawn" token
     replaced by the next known one. Returns for each the logits from the prompt's last position on."""
     seen: list[dict[int, torch.Tensor]] = [{} for _ in requests]
+    seed_of = {seed_key(seed): seed for seed in range(len(requests))}
 
-    def forced(
-        logits: torch.Tensor, params: list[SamplingParams], keys: list[int], positions: list[int]
-    ) -> torch.Tensor:
-        seeds = [p.seed for p in params]
+    def forced(logits: torch.Tensor, parameters: Parameters, at: torch.Tensor, *how: int) -> torch.Tensor:
+        seeds, positions = [seed_of[key] for key in parameters.key.tolist()], at.tolist()
         for row, seed, position in zip(logits, seeds, positions, strict=True):
             seen[seed][position - 1] = row.clone()
         known = [requests[seed][0] for seed in seeds]
         return torch.tensor([ids[p] if p < len(ids) else 0 for ids, p in zip(known, positions, strict=True)])
 
-    monkeypatch.setattr("dsa_engine.engine.sampling.sampler.sample", forced)
+    monkeypatch.setattr("dsa_engine.engine.sampling.chain.draw", forced)
     for number, (ids, length) in enumerate(requests):
         count = len(ids) - length + 1
         llm.engine.add(ids[:length], SamplingParams(max_tokens=count, ignore_eos=True, seed=number))

@@ -80,14 +80,10 @@ class Engine:
         self.launched_ahead = self.num_prefilled_tokens = self.longest_prefill = self._num_taken = 0
         self.ids = count()
         turns = [one.turn for one in (self.rebalancing, self.recorder) if one is not None]
-        self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, self.cache_steps.launched)
+        stored = [] if self.cache_steps.stores is None else [self.cache_steps.stores.launched]
+        self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, *stored)
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
-        self.set_num_drafts(self._max_drafts)
-
-    @property
-    def _max_drafts(self) -> int:
-        speculation = self.options.speculation
-        return speculation.num_speculative_tokens if speculation else 0
+        self.set_num_drafts(self.options.num_drafts)
 
     def set_num_drafts(self, num_drafts: int) -> None:
         """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``.
@@ -96,13 +92,14 @@ class Engine:
             ValueError: the number is out of this range.
             RuntimeError: requests are running.
         """
-        if not 0 <= num_drafts <= self._max_drafts:
+        allowed = self.options.num_drafts
+        if not 0 <= num_drafts <= allowed:
             raise ValueError(
-                f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {self._max_drafts}"
+                f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {allowed}"
             )
         self.check_idle()
-        if self.options.cache_folder is not None and num_drafts != self._max_drafts:
-            raise RuntimeError(f"a cache_folder holds the rows of {self._max_drafts} drafts a step; leave it out")
+        if self.options.cache_folder is not None and num_drafts != allowed:
+            raise RuntimeError(f"a cache_folder holds the rows of {allowed} drafts a step; leave it out")
         self.scheduler.set_num_drafts(num_drafts)
         self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
@@ -224,8 +221,8 @@ class Engine:
         request, result = sampled.request, sampled.draft_result
         if result is not None and result.offered:
             request.draft_stats.append(result)
-        if sampled.tokens[0].error is None:
-            self.cache_steps.succeeded(request)
+        if (stores := self.cache_steps.stores) is not None and sampled.tokens[0].error is None:
+            stores.succeeded(request)
         new = sampled.tokens
         for number, token in enumerate(new, 1):
             self._num_taken += token.error is None

@@ -100,14 +100,8 @@ class HostSlots:
         return self._slot_of[digest]
 
     def put(self, digest: bytes, locked: Container[bytes] = ()) -> int | None:
-        """Makes room for a copy of a page.
-
-        Args:
-            locked: digests of copies that must stay.
-
-        Returns:
-            the slot to copy to; None if the page is here already, or no slot can be replaced.
-        """
+        """The slot for a copy of a page, without replacing those of ``locked``; None if the page is here already, or no
+        slot can be replaced."""
         if digest in self._slot_of:
             self.use(digest)
             return None
@@ -117,7 +111,7 @@ class HostSlots:
         return slot
 
     def reserve(self, locked: Container[bytes] = ()) -> int | None:
-        """Takes a slot, which holds nothing until :meth:`name` or :meth:`give_back`; None if none can be replaced."""
+        """Takes a slot, which holds nothing until :meth:`name`; None if none can be replaced."""
         if self._free:
             return self._free.pop()
         oldest = next((digest for digest in self._slot_of if digest not in locked), None)
@@ -127,17 +121,13 @@ class HostSlots:
         self._lost(oldest)
         return slot
 
-    def name(self, slot: int, digest: bytes) -> None:
-        """Records the copy that a reserved slot holds now."""
-        if digest in self._slot_of:
+    def name(self, slot: int, digest: bytes | None) -> None:
+        """Records the copy that a reserved slot holds now; None: it is free again."""
+        if digest is None or digest in self._slot_of:
             self._free.append(slot)
         else:
             self._slot_of[digest] = slot
             self._index.add(digest, 1 << self._rank)
-
-    def give_back(self, slot: int) -> None:
-        """Frees a reserved slot."""
-        self._free.append(slot)
 
     def clear(self) -> None:
         """Forgets all copies; reserved slots stay reserved."""
@@ -184,14 +174,8 @@ class PagePool:
         return len(self.unused) + len(self._cached)
 
     def take(self, count: int, locked: frozenset[bytes] = frozenset()) -> array[int]:
-        """Hands out ``count`` pages. What they held is copied to host memory, if there is any.
-
-        Args:
-            locked: digests of copies in host memory that must stay.
-
-        Raises:
-            RuntimeError: fewer are free.
-        """
+        """Hands out ``count`` pages; raises ``RuntimeError`` if fewer are free. What they held is copied to host
+        memory, if there is any, without replacing the copies of ``locked``."""
         unused = self.unused
         if count <= len(unused):
             pages = unused[len(unused) - count :]

@@ -42,7 +42,7 @@ from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.requests.samples import Columns, Outcome, StepResult
 from dsa_engine.engine.sampling import chain
 from dsa_engine.engine.sampling.chain import Parameters
-from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, with_unread
+from dsa_engine.engine.sampling.logits_processors import PenaltyCounts, indices, with_unread
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
 from dsa_engine.engine.steps.graphs import DecodeGraphs

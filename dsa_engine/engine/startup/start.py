@@ -121,9 +121,7 @@ class Prepared:
 
     @property
     def dummy_steps(self) -> DummySteps:
-        speculation = self.options.speculation
-        drafts = speculation.num_speculative_tokens if speculation else 0
-        return DummySteps(self.mesh, self.options, self.max_model_len, drafts)
+        return DummySteps(self.mesh, self.options, self.max_model_len, self.options.num_drafts)
 
     @property
     def on_cuda(self) -> bool:
@@ -199,9 +197,8 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 def _sizes(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> ModelSizes:
     """What dispatches of this model are asked to take."""
-    drafts = options.speculation.num_speculative_tokens if options.speculation else 0
     experts = mesh.experts_per_token(config.n_routed_experts) + mesh.config.redundant_experts
-    rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + drafts)
+    rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + options.num_drafts)
     return ModelSizes(config.hidden_size, experts, mesh.experts_per_token(config.num_experts_per_tok), rows, dtype)
 
 

@@ -44,8 +44,6 @@ class Engine:
     """Runs requests on a model; :func:`.start.start` makes one.
 
     Attributes:
-        cache_steps: pages on other ranks, in host memory and on the disk.
-        max_model_len: maximum number of tokens of a request, prompt and output.
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
         bytes_read, load_seconds: what loading this rank's weights took.
         step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
@@ -53,8 +51,6 @@ class Engine:
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         num_prefilled_tokens: tokens of prompts computed by steps so far.
         longest_prefill: the same of the fullest context-parallel group of each step.
-        rebalancing: moves experts between steps; None: they stay.
-        recorder: writes the loads of experts to a file; None: there is none.
         after_launch: each is called with a step's chunks when it has been launched.
         ids: numbers the requests of :meth:`add`; a request without a seed gets one made from its number.
     """
@@ -64,14 +60,14 @@ class Engine:
     cache: KVCache
     scheduler: Scheduler
     runner: ModelRunner
-    cache_steps: CacheSteps
-    max_model_len: int
+    cache_steps: CacheSteps  # pages on other ranks, in host memory and on the disk
+    max_model_len: int  # maximum number of tokens of a request, prompt and output
     progress: Callable[..., Any]
     bytes_read: int
     load_seconds: float
     step_bytes: int | None
-    rebalancing: Rebalancing | None = None
-    recorder: CountRecorder | None = None
+    rebalancing: Rebalancing | None = None  # moves experts between steps; None: they stay
+    recorder: CountRecorder | None = None  # writes the loads of experts to a file; None: there is none
 
     def __post_init__(self) -> None:
         runtime = self.model.runtime
@@ -86,12 +82,7 @@ class Engine:
         self.set_num_drafts(self.options.num_drafts)
 
     def set_num_drafts(self, num_drafts: int) -> None:
-        """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``.
-
-        Raises:
-            ValueError: the number is out of this range.
-            RuntimeError: requests are running.
-        """
+        """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``."""
         allowed = self.options.num_drafts
         if not 0 <= num_drafts <= allowed:
             raise ValueError(
@@ -159,11 +150,8 @@ class Engine:
         """Runs one step and returns the tokens that it has read, for each request up to the token that ends it.
 
         With ``async_scheduling`` a decode step is launched before the previous step's tokens are read; so the
-        tokens are those of an earlier step, and sometimes there are none.
-
-        Raises:
-            BaseException: a whole step failed; its requests have ended, with this as ``exception``. An error in the
-                sampling of one request ends only that request.
+        tokens are those of an earlier step, and sometimes there are none. If it raises, a whole step failed, and its
+        requests have ended with this ``exception``; an error in the sampling of one request ends only that request.
         """
         self.cache_steps.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.

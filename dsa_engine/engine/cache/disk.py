@@ -54,17 +54,13 @@ class _Search:
 
 @dataclass
 class DiskLoads:
-    """Finds and reads the pages of waiting requests; the same calls come on all ranks.
-
-    Args:
-        group: all ranks, on the CPU.
-        flush: makes the copies that the ledger has planned, and returns a function that waits until they are done.
-    """
+    """Finds and reads the pages of waiting requests; the same calls come on all ranks. ``flush``: makes the copies that
+    the ledger has planned, and returns a function that waits until they are done."""
 
     folder: PageFolder
     ledger: PageLedger
     host: HostPages
-    group: Group
+    group: Group  # all ranks, on the CPU
     flush: Callable[[], Callable[[], None]]
     pages_read: int = 0  # by this rank
     _searches: list[_Search] = field(default_factory=list)
@@ -187,23 +183,16 @@ class _Progress:
 
 @dataclass(eq=False)
 class DiskStores:
-    """Writes the pages of prompts on one rank.
-
-    Args:
-        free: the slots of host memory for pages on their way.
-
-    Attributes:
-        pages_written: number of pages handed to the disk.
-    """
+    """Writes the pages of prompts on one rank."""
 
     folder: PageFolder
     prefix_cache: PrefixCache
     transfer: PageTransfer
     host: HostPages
-    free: list[int]
+    free: list[int]  # the slots of host memory for pages on their way
     rank: int
     page_size: int
-    pages_written: int = 0
+    pages_written: int = 0  # number of pages handed to the disk
     _requests: dict[Request, _Progress] = field(default_factory=dict)
     _copying: dict[Request, _Progress] = field(default_factory=dict)  # those of them that hold pages to be copied
     _stored: set[bytes] = field(default_factory=set)

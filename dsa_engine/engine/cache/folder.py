@@ -53,9 +53,6 @@ class PageFolder:
         max_bytes: maximum size of all pages in the folder; None: no limit.
         key: name of the model's subfolder.
         about: what the key stands for.
-
-    Raises:
-        OSError: the folder is not there and cannot be made.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None, key: str, about: dict[str, object]):

@@ -35,9 +35,6 @@ class HostPages:
             integers as in ``KVCache.page_words``.
         page_bytes: bytes of a page in all layers.
         bytes: bytes of all slots.
-
-    Raises:
-        CapacityError: the memory cannot be allocated or pinned.
     """
 
     def __init__(self, cache: KVCache, slots: int):

@@ -28,43 +28,27 @@ class PageCopy(NamedTuple):
 
 @dataclass
 class PageMoves:
-    """Everything that one step moves on this rank before its layers read pages.
+    """Everything that one step moves on this rank before its layers read pages."""
 
-    Attributes:
-        copies: take effect in this order; pages and slots may occur several times.
-        sends: for each rank of the context-parallel group, the pages to send to it, as they are after the copies. A
-            page may occur several times.
-        receives: for each rank of the group, the pages to fill with what it sends, in the same order. A page occurs
-            once.
-        exchanges: whether any rank of the group sends; then all of them take part in one collective a layer.
-    """
-
-    copies: list[PageCopy] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)  # in this order; pages and slots may occur several times
+    # For each rank of the context-parallel group, the pages to send to it, as they are after the copies, and the pages
+    # to fill with what it sends, in the same order. A page may be sent several times and is received once.
     sends: list[list[int]] = field(default_factory=list)
     receives: list[list[int]] = field(default_factory=list)
-    exchanges: bool = False
+    exchanges: bool = False  # whether any rank of the group sends; then all of them take part in one collective a layer
 
 
 @dataclass
 class PageIndex:
-    """The ranks that have each page, on the device or in host memory.
+    """The ranks that have each page, on the device or in host memory."""
 
-    Args:
-        forgotten: called with the digest of a page that no rank has any more; None: it is not needed.
-
-    Attributes:
-        ranks: by digest, the sum of ``1 << rank`` of the ranks that have the page.
-    """
-
-    forgotten: Callable[[bytes], None] | None = None
-    ranks: dict[bytes, int] = field(default_factory=dict)
+    forgotten: Callable[[bytes], None] | None = None  # called with the digest of a page that no rank has any more
+    ranks: dict[bytes, int] = field(default_factory=dict)  # by digest, the sum of 1 << rank of those that have the page
 
     def add(self, digest: bytes, ranks: int) -> None:
-        """Records that these ranks have a page, too."""
         self.ranks[digest] = self.ranks.get(digest, 0) | ranks
 
     def lost(self, digests: Iterable[bytes], ranks: int) -> None:
-        """Records that these ranks have pages no more."""
         ranks_of, remain = self.ranks, ~ranks
         for digest in digests:
             if others := ranks_of.get(digest, 0) & remain:

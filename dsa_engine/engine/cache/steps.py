@@ -62,11 +62,8 @@ class CacheSteps:
 
     @contextmanager
     def moving(self, chunks: Sequence[Chunk], overlapped: bool = False) -> Iterator[None]:
-        """Runs a step of ``chunks`` after the copies of pages that it begins with, or beside them.
-
-        Args:
-            overlapped: each layer waits for its own copies only; not in a CUDA graph.
-        """
+        """Runs a step of ``chunks`` after the copies of pages that it begins with, or beside them. ``overlapped``: each
+        layer waits for its own copies only; not in a CUDA graph."""
         self._computes = True
         with ExitStack() as finally_:
             if self._sender is not None:

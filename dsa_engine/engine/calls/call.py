@@ -136,12 +136,7 @@ class CallQueue:
         self._taker: int | None = None  # the loop's thread
 
     def check(self) -> None:
-        """Checks that this thread may call.
-
-        Raises:
-            BaseException: the error that has ended the loop.
-            RuntimeError: it was closed, this is the loop's own thread, or another rank than 0.
-        """
+        """Checks that this thread may call."""
         if threading.get_ident() == self._taker:
             raise RuntimeError("a call from within another call of the same thread, which would wait for it")
         if self.closed or self._refusal is not None:
@@ -249,11 +244,8 @@ class Call:
         return result
 
     def get(self, tick: Callable[[], object] | None = None) -> Any:
-        """Waits for the next result: the end of a request, or a piece of a stream; calls ``tick`` now and then.
-
-        Raises:
-            BaseException: the error of a step of one of the requests, or the error that ended the loop.
-        """
+        """Waits for the next result: the end of a request, or a piece of a stream; calls ``tick`` now and then. Raises
+        the error of a step of one of the requests, or the one that ended the loop."""
         while tick is not None:
             try:
                 return _raised(self._mailbox.get(timeout=_TICK_S))

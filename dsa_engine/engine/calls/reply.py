@@ -47,12 +47,11 @@ class Receiver(ABC):
 
     Attributes:
         mailbox: the caller's.
-        delivery: what it takes before the end, see ``Request.delivery``.
         request: the engine's request; None until the loop has begun it.
         ending: how the request ended; None while it runs.
     """
 
-    delivery: Literal["tokens", "end"] = "tokens"
+    delivery: Literal["tokens", "end"] = "tokens"  # what it takes before the end, see ``Request.delivery``
 
     def __init__(self, add: Add, mailbox: Mailbox):
         self.add = add

@@ -75,11 +75,8 @@ class PageDigests:
         self._so_far = blake2b(blake2b(start, digest_size=_DIGEST_BYTES).digest(), digest_size=_DIGEST_BYTES)
 
     def extend(self, known: int, tokens: Callable[[int, int], array[int]]) -> list[bytes]:
-        """Adds the digests of pages whose tokens, and those after them, are known now; returns all.
-
-        Args:
-            tokens: ``tokens(start, length)`` gives their ids, int32.
-        """
+        """Adds the digests of pages whose tokens, and those after them, are known now; returns all. ``tokens``:
+        ``tokens(start, length)`` gives their ids, int32."""
         size, ahead, first = self._page_size, self._lookahead, len(self.values)
         count = (known - ahead) // size - first
         if count <= 0:

@@ -142,11 +142,7 @@ class Scheduler:
 
     def admit_prefilled(self, request: Request) -> None:
         """Admits a request without a prefill, as its pages are filled in another way; it decodes from the next step on.
-        It must be able to run (``capacity.check``).
-
-        Raises:
-            CapacityError: there is no room for it now.
-        """
+        It must be able to run (``capacity.check``)."""
         free, load = self.ledger.free, self._load()
         need = pages_for(request.num_prefill_tokens, self.capacity.page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]

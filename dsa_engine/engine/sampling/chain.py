@@ -85,10 +85,7 @@ class Inputs(NamedTuple):
 
 def chain(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """The next token of each row, int64 ``[n]``, or the code of an error, which concerns that row's request only.
-
-    Args:
-        logits: float32 ``[n, vocab]``; overwritten.
-    """
+    ``logits``: float32 ``[n, vocab]``; overwritten."""
     broken = not_finite(logits)  # before some become -inf
     logits = changed(logits, inputs)
     tokens = logits.argmax(dim=-1)

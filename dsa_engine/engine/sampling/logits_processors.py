@@ -33,11 +33,8 @@ from dsa_engine.sampling_params import DRAWS, PENALISES
 
 
 class LogitsProcessors:
-    """Reads what the rows of requests ask for.
-
-    Args:
-        eos_token_ids: the model's end-of-sequence tokens, which ``min_tokens`` forbids.
-    """
+    """Reads what the rows of requests ask for. ``eos_token_ids``: the model's end-of-sequence tokens, which
+    ``min_tokens`` forbids."""
 
     def __init__(self, eos_token_ids: Sequence[int]):
         self._eos_token_ids = eos_token_ids
@@ -206,10 +203,7 @@ class PerRequestTable:
 
 class PenaltyCounts:
     """Counts of the tokens that the host knows: 2 · occurrences in the output, + 1 if the prompt has the token.
-
-    Attributes:
-        rows: int32 ``[vocab]`` for each request.
-    """
+    ``rows``: int32 ``[vocab]`` for each request."""
 
     def __init__(self) -> None:
         self.rows = PerRequestTable(torch.int32)

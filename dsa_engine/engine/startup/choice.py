@@ -39,17 +39,11 @@ _LEAST_TOKENS = {
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run's ranks, or of the part of them that prefills or decodes.
+    """The devices of a run's ranks, or of the part of them that prefills or decodes."""
 
-    Attributes:
-        ranks: number of ranks.
-        node_ranks: number of ranks on a node.
-        memory: bytes of a device; None: a CPU.
-    """
-
-    ranks: int
-    node_ranks: int
-    memory: int | None
+    ranks: int  # number of ranks
+    node_ranks: int  # number of ranks on a node
+    memory: int | None  # bytes of a device; None: a CPU
 
     @property
     def nodes(self) -> int:
@@ -58,21 +52,14 @@ class Devices:
 
 @dataclass
 class Choice:
-    """What is known when an option is chosen, and the options so far.
-
-    Args:
-        config: the model's, with the MTP modules that draft as further layers.
-        longest: maximum number of tokens of a request.
-        stored: the format in which linear layers and experts are held; None: in ``dtype``.
-        dtype: of the run.
-    """
+    """What is known when an option is chosen, and the options so far."""
 
     options: EngineOptions
-    config: ModelConfig
+    config: ModelConfig  # the model's, with the MTP modules that draft as further layers
     devices: Devices
-    longest: int
-    stored: QuantizationConfig | None
-    dtype: torch.dtype = torch.bfloat16
+    longest: int  # maximum number of tokens of a request
+    stored: QuantizationConfig | None  # the format in which linear layers and experts are held; None: in ``dtype``
+    dtype: torch.dtype = torch.bfloat16  # of the run
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -125,11 +112,7 @@ def chosen_options(
     options: EngineOptions, config: ModelConfig, longest: int, device: torch.device, dtype: torch.dtype
 ) -> EngineOptions:
     """The options with those that were left out, for all ranks of the run; those of ranks that only decode are in
-    ``decode_options``. Logs them on rank 0.
-
-    Raises:
-        ValueError: ``prefill_ranks`` leaves no rank to decode.
-    """
+    ``decode_options``. Logs them on rank 0."""
     stored = config.quantization if held_as(config.quantization, options.quantization, device) else None
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     parallel = options.parallel

@@ -10,11 +10,7 @@ from dsa_engine.options import EngineOptions
 
 
 def refuse_variant(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses, with ``batch_invariant``, what computes a row by what runs beside it.
-
-    Raises:
-        ValueError: an option, dtype or installation that does; the text says which, and what to do.
-    """
+    """Refuses, with ``batch_invariant``, what computes a row by what runs beside it."""
     if not options.batch_invariant:
         return
     parallel, speculation = options.parallel, options.speculation

@@ -93,27 +93,18 @@ def start(folder: Path, options: EngineOptions) -> tuple[Engine, Side | None]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What runs, and where.
+    """What runs, and where."""
 
-    Attributes:
-        folder: the model's.
-        options: those of this rank's part of the run.
-        config: the model's; ``cached`` has its MTP modules as further layers.
-        modules: number of MTP modules that draft.
-        format: of the caches.
-        events: publishes what the prefix cache holds, on rank 0 if that is wanted.
-    """
-
-    folder: Path
-    options: EngineOptions
-    config: ModelConfig
-    modules: int
+    folder: Path  # the model's
+    options: EngineOptions  # those of this rank's part of the run
+    config: ModelConfig  # the model's; ``cached`` has its MTP modules as further layers
+    modules: int  # number of MTP modules that draft
     relaxed: RelaxedAcceptance | None
     max_model_len: int
     mesh: Mesh
     dtype: torch.dtype
-    format: CacheFormat
-    events: KVEvents | None
+    format: CacheFormat  # of the caches
+    events: KVEvents | None  # publishes what the prefix cache holds, on rank 0 if that is wanted
 
     @property
     def cached(self) -> ModelConfig:
@@ -150,21 +141,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Sized:
-    """What the caches get.
+    """What the caches get."""
 
-    Attributes:
-        pages: of each rank's cache.
-        tiers: pages beside the device.
-        side: this rank's side of a disaggregated run.
-        captures: whether decode steps run as CUDA graphs, or as recordings.
-        step_bytes: set aside on the device for steps and graphs; None if an option set the size of the caches.
-    """
-
-    pages: int
-    tiers: TierSizes
-    side: Side | None
-    captures: bool
-    step_bytes: int | None
+    pages: int  # of each rank's cache
+    tiers: TierSizes  # pages beside the device
+    side: Side | None  # this rank's side of a disaggregated run
+    captures: bool  # whether decode steps run as CUDA graphs, or as recordings
+    step_bytes: int | None  # set aside on the device for steps and graphs; None if an option set the size of the caches
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:

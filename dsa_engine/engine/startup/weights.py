@@ -58,11 +58,7 @@ def why_dense(folder: Path, config: ModelConfig, options: EngineOptions, max_mod
 
 
 def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> int:
-    """Number of MTP modules that draft.
-
-    Raises:
-        ValueError: the checkpoint lacks modules that ``speculative_config`` asks for, or a step is too small for them.
-    """
+    """Number of MTP modules that draft."""
     speculation = options.speculation
     if speculation is None:
         return 0

@@ -45,9 +45,7 @@ class Engine:
 
     Attributes:
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
-        bytes_read, load_seconds: what loading this rank's weights took.
         step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
-        workspace: bytes for what a step computes piece by piece.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         num_prefilled_tokens: tokens of prompts computed by steps so far.
         longest_prefill: the same of the fullest context-parallel group of each step.

@@ -56,10 +56,7 @@ class EngineLoop:
 
     Attributes:
         calls: takes the messages of this process's callers; on other ranks than 0 there are none.
-        spmd: the calls that every rank makes.
         error: the exception that ended the loop; None while it runs, and if it was closed.
-        at_end: what is called when it ends.
-        steps: number of steps so far.
     """
 
     def __init__(self, engine: Engine):

@@ -28,14 +28,9 @@ Spans = list[tuple[int, int, int]]  # runs of neighbours among pairs of numbers:
 
 
 class HostPages:
-    """Room for ``slots`` pages of all layers of ``cache``, in pinned memory if its device is CUDA.
-
-    Attributes:
-        pools: for every layer its latent rows and, with an indexer, its index keys: ``[slots, words of a page]``,
-            integers as in ``KVCache.page_words``.
-        page_bytes: bytes of a page in all layers.
-        bytes: bytes of all slots.
-    """
+    """Room for ``slots`` pages of all layers of ``cache``, in pinned memory if its device is CUDA. ``pools``: for every
+    layer its latent rows and, with an indexer, its index keys: ``[slots, words of a page]``, integers as in
+    ``KVCache.page_words``."""
 
     def __init__(self, cache: KVCache, slots: int):
         words = cache.page_words()
@@ -134,15 +129,8 @@ def neighbours(pairs: Iterable[tuple[int, int]]) -> Spans:
 
 class HostCopies:
     """Copies run in order: after all work that the current stream was given before :meth:`start`, and, layer by layer,
-    before the work that it is given after :meth:`join`.
-
-    Args:
-        pools: see ``KVCache.page_words``.
-
-    Attributes:
-        wait: blocks until all copies so far are done; any thread may call it.
-        bytes_to_host, bytes_from_host: bytes of all copies so far.
-    """
+    before the work that it is given after :meth:`join`. ``wait``: blocks until all copies so far are done; any thread
+    may call it."""
 
     def __init__(self, pools: list[list[torch.Tensor]], host: HostPages):
         first = pools[0][0]

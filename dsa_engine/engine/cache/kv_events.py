@@ -70,12 +70,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class KVEvents:
-    """Collects the events of a step, and publishes them; one thread uses it.
-
-    Args:
-        given: the option ``kv_events_config``.
-        page_size: tokens of a page, which is a block of the events.
-    """
+    """Collects the events of a step, and publishes them; one thread uses it."""
 
     def __init__(self, given: dict[str, Any], page_size: int):
         try:

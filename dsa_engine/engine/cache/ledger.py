@@ -24,18 +24,8 @@ if TYPE_CHECKING:  # needs packages of the extra "serve"
 
 
 class PageLedger:
-    """The pages that every request holds on every rank; ``Request.pages`` are those of this rank.
-
-    Args:
-        pages: pages of the cache, the same on every rank.
-        slots: pages in host memory, the same on every rank.
-        max_fetched: maximum number of pages that a rank sends, and of pages that it receives, in a step.
-        forgotten: called with the digest of a page that no rank has any more.
-
-    Attributes:
-        pools: the pages of every rank.
-        index: the ranks that have each page.
-    """
+    """The pages that every request holds on every rank; ``Request.pages`` are those of this rank. ``max_fetched``:
+    maximum number of pages that a rank sends, and of pages that it receives, in a step."""
 
     def __init__(
         self,
@@ -222,7 +212,6 @@ class PrefixCache:
     Attributes:
         lookahead: number of tokens after a page that its rows depend on; to be changed only before a :meth:`reset`.
         least_computed: number of last tokens of a request that are always computed.
-        events: publishes what is named and what is forgotten; None: nothing is published.
         queries, hits: number of tokens of the requests admitted so far, and of those that were found.
     """
 

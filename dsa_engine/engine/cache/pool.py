@@ -59,12 +59,7 @@ class PageIndex:
 
 class HostSlots:
     """Copies of pages in one rank's host memory, known by the digests of the pages, and replaced in the order of their
-    last use.
-
-    Args:
-        index: learns which pages the rank has.
-        lost: called with the digest of a copy that is replaced.
-    """
+    last use. ``lost``: called with the digest of a copy that is replaced."""
 
     def __init__(self, slots: int, index: PageIndex, rank: int, lost: Callable[[bytes], None]):
         self._free = list(range(slots - 1, -1, -1))
@@ -126,12 +121,10 @@ class PagePool:
     the order of their last use.
 
     Args:
-        slots: pages in host memory.
         index: learns which pages the rank loses; what it gains is recorded by the caller, for all ranks of a group.
 
     Attributes:
         unused: pages that hold nothing, the next one last.
-        host: the pages in host memory.
         copies: copies between both that the next step begins with, in their order.
         evicted: digests of pages that :meth:`take` has evicted and that are nowhere else here; the caller tells the
             index, at once for all ranks that lose the same ones.

@@ -34,11 +34,7 @@ _TRANSIT = 2 << 30  # maximum bytes of host memory for pages on their way to the
 
 def default_cache_memory(device: torch.device, utilization: float, for_steps: int) -> int:
     """Bytes for the caches, from the memory that is free after the weights are loaded and the largest steps have run.
-
-    Args:
-        utilization: fraction of a GPU's memory that may be used in total, other programs included.
-        for_steps: bytes that steps and graphs take on a GPU (``warm_up.py``).
-    """
+    ``utilization``: fraction of a GPU's memory that may be used in total, other programs included."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # Memory that PyTorch has reserved and not allocated counts as free: for_steps contains it, or caches get it.

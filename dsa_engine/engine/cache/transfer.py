@@ -21,11 +21,7 @@ class PageTransfer:
     :meth:`finish`. All of this runs on one thread. On a CPU copies are done at once; exchanges overlap there too.
 
     Args:
-        host: None: no copies.
         max_exchanged: maximum number of pages that a rank sends, and that it receives, in a step; 0: no exchanges.
-
-    Attributes:
-        copies: those between ``host`` and the pools.
     """
 
     def __init__(self, cache: KVCache, group: Group, host: HostPages | None, max_exchanged: int):
@@ -96,12 +92,8 @@ class PageExchange:
         self._wait: Callable[[], None] = lambda: None  # for the layer that arrives next
 
     def start(self, sends: list[list[int]], receives: list[list[int]], join: Callable[[int], None]) -> None:
-        """Starts the exchange of the first layer.
-
-        Args:
-            sends, receives: see :class:`.PageMoves`.
-            join: makes the current stream wait until a layer's pages can be read and written.
-        """
+        """Starts the exchange of the first layer. ``join``: makes the current stream wait until a layer's pages can be
+        read and written."""
         self._send, self._receive = ([len(pages) for pages in theirs] for theirs in (sends, receives))
         self._join = join
         self._stream.wait_stream(self._cuda.current_stream())

@@ -28,15 +28,8 @@ class PreparedPrompt(NamedTuple):
 
 
 class AsyncCalls:
-    """Prompts go in, outputs come out, from an engine in this process or in another one.
-
-    Args:
-        calls: takes the engine's messages.
-        folder: the model's.
-        trust_remote_code: whether the tokenizer's code in the folder may run.
-        default_sampling: fields of :meth:`get_default_sampling_params`.
-        stream_interval: tokens of a piece of a stream, after the first.
-    """
+    """Prompts go in, outputs come out, from an engine in this process or in another one. ``stream_interval``: tokens of
+    a piece of a stream, after the first."""
 
     def __init__(
         self,

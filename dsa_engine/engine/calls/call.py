@@ -123,7 +123,6 @@ class CallQueue:
     Attributes:
         here: whether this is rank 0, or the only process.
         ids: gives requests and jobs their numbers; a request without a seed gets one made from its number.
-        closed: whether later calls are refused.
     """
 
     def __init__(self, here: bool):

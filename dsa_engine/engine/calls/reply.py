@@ -46,7 +46,6 @@ class Receiver(ABC):
     """Receives the tokens of one request from the loop.
 
     Attributes:
-        mailbox: the caller's.
         request: the engine's request; None until the loop has begun it.
         ending: how the request ended; None while it runs.
     """

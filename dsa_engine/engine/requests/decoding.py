@@ -63,7 +63,6 @@ class Decoding:
         rank: this rank; its requests are updated in every step.
 
     Attributes:
-        table: the columns, in the order of the keys.
         requests: the object of each row. While it is here, the table knows its length and its number of pages, and
             only this rank's requests and those whose tokens are delivered as they come have a current ``output``.
         num_taken: number of tokens read so far, without those that :meth:`take` returned.

@@ -52,7 +52,6 @@ def choose_group(
 
     Args:
         cached: by number of each group with room for the request, the tokens of the request that it need not prefill.
-        groups: the ranks of every group.
     """
     to_prefill = {number: -tokens for number, tokens in cached.items()}
     for other in prefilling:
@@ -92,13 +91,8 @@ class PrefillStep:
     """A prefill step that is being planned: the requests added first have the first choice of tokens.
 
     Args:
-        groups: the ranks of each context-parallel group.
         tokens: maximum number of tokens that a group prefills in the step.
-        ledger: says which pages a request has to fetch first.
         least_computed: fewest tokens of a request's last chunk.
-
-    Attributes:
-        chunks: those of the requests so far.
     """
 
     def __init__(self, groups: Sequence[range], tokens: int, ledger: PageLedger, least_computed: int):

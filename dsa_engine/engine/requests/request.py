@@ -186,9 +186,6 @@ class Request:
 
         Stop strings, which appear only in the text, are found on the caller's side (``reply.py``).
 
-        Args:
-            sampled: the token, or the error in its place.
-
         Returns:
             how the request ends; None if it goes on.
         """

@@ -54,20 +54,13 @@ class Scheduler:
 
     Args:
         capacity: ranks, their context-parallel groups (consecutive ranks), and the pages of each.
-        max_num_batched_tokens: maximum number of tokens that a rank prefills in a step.
         max_prefill_share: maximum fraction of prefill steps among the steps taken while some request decodes, in
             (0, 1]; 1 puts prefill first.
-        enable_prefix_caching: whether requests use pages that others have computed.
         max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
-        eos_token_ids: tokens that may end any request.
-        events: publishes what the prefix cache names and forgets.
 
     Attributes:
-        decoding: the requests that decode, of all ranks.
-        capacity: says whether a request can run at all.
         max_prefill_tokens: maximum number of tokens of a group's prefill step.
         max_prefill_beside: the same while any request decodes; the same on all ranks.
-        page_sources: where waiting requests' pages may come from.
         preemptions: number of times that a running request has lost its pages to an older one.
     """
 

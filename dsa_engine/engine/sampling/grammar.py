@@ -26,13 +26,8 @@ from dsa_engine.text.tokenizer import Tokenizer
 
 
 class GrammarMasks:
-    """Makes masks for the rows of this rank's requests.
-
-    Args:
-        folder: the model's, with its tokenizer.
-        vocab: number of tokens of the model.
-        eos_token_ids: the tokens that end an output once its grammar allows that.
-    """
+    """Makes masks for the rows of this rank's requests. ``eos_token_ids``: the tokens that end an output once its
+    grammar allows that."""
 
     def __init__(self, folder: Path, trust_remote_code: bool, vocab: int, eos_token_ids: Sequence[int]):
         self._folder, self._trusts, self._vocab, self._ends = folder, trust_remote_code, vocab, list(eos_token_ids)
@@ -90,7 +85,6 @@ class GrammarMasks:
         """The masks of a step's tokens; None if no request of ``wanted`` has a grammar.
 
         Args:
-            wanted: the tokens to choose.
             numbers: the row of each in the result; those of a request follow each other.
             rows: number of rows of the result.
             read: waits for the tokens of the step before and returns them, if they have not been read.

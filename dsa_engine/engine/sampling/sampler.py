@@ -22,12 +22,7 @@ PutDrafts = Callable[[Sequence[Wanted], torch.Tensor, torch.Tensor], torch.Tenso
 
 
 class Sampler:
-    """Chooses tokens and exchanges them between the ranks.
-
-    Args:
-        relaxed: replaces chosen tokens by likely drafts; None accepts drafts strictly.
-        grammars: the forms of outputs; None: requests have none.
-    """
+    """Chooses tokens and exchanges them between the ranks."""
 
     def __init__(
         self,

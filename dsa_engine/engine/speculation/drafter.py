@@ -104,16 +104,8 @@ class _Buffers:
 
 
 class Drafter:
-    """Verifies drafts and makes new ones, after each step of the model or in one graph with it.
-
-    Args:
-        hooks: each is called with the plan of each pass whose rows are not the step's.
-        relaxed: replaces chosen tokens by likely drafts in graphs; None accepts drafts strictly.
-
-    Attributes:
-        passes: runs the MTP modules.
-        rule: decides how many drafts are accepted.
-    """
+    """Verifies drafts and makes new ones, after each step of the model or in one graph with it. ``hooks``: each is
+    called with the plan of each pass whose rows are not the step's."""
 
     def __init__(
         self,

@@ -48,9 +48,6 @@ def check_kernels(
 ) -> bool:
     """Decides which operations of this process run kernels, and which their references; every rank calls it.
 
-    Args:
-        progress: makes a progress bar from a total, here None, a unit and a title.
-
     Returns:
         whether any rank runs a reference that waits for the device: no CUDA graphs then.
     """

@@ -125,17 +125,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its weights.
-
-    Attributes:
-        rebalancing, recorder: by the loads of its experts, if options ask for them.
-        bytes_read, seconds: what loading took on this rank.
-    """
+    """A model with its weights."""
 
     model: Model
-    rebalancing: Rebalancing | None
+    rebalancing: Rebalancing | None  # this and the next by the loads of its experts, if options ask for them
     recorder: CountRecorder | None
-    bytes_read: int
+    bytes_read: int  # this and the next: what loading took on this rank
     seconds: float
 
 

@@ -23,10 +23,9 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.engine.cache.folder import PageFolder
-from dsa_engine.engine.cache.host import HostPages
 from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
 from dsa_engine.engine.cache.pool import HostSlots, PageCopy, PageMoves
-from dsa_engine.engine.cache.transfer import PageTransfer
+from dsa_engine.engine.cache.transfer import HostPages, PageTransfer
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.parallel.group import Group
 

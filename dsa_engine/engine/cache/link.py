@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.cache.transfer import pack, unpack
+from dsa_engine.engine.cache.exchange import pack, unpack
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.cache.exchange import exchange_bytes
 from dsa_engine.engine.cache.folder import VERSION, PageFolder
-from dsa_engine.engine.cache.host import HostPages, staging_bytes
-from dsa_engine.engine.cache.transfer import PageTransfer, exchange_bytes
+from dsa_engine.engine.cache.transfer import HostPages, PageTransfer, staging_bytes
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat

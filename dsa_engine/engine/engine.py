@@ -194,7 +194,6 @@ class Engine:
         return self._read(step)
 
     def _read(self, step: StepResult | None) -> list[RequestTokens]:
-        """Reads a step and gives its requests their tokens."""
         if step is None:
             return []
         with profiled_range("read tokens"), self._failing(step.samples):

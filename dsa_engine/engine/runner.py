@@ -12,8 +12,7 @@ from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.requests.samples import DecodeStep, StepResult
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.grammar import GrammarMasks
-from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
-from dsa_engine.engine.sampling.sampler import Sampler
+from dsa_engine.engine.sampling.sampler import Sampler, prompt_logprobs
 from dsa_engine.engine.sampling.selections import recorded, recorder_of, records
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.speculation.drafter import Drafter

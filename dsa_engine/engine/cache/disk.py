@@ -152,14 +152,12 @@ class DiskLoads:
         return len(pages)
 
     def _end_reading(self, search: _Search, count: int) -> None:
-        """Records the first ``count`` pages in host memory, and frees the slots of the others."""
         for index, slot in enumerate(search.slots):
             self._host_of(search, index).name(slot, search.digests[index] if index < count else None)
         if self._rank in search.ranks:
             self.pages_read += len(search.part(self._rank, count))
 
     def _host_of(self, search: _Search, index: int) -> HostSlots:
-        """Host memory of the rank that reads a page."""
         return self.ledger.pools[search.ranks[(search.first + index) % len(search.ranks)]].host
 
 

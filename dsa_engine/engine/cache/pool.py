@@ -70,7 +70,6 @@ class HostSlots:
         return digest in self._slot_of
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        """Digests and slots."""
         return iter(self._slot_of.items())
 
     def use(self, digest: bytes) -> int:

@@ -140,7 +140,6 @@ class AsyncCalls:
         return prepared
 
     def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> PreparedPrompt:
-        """Does everything that takes time or may fail before a prompt is sent."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.

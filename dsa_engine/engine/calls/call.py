@@ -280,7 +280,6 @@ class Call:
 
 
 def _raised(item: Any) -> Any:
-    """Returns an item of a mailbox; raises it if it is an exception."""
     if isinstance(item, BaseException):
         raise item
     return item

@@ -90,7 +90,6 @@ class Decoding:
         return row < len(self) and self.requests[row] is request
 
     def _changed(self) -> None:
-        """Called when requests have come or left."""
         self.table = Table(*self._cells)
         self._all = np.arange(len(self))
         self._samples: Samples | None = None  # those of the last step, if it was of all requests
@@ -164,7 +163,6 @@ class Decoding:
         return self._free_slots.pop()
 
     def _flush(self, row: int) -> None:
-        """Gives a request's object the tokens that are buffered for it."""
         slot, request = self.table.slot[row], self.requests[row]
         forms = self._cells[_FORMS, row]
         request.count_rows(forms.tolist())
@@ -325,5 +323,4 @@ class Decoding:
 
 
 def _chosen(of: slice | Ints, numbers: Ints) -> Ints:
-    """Some of these, which are all if it is a slice."""
     return numbers if isinstance(of, slice) else of[numbers]

@@ -230,7 +230,6 @@ class Scheduler:
         return step.chunks
 
     def _best_group(self, usable: list[bytes]) -> range:
-        """The context-parallel group that has most of these pages."""
         known = self.ledger.known(usable, self._groups)
         return self._groups[known.index(max(known))]
 
@@ -243,7 +242,6 @@ class Scheduler:
         return self.decoding.step()
 
     def _preemptible(self, rank: int) -> Iterable[Request]:
-        """Requests that hold pages on a rank and may lose them."""
         return self.ledger.holders(rank)
 
     def preempt(self, request: Request) -> None:

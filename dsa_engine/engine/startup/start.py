@@ -26,7 +26,6 @@ from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.choice import chosen_options
-from dsa_engine.engine.startup.invariance import refuse_variant
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.start_facts import start_facts
 from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, connect, step_bytes
@@ -35,6 +34,7 @@ from dsa_engine.engine.startup.weights import (
     load_model,
     mtp_modules,
     refuse_extra_layers,
+    refuse_variant,
     why_dense,
 )
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -174,7 +174,6 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 
 def _sizes(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> ModelSizes:
-    """What dispatches of this model are asked to take."""
     experts = mesh.experts_per_token(config.n_routed_experts) + mesh.config.redundant_experts
     rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + options.num_drafts)
     return ModelSizes(config.hidden_size, experts, mesh.experts_per_token(config.num_experts_per_tok), rows, dtype)

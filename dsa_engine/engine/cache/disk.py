@@ -75,12 +75,8 @@ class DiskLoads:
         return bool(self._searches)
 
     def awaits(self, request: Request, usable: Sequence[bytes], ranks: range) -> bool:
-        """Whether a request waits for pages from the disk. The first call for a request begins the search.
-
-        Args:
-            usable: digests of the pages that it need not compute.
-            ranks: the group that the request is likely to run on.
-        """
+        """Whether a request waits for pages from the disk, among those that it need not compute (``usable``, digests).
+        The first call for a request begins the search; ``ranks``: the group that it is likely to run on."""
         if request.searched_disk:
             return any(search.request is request for search in self._searches)
         request.searched_disk = True

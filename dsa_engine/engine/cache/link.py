@@ -219,11 +219,8 @@ class PageSender(_Transfers):
 
     Without a step, ``begin`` and ``finish`` send all layers at once. Pages must stay as they are until :meth:`poll`
     returns them. Each ``begin`` corresponds to one ``PageReceiver.post`` on every rank that it names, with the same
-    numbers of pages in the same order, and two ranks make all of these calls in the same order.
-
-    Args:
-        layers: number of layers that call ``arrive``; those of MTP modules, which run several times in a step, are sent
-            by ``finish``.
+    numbers of pages in the same order, and two ranks make all of these calls in the same order. So many ``layers`` call
+    ``arrive``; those of MTP modules, which run several times in a step, are sent by ``finish``.
     """
 
     _sends = True

@@ -186,15 +186,8 @@ class PagePool:
         return sum(page is not None and page not in self._cached for page in pages)
 
     def begin(self, digests: Sequence[bytes], count: int) -> tuple[array[int], list[int]]:
-        """Hands out a request's first pages; the caller has checked that enough are free.
-
-        Args:
-            digests: of its first pages, if they are known.
-            count: number of its pages, these and further ones.
-
-        Returns:
-            the pages, and the indices of those among ``digests`` whose rows are not here.
-        """
+        """Hands out a request's first ``count`` pages, which begin with those of ``digests``; the caller has checked
+        that enough are free. Returns the pages, and the indices of those among ``digests`` whose rows are not here."""
         if not digests:
             return self.take(count), []
         known = [self._page_of.get(digest) for digest in digests]

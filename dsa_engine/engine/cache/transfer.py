@@ -95,10 +95,8 @@ class CopyRun(NamedTuple):
 
 def independent_runs(copies: Iterable[PageCopy]) -> list[CopyRun]:
     """Orders copies into as few runs as dependencies between pages and slots allow: run after run they have the effect
-    of the copies one after another.
-
-    Runs to the host and back alternate: pages that leave and others that take their places are two runs.
-    """
+    of the copies one after another. Runs to the host and back alternate: pages that leave and others that take their
+    places are two runs."""
     runs: list[CopyRun] = []
     # The last run that read or wrote a page (False, page) or a slot (True, slot); -1: none.
     read: dict[tuple[bool, int], int] = {}
@@ -204,9 +202,7 @@ class PageTransfer:
 
     In a step: :meth:`begin`, then the forward pass, whose layers call :meth:`arrive`, or a CUDA graph after
     :meth:`finish`. All of this runs on one thread. On a CPU copies are done at once; exchanges overlap there too.
-
-    Args:
-        max_exchanged: maximum number of pages that a rank sends, and that it receives, in a step; 0: no exchanges.
+    ``max_exchanged``: maximum number of pages that a rank sends, and that it receives, in a step; 0: no exchanges.
     """
 
     def __init__(self, cache: KVCache, group: Group, host: HostPages | None, max_exchanged: int):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -27,26 +28,18 @@ class PreparedPrompt(NamedTuple):
     tokenizer: Tokenizer | None  # makes the text of the outputs; None if they have none
 
 
+@dataclass(eq=False, repr=False)
 class AsyncCalls:
-    """Prompts go in, outputs come out, from an engine in this process or in another one. ``stream_interval``: tokens of
-    a piece of a stream, after the first."""
+    """Prompts go in, outputs come out, from an engine in this process or in another one."""
 
-    def __init__(
-        self,
-        calls: MessageQueue,
-        limits: Limits,
-        folder: Path,
-        trust_remote_code: bool,
-        default_sampling: dict[str, Any],
-        stream_interval: int,
-    ):
-        self.folder = folder
-        self.default_sampling = default_sampling
-        self._calls, self._limits = calls, limits
-        self._trust_remote_code = trust_remote_code
-        self._stream_interval = stream_interval
-        self._tokenizer: Tokenizer | None = None
-        self._loading = threading.Lock()  # held while the tokenizer is loaded
+    _calls: MessageQueue
+    _limits: Limits
+    folder: Path
+    _trust_remote_code: bool
+    default_sampling: dict[str, Any]
+    _stream_interval: int  # tokens of a piece of a stream, after the first
+    _tokenizer: Tokenizer | None = field(default=None, init=False)
+    _loading: threading.Lock = field(default_factory=threading.Lock, init=False)  # held while the tokenizer is loaded
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None

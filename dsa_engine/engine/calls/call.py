@@ -211,10 +211,7 @@ class Call:
     """A caller's requests that are made together, or its job, and its wait for their results.
 
     They end together, at the latest with :meth:`close`. An interrupt may hit the very line that closes it; then the
-    garbage collector does.
-
-    Args:
-        asynchronous: the caller waits in the running event loop.
+    garbage collector does. ``asynchronous``: the caller waits in the running event loop.
     """
 
     _ids: Sequence[int] = ()  # the id of a running job

@@ -62,11 +62,8 @@ def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
 
 
 def prefill(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    """Prefills one prompt alone, without the engine's loop, and frees its pages.
-
-    Returns:
-        float32 CPU logits ``[vocab]`` after the last token, the same on every rank.
-    """
+    """Prefills one prompt alone, without the engine's loop, and frees its pages; returns float32 CPU logits ``[vocab]``
+    after the last token, the same on every rank."""
     engine.limits.check(prompt)
     job = run_job(engine, Run(-1, "prefill", prompt))
     while True:

@@ -11,6 +11,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from dsa_engine.engine.requests.limits import Add
@@ -42,21 +43,15 @@ class Mailbox(Protocol):
     def put(self, item: Any, /) -> None: ...
 
 
+@dataclass(eq=False)
 class Receiver(ABC):
-    """Receives the tokens of one request from the loop.
+    """Receives the tokens of one request from the loop."""
 
-    Attributes:
-        request: the engine's request; None until the loop has begun it.
-        ending: how the request ended; None while it runs.
-    """
-
+    add: Add
+    mailbox: Mailbox
     delivery: Literal["tokens", "end"] = "tokens"  # what it takes before the end, see ``Request.delivery``
-
-    def __init__(self, add: Add, mailbox: Mailbox):
-        self.add = add
-        self.mailbox = mailbox
-        self.request: Request | None = None
-        self.ending: Ending | None = None
+    request: Request | None = field(default=None, init=False)  # the engine's; None until the loop has begun it
+    ending: Ending | None = field(default=None, init=False)  # how the request ended; None while it runs
 
     @abstractmethod
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:

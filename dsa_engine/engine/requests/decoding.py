@@ -59,9 +59,6 @@ class Table(NamedTuple):
 class Decoding:
     """A table with a row for every request that decodes.
 
-    Args:
-        rank: this rank; its requests are updated in every step.
-
     Attributes:
         requests: the object of each row. While it is here, the table knows its length and its number of pages, and
             only this rank's requests and those whose tokens are delivered as they come have a current ``output``.
@@ -188,14 +185,8 @@ class Decoding:
 
     def give_pages(self, give: Callable[[Request, int], bool]) -> list[Request]:
         """Gives requests the pages that they lack for their next step: for their tokens, for the drafts that it
-        verifies, and for those that it makes but for the last.
-
-        Args:
-            give: called with a request and the number of pages that it lacks; returns whether there are so many.
-
-        Returns:
-            the requests that got none.
-        """
+        verifies, and for those that it makes but for the last. ``give`` is called with a request and the number of
+        pages that it lacks, and returns whether there are so many. Returns the requests that got none."""
         table, drafts = self.table, self._num_drafts
         needed = table.length
         if drafts:
@@ -257,12 +248,8 @@ class Decoding:
     # A step is read.
 
     def take(self, read: ReadSamples) -> list[RequestTokens]:
-        """Takes the tokens of a step.
-
-        Returns:
-            those of requests that this rank owns or delivers, of new ones, and of those that may end with one of these:
-            the caller appends them to the requests. All others are in the table.
-        """
+        """Takes the tokens of a step; returns those of requests that this rank owns or delivers, of new ones, and of
+        those that may end with one of these: the caller appends them to the requests. All others are in the table."""
         table, (rows, at) = self.table, self._find(read.samples)
         counts, tokens = read.samples.counts[at], read.tokens[at]
         table.unread[rows] -= counts

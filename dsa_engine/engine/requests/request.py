@@ -182,13 +182,8 @@ class Request:
         return ids
 
     def append(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
-        """Adds the next token to the output and decides whether the request ends with it.
-
-        Stop strings, which appear only in the text, are found on the caller's side (``reply.py``).
-
-        Returns:
-            how the request ends; None if it goes on.
-        """
+        """Adds the next token to the output; returns how the request ends with it, None if it goes on. Stop strings,
+        which appear only in the text, are found on the caller's side (``reply.py``)."""
         if sampled.error is not None:
             return Ending("error", sampled.error)
         self.output.append(sampled.token)

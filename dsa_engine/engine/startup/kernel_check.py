@@ -45,11 +45,8 @@ _PAGE_SIZE = 64
 def check_kernels(
     model: Model, stored: CacheFormat, options: EngineOptions, progress: Callable[[None, str, str], Any]
 ) -> bool:
-    """Decides which operations of this process run kernels, and which their references; every rank calls it.
-
-    Returns:
-        whether any rank runs a reference that waits for the device: no CUDA graphs then.
-    """
+    """Decides which operations of this process run kernels, and which their references; every rank calls it. Returns
+    whether any rank runs a reference that waits for the device: no CUDA graphs then."""
     mesh = model.runtime.mesh
     launch.use_references(always=options.kernels == "reference")
     operation.replace({})

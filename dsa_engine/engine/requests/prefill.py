@@ -134,8 +134,8 @@ class PrefillShare:
     """Lets at most a fraction of the steps prefill that are taken while any request decodes.
 
     Every such step earns a part of a prefill step. What is earned and not used is capped at one step: a late request is
-    prefilled at once, but no burst of prefills follows. A step counts once it has been launched. With a ``maximum`` of 1
-    prefill comes first.
+    prefilled at once, but no burst of prefills follows. A step counts once it has been launched. With a ``maximum`` of
+    1 prefill comes first.
     """
 
     def __init__(self, maximum: float):

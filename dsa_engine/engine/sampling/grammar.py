@@ -120,7 +120,7 @@ class GrammarMasks:
 
 
 def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Logits ``[n, vocab]`` with -inf for the tokens that masks (:meth:`GrammarMasks.masks`, on the same device) forbid;
-    its launches depend on shapes only."""
+    """Logits ``[n, vocab]`` with -inf for the tokens that masks (:meth:`GrammarMasks.masks`, on the same device)
+    forbid; its launches depend on shapes only."""
     allowed = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
     return logits.masked_fill(allowed.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))

@@ -120,12 +120,12 @@ def test_formats(format: str, tmp_path: Path, run_script: Callable[..., Any]) ->
 @pytest.mark.parametrize(
     "fault, where, named",
     [
-        ("index_topk", "prefill", "selection at position 256: 128 tokens, and index_topk is 256"),
+        ("index_topk", "prefill", "selection: 128 tokens, index_topk is 256"),
         ("rope", "decode", "attention: errors up to"),
-        ("index rope", "prefill", "selection at position"),
+        ("index rope", "prefill", "selection: 256 tokens"),
         ("experts", "prefill", "experts: errors up to"),
         ("router", "decode", "router: "),
-        ("head weights", "preempted", "selection at position"),
+        ("head weights", "preempted", "selection: 256 tokens"),
         ("latent norm", "prefix hit", "attention: errors up to"),
     ],
 )
@@ -182,8 +182,8 @@ def test_pages_that_lose_their_index_keys(demo: LLM, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(names, "admitted", forgotten)
     wrong = failures(checked(demo))
-    assert "prefill" not in wrong and "layer 1: selection at position" in wrong["prefix hit"], wrong
-    assert "the prefill is right: it is the cache or the form of the step" in wrong["prefix hit"]
+    assert "prefill" not in wrong and "layer 1: selection: " in wrong["prefix hit"], wrong
+    assert "the prefill is right, so it is the cache or the form of the step" in wrong["prefix hit"]
 
 
 def test_an_indexer_that_config_json_hides(checkpoint: Callable[..., Path]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TOKENS_ON_CPU = 1024
 _COLUMNS: tuple[tuple[str, Callable[[list[float]], float], str], ...] = (
     *((name, max, ".1e") for name in ("attention", "feed_forward")),
-    *((name, min, ".1%") for name in ("selection", "mass", "random", "experts")),
+    *((name, min, ".1%") for name in ("selection", "mass", "random", "recent", "experts")),
 )
 
 

@@ -34,7 +34,8 @@ class Agreement:
     Attributes:
         attention, feed_forward: largest error of a row, relative to it; the latter of rows with the page's experts.
         selection, experts: fraction of the engine's choices that are the page's too; None: the layer makes none.
-        mass, random: share of dense attention's mass that the selection carries, and as many random tokens.
+        mass, random, recent: share of dense attention's mass that the selection carries, as many random tokens, and as
+            many last ones.
         wrong: what is wrong, and where.
     """
 
@@ -47,6 +48,7 @@ class Agreement:
     experts: float | None = None
     mass: float | None = None
     random: float | None = None
+    recent: float | None = None
     wrong: list[str] = field(default_factory=list)
 
 
@@ -149,24 +151,29 @@ class PageLayer:
                 if keys is not None:
                     scores = dsa.index_scores(*dsa.index_queries(w.indexer, c, x[row], compressed, own), keys, row)[0]
                     mass = (q[0] @ latent[: p + 1].T * c.softmax_scale).softmax(-1).mean(0)  # [p + 1]
-                    found.append(self._selection(result, p, chosen[0], scores[: p + 1], mass))
+                    found.append([p, *self._selection(chosen[0], scores[: p + 1], mass)])
             attended.append(dsa.attend(q, latent, row, chosen, c.kv_lora_rank, c.softmax_scale))
         if found:
-            result.selection, result.mass, result.random = torch.tensor(found).mean(0).tolist()
+            positions, tokens, gaps, *shares = torch.tensor(found, dtype=torch.float64).T
+            result.selection, result.mass, result.random, result.recent = (float(share.mean()) for share in shares)
+            if bool((bad := (tokens != c.index_topk) | (gaps > self._choice)).any()):
+                seen = (
+                    f"{int(tokens[bad][0])} tokens, index_topk is {c.index_topk}, {result.selection:.0%} are the page's"
+                )
+                result.wrong.append(f"selection: {seen}, {_where(bad, positions)}")
         result.attention = self._differ(result, "attention", ours, dsa.output(w, c, torch.cat(attended)), at)
 
-    def _selection(
-        self, result: Agreement, position: int, chosen: torch.Tensor, scores: torch.Tensor, mass: torch.Tensor
-    ) -> tuple[float, float, float]:
-        """The share of a row's selection that is the page's; the shares of mass of it, and of a random one."""
-        topk, chosen = self._c.index_topk, chosen[(chosen >= 0) & (chosen <= position)].unique()
-        if len(chosen) != topk:
-            result.wrong.append(f"selection at position {position}: {len(chosen)} tokens, and index_topk is {topk}")
-        best = scores.topk(topk)
+    def _selection(self, chosen: torch.Tensor, scores: torch.Tensor, mass: torch.Tensor) -> tuple[float, ...]:
+        """Of a row that sees n tokens, by its selection ``[k]`` and the page's index scores and mass of attention
+        ``[n]``: how many tokens are selected; by how many standard deviations the lowest one's score is too low; the
+        share of them that the page selects; the mass of the selection, of as many random tokens, and of the last ones.
+        """
+        topk, chosen = self._c.index_topk, chosen[(chosen >= 0) & (chosen < len(scores))].unique()
+        best, gap = scores.topk(topk), 0.0
+        if len(chosen):
+            gap = float((best.values[-1] - scores[chosen].min()) / scores.std().clamp(min=1e-30))
         shared = float(torch.isin(chosen, best.indices).float().mean())
-        if len(chosen) and float((best.values[-1] - scores[chosen].min()) / scores.std()) > self._choice:
-            result.wrong.append(f"selection at position {position}: only {shared:.0%} are the page's")
-        return shared, float(mass[chosen].sum()), topk / (position + 1)
+        return len(chosen), gap, shared, float(mass[chosen].sum()), topk / len(mass), float(mass[-topk:].sum())
 
     def _same_experts(self, result: Agreement, x: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
         """bool ``[P]``: rows with the page's experts. A few others are near ties."""
@@ -182,7 +189,10 @@ class PageLayer:
         """Largest error of a row; adds what is wrong if that is more than is allowed."""
         errors = (ours.float() - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30)
         if bool((bad := ~(errors <= self._error)).any()):
-            where = f"{int(bad.sum())} of {len(at)} rows, the first at position {int(at[bad][0])}"
             size = f"{float(ours.norm() / wanted.norm()):.2g} times as large"
-            result.wrong.append(f"{part}: errors up to {float(errors.max()):.2g}, {size}, in {where}")
+            result.wrong.append(f"{part}: errors up to {float(errors.max()):.2g}, {size}, {_where(bad, at)}")
         return float(errors.max()) if len(errors) else 0.0
+
+
+def _where(bad: torch.Tensor, at: torch.Tensor) -> str:
+    return f"in {int(bad.sum())} of {len(at)} rows, the first at position {int(at[bad][0])}"

@@ -32,7 +32,7 @@ class Watch:
         self._engine, self._layers, self._wanted = engine, list(layers), torch.tensor(sorted(wanted))
         self._ranks, self._rows = ranks, Rows()
         self._step, self._plan = 0, StepPlan.of([], 0, 1, engine.config)
-        self._layer = 0  # whose attention ran last
+        self._layer: int | None = None  # whose router is the next
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -41,7 +41,9 @@ class Watch:
 
         def watched_route(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
             ids, weights = route(*args, **options)
-            self._collect("experts", self._layer, ids)
+            layer, self._layer = self._layer, None
+            if layer is not None:
+                self._collect("experts", layer, ids)
             return ids, weights
 
         hooks.append(self._begin)
@@ -74,8 +76,8 @@ class Watch:
     def _before(self, layer: Any, args: tuple[Any, ...]) -> None:
         delta, residual, *_ = args
         h = sum((part.float() for part in (*delta, residual) if part is not None), torch.zeros(()))
-        self._layer = layer.attention.layer
-        self._collect("h", self._layer, h.to(self._engine.dtype))
+        self._layer = None if layer.moe is None else layer.attention.layer
+        self._collect("h", layer.attention.layer, h.to(self._engine.dtype))
 
     def _attended(self, attention: Any, args: tuple[Any, ...], out: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         self._collect("attended", attention.layer, out[0])

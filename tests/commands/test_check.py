@@ -77,7 +77,7 @@ def test_the_demo_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert {254, 255, 256, 257, 383, 384, 697, 698} <= at, "around index_topk and a page's border, and the last ones"
     for one in report["agreements"]:
         assert max(one["attention"], one["feed_forward"]) < 1e-4 and one["experts"] == (1.0 if one["layer"] else None)
-        assert one["mass"] is None or one["mass"] > 0.97 > one["random"] and one["selection"] > 0.999
+        assert one["mass"] is None or one["selection"] > 0.999 and one["mass"] > max(0.97, one["random"])
     assert "what to do" not in captured.out and re.search(r"^2 +\d\.\de-0\d ", captured.out, re.MULTILINE)
     assert "WARNING" not in captured.err, "the check preempts requests itself"
 

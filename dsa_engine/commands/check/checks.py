@@ -122,7 +122,7 @@ def _of_text(prefill: Request, compared: Sequence[Agreement], is_text: bool, uni
     seen = f"{loss:.2f} nats a token, a uniform choice {uniform:.2f}" if is_text else "the model has no tokenizer"
     yield Finding("text", trained or None, seen if trained else f"{seen}: the recall of a selection is not judged")
     for one in compared:
-        if one.case == "prefill" and one.mass is not None:
+        if one.case == "prefill" and one.mass is not None and one.random and one.recent:
             seen = f"{one.mass:.1%} of dense attention's mass; random {one.random:.1%}, the last {one.recent:.1%}"
             ok = one.mass > max(one.recent - 0.05, one.random + 0.25 * (1 - one.random)) if trained else None
             yield _judged(

@@ -238,7 +238,12 @@ class Scheduler:
         None if no request decodes."""
         while refused := self.decoding.give_pages(self.ledger.give):
             for owner in {request.owner for request in refused}:
-                self.preempt(max(self._preemptible(owner), key=_arrival))
+                self.preempt(youngest := max(self._preemptible(owner), key=_arrival))
+                if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
+                    message = (
+                        "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
+                    )
+                    logging.getLogger(__name__).warning(message, youngest.id)
         return self.decoding.step()
 
     def _preemptible(self, rank: int) -> Iterable[Request]:
@@ -256,9 +261,6 @@ class Scheduler:
         insort(self._waiting, request, key=_arrival)
         request.preemptions += 1
         self.preemptions += 1
-        if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
-            message = "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
-            logging.getLogger(__name__).warning(message, request.id)
 
     def _load(self) -> RankLoad:
         return RankLoad.of(self.decoding, self._prefilling, self.ledger, self.capacity)

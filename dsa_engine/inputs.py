@@ -44,11 +44,7 @@ _FORMS = (
 
 
 def parse_prompts(prompts: Any) -> list[ParsedPrompt]:
-    """All prompts; a single prompt becomes a list of one.
-
-    Raises:
-        TypeError: an element is not a prompt; for a list, the error says which.
-    """
+    """All prompts; a single prompt becomes a list of one."""
     if isinstance(prompts, (str, Mapping)):
         return [_parsed(prompts)]
     prompts = _plain(prompts)

@@ -303,7 +303,6 @@ class LLM(AsyncCalls):
         return self.tokenizer.hf
 
     def __reduce__(self) -> NoReturn:
-        """Called by ``pickle`` and ``copy``."""
         raise TypeError(
             "an LLM cannot be pickled or copied: it holds a running thread and the memory of a device; make one LLM in "
             "each process, or use this one from several threads"
@@ -320,7 +319,6 @@ class LLM(AsyncCalls):
 
 
 def _prefilled(reply: Reply) -> int:
-    """Tokens of its prompt that have been computed."""
     request = reply.request
     return 0 if request is None else min(request.num_computed_tokens, len(request.prompt))
 

@@ -220,6 +220,11 @@ class EngineOptions(Options):
         """How tokens are drafted; None: not at all."""
         return SpeculativeConfig(**self.speculative_config) if self.speculative_config else None
 
+    @property
+    def num_drafts(self) -> int:
+        """Maximum number of tokens drafted for a request in a step."""
+        return self.speculation.num_speculative_tokens if self.speculation else 0
+
     @classmethod
     def answer(cls, name: str, value: Any) -> str | None:
         if any(name == f.name for f, _ in options_of(ParallelConfig)):

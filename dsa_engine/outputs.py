@@ -66,25 +66,6 @@ class RequestMetrics:
     num_dense_tokens: int = 0  # … in absorbed form
     num_sparse_tokens: int = 0  # attended to the tokens that the indexer selected
 
-    @classmethod
-    def of(
-        cls,
-        arrival: float,
-        first: float | None,
-        last: float | None,
-        tokens: int,
-        preemptions: int,
-        speculation: SpeculationMetrics | None = None,
-        num_cached_tokens: int = 0,
-        admitted: float | None = None,
-        rows_by_form: tuple[int, int, int] = (0, 0, 0),
-    ) -> RequestMetrics:
-        queued = None if admitted is None else max(0.0, admitted - arrival)
-        more = (preemptions, speculation, num_cached_tokens, queued, *rows_by_form)
-        if first is None or last is None:
-            return cls(math.nan, None, *more)
-        return cls(first - arrival, (last - first) / (tokens - 1) if tokens > 1 else None, *more)
-
 
 class Logprob(float):
     """The natural logarithm of a token's probability, with the token's rank and text.

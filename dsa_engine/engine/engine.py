@@ -44,17 +44,11 @@ class Engine:
     """Runs requests on a model; :func:`.start.start` makes one.
 
     Attributes:
-        cache_steps: pages on other ranks, in host memory and on the disk.
-        max_model_len: maximum number of tokens of a request, prompt and output.
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
-        bytes_read, load_seconds: what loading this rank's weights took.
         step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
-        workspace: bytes for what a step computes piece by piece.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         num_prefilled_tokens: tokens of prompts computed by steps so far.
         longest_prefill: the same of the fullest context-parallel group of each step.
-        rebalancing: moves experts between steps; None: they stay.
-        recorder: writes the loads of experts to a file; None: there is none.
         after_launch: each is called with a step's chunks when it has been launched.
         ids: numbers the requests of :meth:`add`; a request without a seed gets one made from its number.
     """
@@ -64,14 +58,14 @@ class Engine:
     cache: KVCache
     scheduler: Scheduler
     runner: ModelRunner
-    cache_steps: CacheSteps
-    max_model_len: int
+    cache_steps: CacheSteps  # pages on other ranks, in host memory and on the disk
+    max_model_len: int  # maximum number of tokens of a request, prompt and output
     progress: Callable[..., Any]
     bytes_read: int
     load_seconds: float
     step_bytes: int | None
-    rebalancing: Rebalancing | None = None
-    recorder: CountRecorder | None = None
+    rebalancing: Rebalancing | None = None  # moves experts between steps; None: they stay
+    recorder: CountRecorder | None = None  # writes the loads of experts to a file; None: there is none
 
     def __post_init__(self) -> None:
         runtime = self.model.runtime
@@ -80,29 +74,21 @@ class Engine:
         self.launched_ahead = self.num_prefilled_tokens = self.longest_prefill = self._num_taken = 0
         self.ids = count()
         turns = [one.turn for one in (self.rebalancing, self.recorder) if one is not None]
-        self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, self.cache_steps.launched)
+        stored = [] if self.cache_steps.stores is None else [self.cache_steps.stores.launched]
+        self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, *stored)
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
-        self.set_num_drafts(self._max_drafts)
-
-    @property
-    def _max_drafts(self) -> int:
-        speculation = self.options.speculation
-        return speculation.num_speculative_tokens if speculation else 0
+        self.set_num_drafts(self.options.num_drafts)
 
     def set_num_drafts(self, num_drafts: int) -> None:
-        """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``.
-
-        Raises:
-            ValueError: the number is out of this range.
-            RuntimeError: requests are running.
-        """
-        if not 0 <= num_drafts <= self._max_drafts:
+        """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``."""
+        allowed = self.options.num_drafts
+        if not 0 <= num_drafts <= allowed:
             raise ValueError(
-                f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {self._max_drafts}"
+                f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {allowed}"
             )
         self.check_idle()
-        if self.options.cache_folder is not None and num_drafts != self._max_drafts:
-            raise RuntimeError(f"a cache_folder holds the rows of {self._max_drafts} drafts a step; leave it out")
+        if self.options.cache_folder is not None and num_drafts != allowed:
+            raise RuntimeError(f"a cache_folder holds the rows of {allowed} drafts a step; leave it out")
         self.scheduler.set_num_drafts(num_drafts)
         self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
@@ -162,11 +148,8 @@ class Engine:
         """Runs one step and returns the tokens that it has read, for each request up to the token that ends it.
 
         With ``async_scheduling`` a decode step is launched before the previous step's tokens are read; so the
-        tokens are those of an earlier step, and sometimes there are none.
-
-        Raises:
-            BaseException: a whole step failed; its requests have ended, with this as ``exception``. An error in the
-                sampling of one request ends only that request.
+        tokens are those of an earlier step, and sometimes there are none. If it raises, a whole step failed, and its
+        requests have ended with this ``exception``; an error in the sampling of one request ends only that request.
         """
         self.cache_steps.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.
@@ -211,7 +194,6 @@ class Engine:
         return self._read(step)
 
     def _read(self, step: StepResult | None) -> list[RequestTokens]:
-        """Reads a step and gives its requests their tokens."""
         if step is None:
             return []
         with profiled_range("read tokens"), self._failing(step.samples):
@@ -224,8 +206,8 @@ class Engine:
         request, result = sampled.request, sampled.draft_result
         if result is not None and result.offered:
             request.draft_stats.append(result)
-        if sampled.tokens[0].error is None:
-            self.cache_steps.succeeded(request)
+        if (stores := self.cache_steps.stores) is not None and sampled.tokens[0].error is None:
+            stores.succeeded(request)
         new = sampled.tokens
         for number, token in enumerate(new, 1):
             self._num_taken += token.error is None

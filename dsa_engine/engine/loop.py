@@ -56,10 +56,7 @@ class EngineLoop:
 
     Attributes:
         calls: takes the messages of this process's callers; on other ranks than 0 there are none.
-        spmd: the calls that every rank makes.
         error: the exception that ended the loop; None while it runs, and if it was closed.
-        at_end: what is called when it ends.
-        steps: number of steps so far.
     """
 
     def __init__(self, engine: Engine):
@@ -182,7 +179,6 @@ class EngineLoop:
             self._backlog = deque(one for one in self._backlog if one.id not in ids)
 
     def _turn(self) -> None:
-        """Runs a step of the requests, or a part of a job."""
         while self._backlog and isinstance(add := self._backlog[0], Add):
             self._backlog.popleft()
             self._begin(add)
@@ -235,7 +231,6 @@ class EngineLoop:
             self.calls.put((PrefillLimit(limit), None))
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
-        """Gives callers their new tokens."""
         with waking_together():
             for request, tokens, _ in sampled:
                 ending = request.ending

@@ -12,8 +12,7 @@ from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.requests.samples import DecodeStep, StepResult
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.grammar import GrammarMasks
-from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
-from dsa_engine.engine.sampling.sampler import Sampler
+from dsa_engine.engine.sampling.sampler import Sampler, prompt_logprobs
 from dsa_engine.engine.sampling.selections import recorded, recorder_of, records
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.speculation.drafter import Drafter
@@ -30,28 +29,16 @@ from dsa_engine.sampling_params import HAS_GRAMMAR, NEEDS_HOST, RECORDS
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs one rank's model. Every rank calls the same methods with the same chunks.
-
-    Args:
-        micro_batches: which steps are cut in two; None: none.
-        relaxed: replaces sampled tokens by likely drafts; None accepts drafts strictly.
-        grammars: the forms of outputs; None: requests have none.
-
-    Attributes:
-        graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
-        num_drafts: number of tokens that MTP modules draft for a request in a step; 0: the modules do not run.
-        drafter: drafts them; None in a model without modules.
-        hooks: each is called with the plan of every forward pass, before it runs.
-    """
+    """Runs one rank's model. Every rank calls the same methods with the same chunks."""
 
     model: Model
     cache: KVCache
-    graphs: DecodeGraphs | None = None
-    relaxed: RelaxedAcceptance | None = None
-    micro_batches: MicroBatches | None = None
-    grammars: GrammarMasks | None = None
-    num_drafts: int = 0
-    hooks: list[Callable[[StepPlan], None]] = field(default_factory=list)
+    graphs: DecodeGraphs | None = None  # runs decode steps of static shapes; None: all run kernel by kernel
+    relaxed: RelaxedAcceptance | None = None  # replaces sampled tokens by likely drafts; None accepts drafts strictly
+    micro_batches: MicroBatches | None = None  # which steps are cut in two; None: none
+    grammars: GrammarMasks | None = None  # the forms of outputs; None: requests have none
+    num_drafts: int = 0  # number of tokens that MTP modules draft for a request in a step; 0: the modules do not run
+    hooks: list[Callable[[StepPlan], None]] = field(default_factory=list)  # before every forward pass, with its plan
 
     def __post_init__(self) -> None:
         self._config, self._mesh = self.model.config, self.model.runtime.mesh
@@ -109,11 +96,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, before: StepResult | None = None) -> StepResult:
-        """Computes a step and samples the next tokens of its requests, the same on every rank.
-
-        Args:
-            before: the step in flight, whose tokens have not been read.
-        """
+        """Computes a step and samples the next tokens of its requests, the same on every rank. ``before``: the step in
+        flight, whose tokens have not been read."""
         if self.num_drafts and plan.bucket is not None:
             assert self.drafter is not None and self.graphs is not None
             masks, outcome = self._masks(plan, plan.bucket.rows), None if before is None else before.outcome

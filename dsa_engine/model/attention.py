@@ -16,6 +16,7 @@ model without an indexer, take the MHA form, which is cheaper for them; the batc
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,7 +25,6 @@ from dsa_engine.kernels.attention.dense_attention import dense_attention
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul
 from dsa_engine.kernels.rows.rms_norm import rms_norm
@@ -34,14 +34,12 @@ from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.kernels.rows.store_rows import store_rows
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.indexer import Indexer
+from dsa_engine.model.indexer import Indexer, IndexQueries
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_group, head_parallel_projection, shard
-
-IndexQueries = tuple[torch.Tensor, torch.Tensor]  # and head weights, see :meth:`.Indexer.queries`
 
 _MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
@@ -98,7 +96,6 @@ class Attention(Weighted):
             ``[T, hidden]``, and the selection that this layer used.
         """
         cache.use(self.layer)
-        pool, row_format = cache.latent[self.layer], cache.format.latent
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
         stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, batch, cache)
         with stage("MLA prolog"):
@@ -111,10 +108,17 @@ class Attention(Weighted):
         stored()
         topk_slots, overflowing = self._select(index_queries, topk_slots, batch, cache)
         with stage("sparse flash attention"):
-            out_latent = self._mqa(q_mqa, pool, batch, topk_slots, row_format)
+            out_latent = self._mqa(q_mqa, batch, cache, topk_slots)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
-            self._mha(q_mha, pool, batch, out, row_format)
-        self._attended(q_mha, q_mqa, batch, pool, topk_slots, row_format)
+            self._mha(q_mha, batch, cache, out)
+        # Beside the computation: records of the selection; and tokens of the other micro-batch, before o_proj's
+        # exchange, as collectives begin in the order of the host.
+        if batch.recorder is not None:
+            rows = cache.latent[self.layer], topk_slots, cache.format.latent
+            batch.recorder.record(
+                q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *rows, self.config.softmax_scale
+            )
+        batch.send_tokens()
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             attended = head_parallel_projection(out, self.o, batch.tp_rows, self.tp)
@@ -129,9 +133,10 @@ class Attention(Weighted):
         them."""
 
         def queries() -> IndexQueries | None:
-            if self.indexer is None or not batch.sparse_mqa.rows:
+            key_format = cache.format.index_key
+            if self.indexer is None or key_format is None or not batch.sparse_mqa.rows:
                 return None
-            return self.indexer.queries(x, q_resid, batch, cache.format)
+            return self.indexer.queries(x, q_resid, batch, key_format)
 
         # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
@@ -142,31 +147,20 @@ class Attention(Weighted):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """:meth:`.Indexer.select` where this layer has an indexer and rows select; else the selection of the last one
         that had."""
-        keys = cache.index_keys[self.layer]
-        if self.indexer is None or keys is None or queries is None:
+        keys, key_format = cache.index_keys[self.layer], cache.format.index_key
+        if self.indexer is None or keys is None or key_format is None or queries is None:
             return topk_slots, None
-        return self.indexer.select(*queries, keys, batch, cache.format)
-
-    def _attended(
-        self, q_mha: torch.Tensor, q_mqa: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor,
-        topk_slots: torch.Tensor | None, row_format: LatentFormat,
-    ) -> None:  # fmt: skip
-        """What follows the attention beside the computation: records of the selection, and tokens of the other
-        micro-batch, before o_proj's exchange, as collectives begin in the order of the host."""
-        if batch.recorder is not None:
-            more = (pool, topk_slots, row_format, self.config.softmax_scale)
-            batch.recorder.record(q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *more)
-        batch.send_tokens()
+        return self.indexer.select(queries, keys, batch, key_format)
 
     def _store_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
-        side_stream, indexer, rows = self.streams.cache_rows, self.indexer, (x, batch, cache.format)
+        side_stream, indexer, stored_as = self.streams.cache_rows, self.indexer, cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            waits = [side_stream.run(lambda: self._store_latent(*rows, latent_pool, slots), x)]
-        if indexer is not None and key_pool is not None:
+            waits = [side_stream.run(lambda: self._store_latent(x, batch, stored_as.latent, latent_pool, slots), x)]
+        if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
-                waits.append(side_stream.run(lambda: indexer.store_keys(*rows, key_pool, slots), x))
+                waits.append(side_stream.run(lambda: indexer.store_keys(x, batch, key_format, key_pool, slots), x))
 
         def stored() -> None:
             with stage("indexer prolog"):
@@ -177,26 +171,12 @@ class Attention(Weighted):
         return stored
 
     def _store_latent(
-        self,
-        x: torch.Tensor,
-        batch: ForwardBatch,
-        cache_format: CacheFormat,
-        into: torch.Tensor,
-        slots: torch.Tensor | None = None,
+        self, x: torch.Tensor, batch: ForwardBatch, row_format: LatentFormat, into: torch.Tensor, *slots: torch.Tensor
     ) -> None:
         """Stores latent rows of the local tokens: to their slots of a pool, or row by row without ``slots``."""
-        store_latent(
-            self.kv_a(x),
-            self.kv_a_norm,
-            LATENT_NORM_EPS,
-            batch.cos,
-            batch.sin,
-            into,
-            slots,
-            row_format=cache_format.latent,
-            interleaved=self.config.rope_interleaved,
-            power_of_two=cache_format.power_of_two,
-        )
+        norm, turns = (self.kv_a_norm, LATENT_NORM_EPS), (batch.cos, batch.sin)
+        interleaved = self.config.rope_interleaved
+        store_latent(self.kv_a(x), *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
 
     def _gather_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
@@ -207,10 +187,10 @@ class Attention(Weighted):
         width = cache_format.packed_width(index_key=self.indexer is not None)
         own = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
-            self._store_latent(x, batch, cache_format, own[:tokens, :latent])
+            self._store_latent(x, batch, cache_format.latent, own[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
-                self.indexer.store_keys(x, batch, cache_format, own[:tokens, latent : latent + index_key.columns])
+                self.indexer.store_keys(x, batch, index_key, own[:tokens, latent : latent + index_key.columns])
         with stage("communication"):
             gathered = self.runtime.mesh.cp.all_gather_async(own)
 
@@ -244,36 +224,24 @@ class Attention(Weighted):
         return mha, mqa
 
     def _mqa(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        batch: ForwardBatch,
-        topk_slots: torch.Tensor | None,
-        row_format: LatentFormat,
+        self, q: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
     ) -> torch.Tensor:
         """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: dense rows attend to all visible tokens, the
         sparse rows after them to the selected ones."""
-        scale, workspace, border = self.config.softmax_scale, self.runtime.workspace, batch.dense_mqa.rows
+        pool, row_format, border = cache.latent[self.layer], cache.format.latent, batch.dense_mqa.rows
+        scale, workspace = self.config.softmax_scale, self.runtime.workspace
+        how: Any = {"row_format": row_format, "scale": scale, "workspace": workspace}
         parts = []
         if border:
-            tables = batch.block_tables
-            over_all = dense_mla(
-                q[:border], pool, tables, batch.dense_mqa, row_format=row_format, scale=scale, workspace=workspace
-            )
-            parts.append(over_all[0])
+            parts.append(dense_mla(q[:border], pool, batch.block_tables, batch.dense_mqa, **how)[0])
         if q.shape[0] > border:
             assert topk_slots is not None, "sparse rows need a selection, and the first layer makes one"
-            over_selected = sparse_attention(
-                q[border:], pool, topk_slots, row_format=row_format, scale=scale, workspace=workspace
-            )
-            parts.append(over_selected[0])
+            parts.append(sparse_attention(q[border:], pool, topk_slots, **how)[0])
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], row_format.rank)
 
-    def _mha(
-        self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor, row_format: LatentFormat
-    ) -> None:
+    def _mha(self, q: torch.Tensor, batch: ForwardBatch, cache: KVCache, out: torch.Tensor) -> None:
         """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``.
 
         Keys and values are expanded piece by piece: as many segments, and as many of their heads, as the workspace
@@ -290,26 +258,18 @@ class Attention(Weighted):
             step = max(1, max_keys // part.cu_seqlens_k.rows)
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
-                k, v = self._expand(pool, part.key_slots, heads, eighth, row_format)
-                dense_attention(
-                    q[rows, heads],
-                    k,
-                    v,
-                    part.cu_seqlens_q,
-                    part.cu_seqlens_k,
-                    scale=config.softmax_scale,
-                    workspace=4 * eighth,
-                    out=out[rows, heads],
-                )
+                given = (q[rows, heads], *self._expand(cache, part.key_slots, heads, eighth))
+                lengths, scale = (part.cu_seqlens_q, part.cu_seqlens_k), config.softmax_scale
+                dense_attention(*given, *lengths, scale=scale, workspace=4 * eighth, out=out[rows, heads])
 
     def _expand(
-        self, pool: torch.Tensor, slots: torch.Tensor, heads: slice, workspace: int, row_format: LatentFormat
+        self, cache: KVCache, slots: torch.Tensor, heads: slice, workspace: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``. Latent
         rows are gathered piece by piece, as many as the workspace holds."""
         config, dtype = self.config, self.runtime.dtype
         rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-        w_uk, w_uv = self.w_uk[heads], self.w_uv[heads]
+        w_uk, w_uv, pool, row_format = self.w_uk[heads], self.w_uv[heads], cache.latent[self.layer], cache.format.latent
         k = torch.empty(slots.shape[0], w_uk.shape[0], config.qk_head_dim, dtype=dtype, device=pool.device)
         v = k.new_empty(*k.shape[:2], config.v_head_dim)
         block = max(_MIN_GATHERED, workspace // ((rank + rope) * dtype.itemsize))

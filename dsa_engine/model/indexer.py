@@ -12,11 +12,11 @@ transform of queries and keys changes no exact product, so only FP8 keys and que
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
-from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
@@ -33,6 +33,8 @@ from dsa_engine.weights.formats import Linear
 # Inputs are normed. Weights with which inputs of at most this norm cannot overflow need no check. The range of float16
 # is small: its norm is smaller, and still above those of models.
 _INPUT_NORM, _INPUT_NORM_FLOAT16 = 2.0**30, 2.0**8
+
+IndexQueries = tuple[torch.Tensor, torch.Tensor]  # and head weights, see :meth:`.Indexer.queries`
 
 
 class Indexer(Weighted):
@@ -83,33 +85,17 @@ class Indexer(Weighted):
         return bool(~safe)
 
     def store_keys(
-        self,
-        x: torch.Tensor,
-        batch: ForwardBatch,
-        cache_format: CacheFormat,
-        into: torch.Tensor,
-        slots: torch.Tensor | None = None,
+        self, x: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat, into: torch.Tensor, *slots: torch.Tensor
     ) -> None:
         """Stores index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row without
         ``slots``."""
-        assert cache_format.index_key is not None
-        store_index_keys(
-            self.wk(x),
-            self.k_norm_weight,
-            self.k_norm_bias,
-            LATENT_NORM_EPS,
-            batch.cos,
-            batch.sin,
-            into,
-            slots,
-            key_format=cache_format.index_key,
-            interleaved=self.config.index_rope_interleaved,
-            power_of_two=cache_format.power_of_two,
-        )
+        norm, turns = (self.k_norm_weight, self.k_norm_bias, LATENT_NORM_EPS), (batch.cos, batch.sin)
+        interleaved = self.config.index_rope_interleaved
+        store_index_keys(self.wk(x), *norm, *turns, into, *slots, key_format=key_format, interleaved=interleaved)
 
     def queries(
-        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat
+    ) -> IndexQueries:
         """Index queries ``[sparse rows, heads, dim]`` and head weights ``[sparse rows, heads]``, for the rows in sparse
         MQA form.
 
@@ -123,61 +109,36 @@ class Indexer(Weighted):
         q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
-        assert cache_format.index_key is not None
-        if cache_format.coded:
-            return quantize_index_queries(
-                q, weights, cos, sin, key_format=cache_format.index_key, interleaved=interleaved,
-                power_of_two=cache_format.power_of_two,
-            )  # fmt: skip
+        if key_format.coded:
+            return quantize_index_queries(q, weights, cos, sin, key_format=key_format, interleaved=interleaved)
         turned = q[..., : config.qk_rope_head_dim]  # RoPE on the first dimensions only, in place
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
         return q, weights
 
     def select(
-        self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
+        self, queries: IndexQueries, pool: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int32 slots ``[sparse rows, index_topk]`` of the tokens that the sparse rows attend to; and which of the rows
         have scores that are not finite, see :meth:`_overflowing`."""
-        assert cache_format.index_key is not None
         with stage("lightning indexer"):
-            slots = lightning_indexer(
-                q,
-                weights,
-                pool,
-                batch.block_tables,
-                batch.sparse_mqa,
-                self.config.index_topk,
-                key_format=cache_format.index_key,
-                workspace=self.runtime.workspace,
-                finished=self._finished,
-            )
-        return slots, self._overflowing(q, weights, pool, batch, cache_format.index_key) if self.may_overflow else None
+            keys, segments, workspace = (pool, batch.block_tables), batch.sparse_mqa, self.runtime.workspace
+            how: Any = {"key_format": key_format, "workspace": workspace, "finished": self._finished}
+            slots = lightning_indexer(*queries, *keys, segments, self.config.index_topk, **how)
+        return slots, self._overflowing(queries, pool, batch, key_format) if self.may_overflow else None
 
     def _overflowing(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        pool: torch.Tensor,
-        batch: ForwardBatch,
-        key_format: IndexKeyFormat,
+        self, queries: IndexQueries, pool: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat
     ) -> torch.Tensor:
         """bool ``[sparse rows]``: the rows with scores that are not finite, which select anything. It computes
         all scores once more, and does not wait for the device."""
         with stage("lightning indexer"):
-            segments, workspace = batch.sparse_mqa, self.runtime.workspace
+            (q, weights), segments, workspace = queries, batch.sparse_mqa, self.runtime.workspace
             step, parts = max(1, workspace // (16 * max(1, segments.longest))), []
             for first in range(0, segments.rows, step):
                 rows = slice(first, first + step)
                 piece = segments if step >= segments.rows else segments.part(first, min(first + step, segments.rows))
-                scores = indexer_scores(
-                    q[rows],
-                    weights[rows],
-                    pool,
-                    batch.block_tables,
-                    piece,
-                    key_format=key_format,
-                    workspace=workspace // 2,
-                )
+                given = q[rows], weights[rows], pool, batch.block_tables, piece
+                scores = indexer_scores(*given, key_format=key_format, workspace=workspace // 2)
                 visible = piece.visible[:, None]
                 # Where few enough are seen, all are selected, but those with a score of -inf.
                 wrong = torch.where(visible > self.config.index_topk, ~scores.isfinite(), scores.isneginf())

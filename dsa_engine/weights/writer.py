@@ -102,8 +102,7 @@ class SafetensorsWriter:
         self._temporary = self.target.with_name(f"{self.target.name}.incomplete-{uuid.uuid4().hex[:8]}")
 
     def __enter__(self) -> SafetensorsWriter:
-        self._temporary.mkdir()
-        return self
+        return self  # the folder is made in the block: a signal that comes here would leave it
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -126,6 +125,7 @@ class SafetensorsWriter:
             or (spec.shape, spec.dtype) != (tensor.shape, tensor.dtype)
         ):
             raise ValueError(f"announced is {spec}, not {name!r} {list(tensor.shape)} {tensor.dtype}")
+        self._temporary.mkdir(exist_ok=True)
         self._held[file][name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         self._unwritten[file].remove(name)
         if self._unwritten[file]:
@@ -150,6 +150,7 @@ class SafetensorsWriter:
             raise ValueError(
                 f"{len(missing)} of {self.written.tensors} tensors were not written, such as {missing[0]!r}"
             )
+        self._temporary.mkdir(exist_ok=True)
         if self.written.shards > 1:
             weight_map = dict(sorted(self._split.tensor_to_filename.items()))
             index = {"metadata": self._split.metadata, "weight_map": weight_map}

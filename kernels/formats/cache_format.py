@@ -16,21 +16,21 @@ from dsa_engine.kernels.runtime.integers import cdiv
 ROW_ALIGNMENT = 16  # bytes: a row of the packed buffer is loaded 16 bytes at a time
 
 # Formats whose rows are codes, by the dtype of these; numbers of any other dtype are stored as they are.
-CODED: dict[torch.dtype, tuple[Callable[[int, int], LatentFormat], Callable[[int], IndexKeyFormat]]] = {
+CODED: dict[torch.dtype, tuple[Callable[[int, int, bool], LatentFormat], Callable[[int, bool], IndexKeyFormat]]] = {
     FP8: (FP8Latents, FP8IndexKeys)
 }
 # The values of the option kv_cache_dtype for them.
 NAMES = {"fp8": FP8, "fp8_e4m3": FP8, "fp8_ds_mla": FP8}
 
 
-def latent_format(rank: int, rope: int, dtype: torch.dtype) -> LatentFormat:
-    """The format of latent rows in ``dtype``."""
-    return CODED[dtype][0](rank, rope) if dtype in CODED else PlainLatents(rank, rope, dtype)
+def latent_format(rank: int, rope: int, dtype: torch.dtype, power_of_two: bool = False) -> LatentFormat:
+    """The format of latent rows in ``dtype``; ``power_of_two``: of scales, if rows are coded."""
+    return CODED[dtype][0](rank, rope, power_of_two) if dtype in CODED else PlainLatents(rank, rope, dtype)
 
 
-def index_key_format(dim: int, dtype: torch.dtype) -> IndexKeyFormat:
+def index_key_format(dim: int, dtype: torch.dtype, power_of_two: bool = False) -> IndexKeyFormat:
     """The format of index keys in ``dtype``."""
-    return CODED[dtype][1](dim) if dtype in CODED else PlainIndexKeys(dim, dtype)
+    return CODED[dtype][1](dim, power_of_two) if dtype in CODED else PlainIndexKeys(dim, dtype)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class CacheFormat:
 
     latent: LatentFormat
     index_key: IndexKeyFormat | None  # None: the model has no indexer
-    power_of_two: bool = False  # scales of coded rows are rounded up to powers of two when they are written
 
     @classmethod
     def of(
@@ -50,8 +49,8 @@ class CacheFormat:
         Raises:
             ValueError: sizes for which a format of codes has no rows.
         """
-        index_key = index_key_format(index_head_dim, dtype) if index_head_dim else None
-        return cls(latent_format(kv_lora_rank, rope_dim, dtype), index_key, power_of_two)
+        index_key = index_key_format(index_head_dim, dtype, power_of_two) if index_head_dim else None
+        return cls(latent_format(kv_lora_rank, rope_dim, dtype, power_of_two), index_key)
 
     @property
     def coded(self) -> bool:

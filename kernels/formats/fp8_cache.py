@@ -138,6 +138,8 @@ class _FP8(RowFormat):
 class FP8Latents(_FP8, LatentFormat):
     """Raises ``ValueError`` for a rank that is no multiple of 128, or for an odd number of rotated numbers."""
 
+    power_of_two: bool = False
+
     helpers = Helpers(True, value_columns, load_latents, expand_latents, store_latents)
     least_block = LATENT_BLOCK
 
@@ -155,8 +157,8 @@ class FP8Latents(_FP8, LatentFormat):
     def rotated_at(self) -> int:
         return self.rank + SCALE_BYTES * (self.rank // LATENT_BLOCK)
 
-    def pack(self, rows: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
-        values, scales = quantize_rows_reference(rows[..., : self.rank], LATENT_BLOCK, power_of_two)
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        values, scales = quantize_rows_reference(rows[..., : self.rank], LATENT_BLOCK, self.power_of_two)
         rope = rows[..., self.rank :].to(torch.bfloat16).contiguous()
         return torch.cat((values.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8)), dim=-1)
 
@@ -172,6 +174,8 @@ class FP8IndexKeys(_FP8, IndexKeyFormat):
     """Raises ``ValueError`` for a size that is no power of two from 4 on: the Hadamard transform needs a power of two,
     and scales begin at multiples of 4 bytes."""
 
+    power_of_two: bool = False
+
     helpers = Helpers(True, encode=encode_keys, operand=operand)
     least_part = 16
 
@@ -184,20 +188,20 @@ class FP8IndexKeys(_FP8, IndexKeyFormat):
     def columns(self) -> int:
         return self.dim + SCALE_BYTES
 
-    def pack_pages(self, rows: torch.Tensor) -> torch.Tensor:
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
         pages = self.empty_pool(rows.shape[0], rows.shape[1], rows.device)
         values, scales = self.views(pages)
-        codes, factors = quantize_rows_reference(rows, self.dim, power_of_two=False)
+        codes, factors = quantize_rows_reference(rows, self.dim, self.power_of_two)
         values.copy_(codes)
         scales.copy_(factors.squeeze(-1))
         return pages
 
-    def unpack_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        values, scales = self.views(pages)
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        values, scales = self.views(rows)
         return values.float() * scales[..., None]
 
-    def encode(self, rows: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return quantize_rows_reference(hadamard_reference(rows, self.dim**-0.5), self.dim, power_of_two)
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_rows_reference(hadamard_reference(rows, self.dim**-0.5), self.dim, self.power_of_two)
 
     def views(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pages, page_size, row = pool.shape

@@ -72,6 +72,12 @@ class _Plain(RowFormat):
     def columns(self) -> int:
         return self.width
 
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
 
 @dataclass(frozen=True)
 class PlainLatents(_Plain, LatentFormat):
@@ -84,12 +90,6 @@ class PlainLatents(_Plain, LatentFormat):
     def rotated_at(self) -> int:
         return self.rank
 
-    def pack(self, rows: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
-        return rows
-
-    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
-
 
 @dataclass(frozen=True)
 class PlainIndexKeys(_Plain, IndexKeyFormat):
@@ -98,13 +98,7 @@ class PlainIndexKeys(_Plain, IndexKeyFormat):
     helpers = Helpers(False, operand=operand)
     least_part = 1
 
-    def pack_pages(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
-
-    def unpack_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        return pages
-
-    def encode(self, rows: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return rows.to(self.dtype), None
 
     def views(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -61,6 +61,7 @@ class RowFormat(ABC):
         dtype: dtype of the stored numbers, or of their codes.
         coded: rows are codes with scales, and are expanded to be read; if not, plain numbers of ``dtype``.
         alignment: bytes; a row and its parts begin at their multiples.
+        power_of_two: scales of coded rows are rounded up to powers of two when they are written.
         helpers: what kernels call.
     """
 
@@ -68,6 +69,7 @@ class RowFormat(ABC):
     helpers: ClassVar[Helpers]
     coded: ClassVar[bool]
     alignment: ClassVar[int]
+    power_of_two: bool = False
 
     @property
     @abstractmethod
@@ -93,12 +95,13 @@ class RowFormat(ABC):
         return self.columns * self.pool_dtype.itemsize
 
     @abstractmethod
-    def pack_pages(self, rows: torch.Tensor) -> torch.Tensor:
-        """Numbers ``[pages, page_size, width]`` as a pool holds them: ``[pages, page_size, columns]``."""
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Numbers ``[pages, page_size, width]``, or latent rows ``[..., width]``, as a pool holds them: ``[...,
+        columns]``."""
 
     @abstractmethod
-    def unpack_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`pack_pages`: numbers in the pool's dtype, or in float32 from codes."""
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`pack`: numbers in the pool's dtype, or in float32 from codes."""
 
     def check_pool(self, pool: torch.Tensor) -> None:
         """Raises ``ValueError`` unless ``pool [pages, page_size, columns]`` can hold such rows."""
@@ -116,7 +119,7 @@ class RowFormat(ABC):
         """Standard normal numbers as a pool holds them, ``[pages, page_size, columns]``, on the generator's device."""
         dtype = torch.float32 if self.coded else self.dtype
         rows = torch.empty(pages, page_size, self.width, dtype=dtype, device=generator.device)
-        return self.pack_pages(rows.normal_(generator=generator))
+        return self.pack(rows.normal_(generator=generator))
 
 
 @dataclass(frozen=True)
@@ -140,20 +143,6 @@ class LatentFormat(RowFormat):
     @property
     @abstractmethod
     def rotated_at(self) -> int: ...
-
-    @abstractmethod
-    def pack(self, rows: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
-        """Numbers ``[..., width]`` as a pool holds them: ``[..., columns]``."""
-
-    @abstractmethod
-    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of a pool, ``[..., columns]``, as numbers ``[..., width]``: in their dtype, or in float32 from codes."""
-
-    def pack_pages(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.pack(rows)
-
-    def unpack_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        return self.unpack(pages)
 
     def reads_as(self, dtype: torch.dtype) -> bool:
         """Whether kernels read rows as numbers of ``dtype``."""
@@ -187,7 +176,7 @@ class IndexKeyFormat(RowFormat):
         return page_size * self.dim
 
     @abstractmethod
-    def encode(self, rows: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys or queries ``[..., dim]`` as they are stored and multiplied: in ``dtype``, and float32 scales
         ``[..., 1]`` of codes, else None."""
 

@@ -13,7 +13,7 @@ def check_indexer_arguments(
     q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments,
     key_format: IndexKeyFormat,
 ) -> None:  # fmt: skip
-    """Checks the arguments of :func:`.indexer_scores.indexer_scores` and :func:`.lightning_indexer.lightning_indexer`."""
+    """Raises ``ValueError`` or ``TypeError`` unless the arguments fit together."""
     fits = q.dim() == pool.dim() == 3 and q.shape[:2] == weights.shape
     if not fits or (q.shape[-1], pool.shape[-1]) != (key_format.dim, key_format.columns):
         raise ValueError(
@@ -36,5 +36,5 @@ def read_index_keys(
     page_size = pool.shape[1]
     first, last = start // page_size, cdiv(stop, page_size)
     pages = pool.index_select(0, block_table[first:last])
-    keys = key_format.unpack_pages(pages).flatten(0, 1)
+    keys = key_format.unpack(pages).flatten(0, 1)
     return keys[start - first * page_size : stop - first * page_size].float()

@@ -121,7 +121,7 @@ def _select_expanded(
         visible = segments.visible[rows]
         count = cdiv(int(visible.max()), pool.shape[1])
         pages = block_tables[segments.sequences[s.row], :count]
-        keys = key_format.unpack_pages(pool.index_select(0, pages))
+        keys = key_format.unpack(pool.index_select(0, pages))
         alone = Segments((s._replace(row=0, sequence=0),), torch.zeros_like(visible), visible)
         order = torch.arange(count, dtype=torch.int32)[None]
         _select_natively(q[rows], weights[rows].contiguous(), keys, order, alone, slots[rows], workspace)

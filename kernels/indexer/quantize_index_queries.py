@@ -38,9 +38,9 @@ _PROGRAMS, _WARPS = 2, 4
 
 def quantize_index_queries_reference(
     q: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_format: IndexKeyFormat,
-    interleaved: bool, power_of_two: bool,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    codes, scales = key_format.encode(rotate_first_reference(q, cos, sin, interleaved), power_of_two)
+    codes, scales = key_format.encode(rotate_first_reference(q, cos, sin, interleaved))
     assert scales is not None
     return codes, weights * scales.squeeze(-1)
 
@@ -90,7 +90,6 @@ def quantize_index_queries(
     *,
     key_format: IndexKeyFormat,
     interleaved: bool,
-    power_of_two: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index queries as products with coded index keys take them, and their head weights.
 
@@ -100,7 +99,6 @@ def quantize_index_queries(
         cos, sin: float32 ``[T, rotated / 2]``.
         key_format: format of the keys, coded.
         interleaved: see :mod:`.rows.rope`.
-        power_of_two: scales are rounded up to powers of two.
 
     Returns:
         codes ``[T, heads, dim]`` and float32 ``weights · scales [T, heads]``, where ``query = code · scale``.
@@ -118,7 +116,7 @@ def quantize_index_queries(
     if dim != key_format.dim:
         raise ValueError(f"queries of {dim} numbers do not fit keys of {key_format}")
     if not runs_triton(q):
-        return quantize_index_queries_reference(q, weights, cos, sin, key_format, interleaved, power_of_two)
+        return quantize_index_queries_reference(q, weights, cos, sin, key_format, interleaved)
     q = q if q.stride(2) == 1 else q.contiguous()
     weights = weights if weights.stride(1) == 1 else weights.contiguous()
     codes = torch.empty(q.shape, dtype=key_format.dtype, device=q.device)
@@ -133,7 +131,7 @@ def quantize_index_queries(
             q, weights, cos, sin, codes.view(key_format.pool_dtype), weighted, tokens, heads,
             q.stride(0), q.stride(1), weights.stride(0), cos.stride(0), sin.stride(0), head_tiles,
             **row_parts(dim, rotated, key_format.least_part), TOKENS=tokens_at_once, HEADS=heads_at_once,
-            INTERLEAVED=interleaved, FORMAT=key_format.helpers, POWER_OF_TWO=power_of_two,
+            INTERLEAVED=interleaved, FORMAT=key_format.helpers, POWER_OF_TWO=key_format.power_of_two,
             CONVERTS=chip_of(q).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip
     return codes, weighted

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, latent_format
+from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.runtime.launch import chip_of
 from dsa_engine.kernels.runtime.libraries import adapter
@@ -32,7 +32,7 @@ def _takes(
 ) -> bool:  # fmt: skip
     return (
         (q.dtype, slots.dtype, counts) == (torch.bfloat16, torch.int32, None)
-        and row_format == latent_format(512, 64, stored)
+        and (row_format.dtype, row_format.rank, row_format.rope) == (stored, 512, 64)
         and q.shape[1] in (64, 128)
         and slots.shape[1] % 128 == 0 < slots.shape[1]  # the sparse prefill of sm_90; others take 64
         and pool.is_contiguous()

@@ -24,14 +24,9 @@ from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 _COPIED_BYTES = 16384
 
 
-def as_pool(out: torch.Tensor, slots: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
-    """The destination of ``rows`` rows of ``width`` elements as a pool ``[pages, page_size, width]``.
-
-    Raises:
-        ValueError: ``out`` is neither a pool with ``rows`` slots nor ``[rows, width]`` without, or rows of a page are
-            not next to each other.
-        TypeError: slots that are not int32 or int64.
-    """
+def as_pool(out: torch.Tensor, slots: torch.Tensor | None, rows: int, width: int, alignment: int = 1) -> torch.Tensor:
+    """The destination of ``rows`` rows of ``width`` elements as a pool ``[pages, page_size, width]``, whose rows lie
+    next to each other in a page; pages begin at multiples of ``alignment`` bytes."""
     if slots is None:
         if out.shape != (rows, width):
             raise ValueError(f"without slots the rows go to a buffer [{rows}, {width}], not {list(out.shape)}")
@@ -46,6 +41,8 @@ def as_pool(out: torch.Tensor, slots: torch.Tensor | None, rows: int, width: int
         pool = out
     if pool.stride(2) != 1 or (pool.shape[1] > 1 and pool.stride(1) != width):
         raise ValueError(f"the rows of a page must be contiguous; the strides of the destination are {out.stride()}")
+    if alignment > 1 and (pool.stride(0) | pool.data_ptr()) % alignment:
+        raise ValueError(f"such rows must begin at multiples of {alignment} bytes; the row stride is {pool.stride(0)}")
     return pool
 
 

@@ -51,10 +51,10 @@ def index_keys_reference(
 
 
 def store_keys_reference(
-    pool: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, key_format: IndexKeyFormat, power_of_two: bool
+    pool: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, key_format: IndexKeyFormat
 ) -> None:
     """Stores ``keys [T, dim]`` as the pool's format encodes them."""
-    codes, scales = key_format.encode(keys, power_of_two)
+    codes, scales = key_format.encode(keys)
     values, factors = key_format.views(pool)
     store_rows_reference(values.view(pool.dtype), codes.view(pool.dtype), slots)
     if scales is not None and factors is not None:
@@ -151,7 +151,7 @@ def _numbers(given: dict[str, Any], result: None) -> list[torch.Tensor] | None:
     """The keys of a destination with codes as numbers."""
     key_format: IndexKeyFormat = given["key_format"]
     pool = given["out"] if given["slots"] is not None else given["out"].unsqueeze(1)
-    return [key_format.unpack_pages(pool)] if key_format.coded else None
+    return [key_format.unpack(pool)] if key_format.coded else None
 
 
 @operation(writes=("out",), runs=cpu.runs_kernel, decoded=_numbers, waits=True)
@@ -167,7 +167,6 @@ def store_index_keys(
     *,
     key_format: IndexKeyFormat,
     interleaved: bool,
-    power_of_two: bool = False,
 ) -> None:
     """Norms, rotates and writes the index keys of T tokens.
 
@@ -180,7 +179,6 @@ def store_index_keys(
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
         key_format: the format of the keys that are written.
         interleaved: see :mod:`.rope`.
-        power_of_two: scales of FP8 keys are rounded up to powers of two.
 
     Raises:
         IndexError: on a CPU, slots outside of the pool.
@@ -194,13 +192,10 @@ def store_index_keys(
     check_angles(cos, sin, tokens)
     if (key_format.dim, key_format.pool_dtype) != (dim, out.dtype):
         raise ValueError(f"keys of {dim} numbers in {out.dtype} do not have the format {key_format}")
-    pool = as_pool(out, slots, tokens, key_format.columns)
-    step = key_format.alignment
-    if step > 1 and (pool.stride(0) % step or pool.data_ptr() % step):
-        raise ValueError(f"such keys must begin at multiples of {step} bytes; the row stride is {pool.stride(0)}")
+    pool = as_pool(out, slots, tokens, key_format.columns, key_format.alignment)
 
     def store(keys: torch.Tensor) -> None:
-        store_keys_reference(pool, keys, slots, key_format, power_of_two)
+        store_keys_reference(pool, keys, slots, key_format)
 
     if cpu.serves(projected) and cpu.serves(norm_weight, norm_bias, cos, sin, dtype=torch.float32):
         run = partial(_run_native, projected, norm_weight, norm_bias, eps, cos, sin, interleaved)
@@ -215,6 +210,6 @@ def store_index_keys(
             projected.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
             **row_parts(dim, rotated, key_format.least_part), PAGE_SIZE=0 if slots is None else pool.shape[1],
             ROWS=rows, INTERLEAVED=interleaved, FORMAT=key_format.helpers,
-            SCALES_AT=key_format.scales_at(pool.shape[1]), POWER_OF_TWO=power_of_two,
+            SCALES_AT=key_format.scales_at(pool.shape[1]), POWER_OF_TWO=key_format.power_of_two,
             CONVERTS=chip_of(projected).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip

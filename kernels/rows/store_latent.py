@@ -104,7 +104,6 @@ def store_latent(
     *,
     row_format: LatentFormat,
     interleaved: bool,
-    power_of_two: bool = False,
 ) -> None:
     """Norms, rotates and writes the latent rows of T tokens.
 
@@ -117,7 +116,6 @@ def store_latent(
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
         row_format: the format of the rows that are written.
         interleaved: see :mod:`.rope`.
-        power_of_two: scales of FP8 rows are rounded up to powers of two.
 
     Raises:
         IndexError: on a CPU, slots outside of the pool.
@@ -131,13 +129,10 @@ def store_latent(
     check_angles(cos, sin, tokens)
     if (row_format.rank, row_format.rope, row_format.pool_dtype) != (rank, rope, out.dtype):
         raise ValueError(f"rows of {rank} + {rope} numbers in {out.dtype} do not have the format {row_format}")
-    pool = as_pool(out, slots, tokens, row_format.columns)
-    step = row_format.alignment
-    if step > 1 and (pool.stride(0) % step or pool.data_ptr() % step):
-        raise ValueError(f"such rows must begin at multiples of {step} bytes; the row stride is {pool.stride(0)}")
+    pool = as_pool(out, slots, tokens, row_format.columns, row_format.alignment)
 
     def store(rows: torch.Tensor) -> None:
-        store_rows_reference(pool, row_format.pack(rows, power_of_two), slots)
+        store_rows_reference(pool, row_format.pack(rows), slots)
 
     if cpu.serves(compressed, norm_weight) and cpu.serves(cos, sin):
         run = partial(_run_native, compressed, norm_weight, eps, cos, sin, interleaved)
@@ -154,5 +149,5 @@ def store_latent(
             RANK=rank, RANK_PADDED=padded, HALF=rope // 2, HALF_PADDED=next_power_of_2(rope // 2),
             PAGE_SIZE=0 if slots is None else pool.shape[1], ROW=row_format.columns,
             ROTATED_AT=row_format.rotated_at, ROWS=at_once, INTERLEAVED=interleaved, FORMAT=row_format.helpers,
-            POWER_OF_TWO=power_of_two, CONVERTS=chip_of(compressed).converts_e4m3, num_warps=_WARPS,
+            POWER_OF_TWO=row_format.power_of_two, CONVERTS=chip_of(compressed).converts_e4m3, num_warps=_WARPS,
         )  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import demo_config
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.outputs import RequestMetrics
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -35,6 +36,7 @@ def test_tokens_of_each_form(tiny_llm: Callable[..., LLM], random_ids: Callable[
         assert last.metrics is not None and sum(forms(last.metrics)) == 34 - last.metrics.num_cached_tokens
 
 
+@pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler, or DSA_ENGINE_NATIVE=0")
 def test_one_form_with_batch_invariant(tiny_llm: Callable[..., LLM], random_ids: Callable[..., list[int]]) -> None:
     """Each row selects, also where it sees fewer than index_topk tokens."""
     with tiny_llm(400, max_num_batched_tokens=80, batch_invariant=True, **OPTIONS) as llm:

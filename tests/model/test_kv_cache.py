@@ -126,7 +126,7 @@ class Tokens:
 def read(cache: KVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     stored, key_pool = cache.format, cache.index_keys[0]
     assert stored.index_key is not None and key_pool is not None
-    latents, keys = stored.latent.unpack_pages(cache.latent[0]), stored.index_key.unpack_pages(key_pool)
+    latents, keys = stored.latent.unpack(cache.latent[0]), stored.index_key.unpack(key_pool)
     return latents.flatten(0, 1)[slots.long()], keys.flatten(0, 1)[slots.long()]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.kernels.rows.segment import Segment
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.model.forward_batch import MHASegments
 
 CPU = torch.device("cpu")
@@ -48,6 +49,7 @@ def test_memory_stays_within_the_workspace(
     assert peaks[1] > 4 << 20, "without a bound it would take more"
 
 
+@pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler, or DSA_ENGINE_NATIVE=0")
 def test_batch_invariant_products_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their kernel reads W_UK and W_UV of absorbed products where they lie, which takes no further memory."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.cli import main
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.system import logs, progress
 
 
@@ -83,7 +84,8 @@ def test_what_takes_long_shows_its_progress(
     main(f"plan --devices 8 --input-len 8192 {fixed}".split())
     for shown in (
         r"loading weights: .* of .*MB in .*B/s, .* to go",
-        r"comparing with references: \d+ kernels in .*, \w+",
+        # Without a C++ compiler there is nothing to compare.
+        *([r"comparing with references: \d+ kernels in .*, \w+"] if cpu.library() is not None else []),
         r"prefill: \d+ of 400 tokens in ",
         r"planning: \d of \d deployments in ",
     ):

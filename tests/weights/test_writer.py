@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,19 @@ def test_nothing_is_at_the_target_before_the_end(tmp_path: Path) -> None:
             assert ".incomplete-" in temporary.name and not (temporary / "config.json").exists()
         writer.add_file("config.json", "{}")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interrupt_as_the_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, make = SafetensorsWriter(tmp_path / "out", SPECS), Path.mkdir
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        make(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), writer:
+        writer.write("odd", TENSORS["odd"])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,28 @@
-"""``dsa-engine check MODEL``: a checkpoint as the engine serves it, beside plain float32; alone or under torchrun."""
+"""``dsa-engine check MODEL``: a checkpoint, as the engine serves it, beside ``reference/dsa.py``."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import shutil
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsa_engine.commands.arguments import add_engine_arguments, add_json_argument, engine_options, read_text, reported
-from dsa_engine.parallel.launch_environment import local_world_size, several_processes
 from dsa_engine.system.output_files import check_outputs
 
 if TYPE_CHECKING:
+    from dsa_engine.commands.check.layer import Agreement
     from dsa_engine.llm import LLM
 
-_TOKENS_ON_CPU = 4352
+_TOKENS_ON_CPU = 1024
+_COLUMNS: tuple[tuple[str, Callable[[list[float]], float], str], ...] = (
+    *((name, max, ".1e") for name in ("attention", "feed_forward")),
+    *((name, min, ".1%") for name in ("selection", "mass", "random", "recent", "experts")),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run_check(args: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError: an option or the model is not possible.
     """
-    from dsa_engine.commands.check.checks import Report, findings
+    from dsa_engine.commands.check.checks import findings
     from dsa_engine.commands.doctor.command import show
     from dsa_engine.llm import LLM
     from dsa_engine.measure.report import format_table, run_report, write_so_far
@@ -52,47 +52,33 @@ def run_check(args: argparse.Namespace) -> None:
     if args.load_format == "dummy" or args.prefill_ranks:
         raise ValueError("check needs a checkpoint, and ranks that do all: no load_format 'dummy', no prefill_ranks")
     results: list[dict[str, Any]] = []
-    with _tiers(args) as changes, LLM(**(engine_options(args) | changes)) as llm:
+    with LLM(**(engine_options(args) | {"enforce_eager": True, "enable_dbo": False})) as llm:
         llm.wait_idle()
         mesh, tokens, layers = llm.engine.mesh, _tokens(llm, args.tokens), _layers(llm, args.layers)
         about, path = run_report(llm, reported(args), mesh.world_size), args.json if mesh.is_leader else None
-        for one in findings(llm, *text_ids(llm, args.text_file, tokens), tokens, layers):
-            if isinstance(one, Report):
-                about |= asdict(one) | {"others": [other._asdict() for other in one.others]}
-                rows = [
-                    (f"layer {layer.layer}, {distance}", *(f"{part:.1%}" for part in parts))
-                    for layer in one.recalls
-                    for distance, parts in layer.by_distance.items()
-                ]
-                if mesh.is_leader and rows:
-                    columns = ("recall by distance", "mass", "selected", "random", "recent")
-                    print(f"\n{format_table(columns, rows)}")
+        for one in findings(llm, *text_ids(llm, args.text_file, tokens), layers):
+            if isinstance(one, list):
+                about["agreements"] = [asdict(each) for each in one]
+                if mesh.is_leader:
+                    header = ("layer", *(name for name, _, _ in _COLUMNS))
+                    print(f"\n{format_table(header, [_row(layer, one) for layer in layers])}")
                 continue
             results.append(asdict(one))
             write_so_far(path, about, results, complete=False)
             if mesh.is_leader:
-                show(one, 18)
+                show(one, 16)
         write_so_far(path, about, results, complete=True)
     if any(result["ok"] is False for result in results):
         sys.exit(1)
 
 
-@contextmanager
-def _tiers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Host memory and a folder for pages, where options name none; the ranks of one node share a temporary folder."""
-    changes: dict[str, Any] = {"enforce_eager": True, "enable_dbo": False}
-    folder = None
-    if args.enable_prefix_caching:
-        changes["host_cache_memory"] = args.host_cache_memory or "1GiB"
-        if args.cache_folder is None and local_world_size() == int(os.environ.get("WORLD_SIZE", "1")):
-            of_run = os.getppid() if several_processes() else os.getpid()
-            folder = Path(tempfile.gettempdir(), f"dsa_engine-check-{os.geteuid()}-{of_run}")
-            changes["cache_folder"] = str(folder)
-    try:
-        yield changes
-    finally:
-        if folder is not None and os.environ.get("RANK", "0") == "0":
-            shutil.rmtree(folder, ignore_errors=True)
+def _row(layer: int, agreements: list[Agreement]) -> tuple[str, ...]:
+    """A layer's line of the table: its worst numbers of all cases."""
+    cells = [str(layer)]
+    for name, worst, how in _COLUMNS:
+        known = [getattr(one, name) for one in agreements if one.layer == layer and getattr(one, name) is not None]
+        cells.append(format(worst(known), how) if known else "-")
+    return tuple(cells)
 
 
 def _tokens(llm: LLM, wanted: int | None) -> int:

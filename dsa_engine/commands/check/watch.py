@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.model import moe
 from dsa_engine.parallel.group import Group
-from dsa_engine.sampling_params import SamplingParams
 
-
-class Piece(NamedTuple):
-    """Rows of one forward pass of a layer."""
-
-    step: int
-    positions: torch.Tensor  # [n] int64
-    values: torch.Tensor  # [n, ...]
-
-
+Piece = tuple[int, torch.Tensor, torch.Tensor]  # of a forward pass: its number, positions [n], values [n, ...]
 # By request, layer and what it is: "h", the residual stream before the layer, at every position; at the wanted ones
-# "attended" and "fed", what attention and the feed-forward part add to it, and "chosen", the positions selected.
+# "attended" and "fed", what attention and the feed-forward part add to it, "chosen", the positions that the indexer
+# selected, and "experts", those that the router chose.
 Rows = dict[tuple[int, int, str], list[Piece]]
 
 
@@ -37,16 +29,25 @@ class Watch:
     """
 
     def __init__(self, engine: Engine, layers: Iterable[int], wanted: Iterable[int], ranks: Group):
-        self._ranks = ranks
         self._engine, self._layers, self._wanted = engine, list(layers), torch.tensor(sorted(wanted))
-        self._rows: Rows = {}
+        self._ranks, self._rows = ranks, Rows()
         self._step, self._plan = 0, StepPlan.of([], 0, 1, engine.config)
+        self._layer: int | None = None  # whose router is the next
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Collects what the steps within compute."""
-        handles, hooks = [], self._engine.runner.hooks
+        handles, hooks, route = [], self._engine.runner.hooks, moe.route
+
+        def watched_route(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            ids, weights = route(*args, **options)
+            layer, self._layer = self._layer, None
+            if layer is not None:
+                self._collect("experts", layer, ids)
+            return ids, weights
+
         hooks.append(self._begin)
+        vars(moe)["route"] = watched_route
         try:
             for number in self._layers:
                 layer: Any = self._engine.model.layers[number]
@@ -56,14 +57,14 @@ class Watch:
                 handles.append(fed.register_forward_hook(lambda _, __, out, number=number: self._fed(number, out)))
             yield
         finally:
+            vars(moe)["route"] = route
             hooks.remove(self._begin)
             for handle in handles:
                 handle.remove()
 
     def take(self) -> Rows:
         """The rows of all ranks since the last call; every rank calls it."""
-        mine, self._rows = self._rows, {}
-        rows: Rows = {}
+        mine, self._rows, rows = self._rows, {}, Rows()
         for theirs in self._ranks.all_gather_object(mine):
             for key, pieces in theirs.items():
                 rows.setdefault(key, []).extend(pieces)
@@ -75,6 +76,7 @@ class Watch:
     def _before(self, layer: Any, args: tuple[Any, ...]) -> None:
         delta, residual, *_ = args
         h = sum((part.float() for part in (*delta, residual) if part is not None), torch.zeros(()))
+        self._layer = None if layer.moe is None else layer.attention.layer
         self._collect("h", layer.attention.layer, h.to(self._engine.dtype))
 
     def _attended(self, attention: Any, args: tuple[Any, ...], out: tuple[torch.Tensor, torch.Tensor | None]) -> None:
@@ -106,7 +108,7 @@ class Watch:
                 number = torch.full((self._engine.cache.pages,), -1)
                 number[torch.tensor(request.pages)] = torch.arange(len(request.pages))
                 values = torch.where(values < 0, -1, number[values.clamp(min=0) // size] * size + values % size)
-            self._rows.setdefault((request.id, layer, kind), []).append(Piece(self._step, at[rows], values))
+            self._rows.setdefault((request.id, layer, kind), []).append((self._step, at[rows], values))
 
 
 def joined(pieces: Sequence[Piece], before: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,34 +117,11 @@ def joined(pieces: Sequence[Piece], before: torch.Tensor | None = None) -> tuple
     Args:
         before: values at the first positions, where the pieces have none.
     """
-    end = 1 + max(int(piece.positions.max()) for piece in pieces)
-    values = pieces[0].values.new_zeros(end, *pieces[0].values.shape[1:])
-    known = torch.zeros(end, dtype=torch.bool)
+    pieces = sorted(pieces, key=lambda piece: piece[0])
     if before is not None:
-        values[: len(before)], known[: len(before)] = before[:end], True
-    for piece in sorted(pieces, key=lambda piece: piece.step):
-        values[piece.positions], known[piece.positions] = piece.values, True
+        pieces = [(0, torch.arange(len(before)), before), *pieces]
+    end = 1 + max(int(at.max()) for _, at, _ in pieces if len(at))
+    values, known = pieces[-1][2].new_zeros(end, *pieces[-1][2].shape[1:]), torch.zeros(end, dtype=torch.bool)
+    for _, at, some in pieces:
+        values[at], known[at] = some, True
     return known.nonzero()[:, 0], values[known]
-
-
-def run(
-    engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int, *, reads: bool = True, preempt: bool = False
-) -> list[Request]:
-    """Generates greedily for prompts together, without the engine's loop; every rank calls it.
-
-    Args:
-        reads: whether the prefix cache is used.
-        preempt: whether each request loses its pages once, when it has two tokens.
-    """
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    requests = [engine.add(list(prompt), params) for prompt in prompts]
-    for request in requests:
-        request.reads_prefix_cache = reads
-    while engine.has_work:
-        engine.step()
-        for request in requests if preempt else ():
-            if len(request.output) >= 2 and not request.preemptions and request.finish_reason is None:
-                engine.scheduler.preempt(request)
-    if errors := [request.error for request in requests if request.error is not None]:
-        raise RuntimeError(f"a request of the check failed: {errors[0]}")
-    return requests

@@ -11,7 +11,7 @@ from dsa_engine.commands.planner.devices import Device
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8
-from dsa_engine.engine.startup.estimates import cache_room
+from dsa_engine.engine.startup.choice import cache_room
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format

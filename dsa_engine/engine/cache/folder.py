@@ -51,11 +51,6 @@ class PageFolder:
     Args:
         folder: is made if need be, for its user only.
         max_bytes: maximum size of all pages in the folder; None: no limit.
-        key: name of the model's subfolder.
-        about: what the key stands for.
-
-    Raises:
-        OSError: the folder is not there and cannot be made.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None, key: str, about: dict[str, object]):

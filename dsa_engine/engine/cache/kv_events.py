@@ -23,19 +23,15 @@ _MEDIUM = "GPU"
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The option ``kv_events_config``, with vLLM's names.
-
-    Attributes:
-        endpoint: ZMQ's address. With the host ``*`` or 127.0.0.1 (other than in vLLM), or with ``ipc://``, subscribers
-            connect to it; to any other one, this connects. A subscriber can read prompts.
-        hwm: number of messages that are kept for a slow subscriber.
-    """
+    """The option ``kv_events_config``, with vLLM's names. ``endpoint``: ZMQ's address. With the host ``*`` or 127.0.0.1
+    (other than in vLLM), or with ``ipc://``, subscribers connect to it; to any other one, this connects. A subscriber
+    can read prompts."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq"] = "zmq"
     endpoint: str = "tcp://*:5557"
     topic: str = ""
-    hwm: int = 100_000
+    hwm: int = 100_000  # number of messages that are kept for a slow subscriber
 
 
 class _Event(msgspec.Struct, omit_defaults=True, tag=True):
@@ -43,18 +39,12 @@ class _Event(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockStored(_Event):
-    """Blocks that follow each other.
+    """Blocks that follow each other. ``extra_keys``: for each block what else its digest covers: the first one's cache
+    salt."""
 
-    Attributes:
-        block_hashes: digests of the blocks, of 16 bytes each; see :class:`.PageDigests`.
-        parent_block_hash: that of the block before; None: the first block is the first of its request.
-        token_ids: of all blocks, ``block_size`` each.
-        extra_keys: for each block what else its digest covers: the first one's cache salt.
-    """
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
+    block_hashes: list[bytes]  # digests of the blocks, of 16 bytes each; see ``PageDigests``
+    parent_block_hash: bytes | None  # that of the block before; None: the first block is the first of its request
+    token_ids: list[int]  # of all blocks, ``block_size`` each
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -80,15 +70,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class KVEvents:
-    """Collects the events of a step, and publishes them; one thread uses it.
-
-    Args:
-        given: the option ``kv_events_config``.
-        page_size: tokens of a page, which is a block of the events.
-
-    Raises:
-        ValueError: it is not possible, or ZMQ refuses the endpoint.
-    """
+    """Collects the events of a step, and publishes them; one thread uses it."""
 
     def __init__(self, given: dict[str, Any], page_size: int):
         try:

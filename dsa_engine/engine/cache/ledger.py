@@ -24,18 +24,8 @@ if TYPE_CHECKING:  # needs packages of the extra "serve"
 
 
 class PageLedger:
-    """The pages that every request holds on every rank; ``Request.pages`` are those of this rank.
-
-    Args:
-        pages: pages of the cache, the same on every rank.
-        slots: pages in host memory, the same on every rank.
-        max_fetched: maximum number of pages that a rank sends, and of pages that it receives, in a step.
-        forgotten: called with the digest of a page that no rank has any more.
-
-    Attributes:
-        pools: the pages of every rank.
-        index: the ranks that have each page.
-    """
+    """The pages that every request holds on every rank; ``Request.pages`` are those of this rank. ``max_fetched``:
+    maximum number of pages that a rank sends, and of pages that it receives, in a step."""
 
     def __init__(
         self,
@@ -102,15 +92,9 @@ class PageLedger:
         return pages <= room or pages - self.pools[rank].count_held(digests) <= room
 
     def begin(self, request: Request, ranks: Sequence[int], digests: Sequence[bytes], count: int) -> Counter[int]:
-        """Gives a request its first pages on all ranks of its group; the caller has checked that enough are free.
-
-        Args:
-            digests: of its first pages, which at least one of the ranks has.
-            count: number of its pages, these and further ones.
-
-        Returns:
-            by rank, the number of pages that it has to fetch.
-        """
+        """Gives a request its first ``count`` pages on all ranks of its group, which begin with those of ``digests``,
+        which at least one of the ranks has; the caller has checked that enough are free. Returns, by rank, the number
+        of pages that it has to fetch."""
         absent: dict[int, list[int]] = {}  # by page: the ranks that lack it
         for rank in ranks:
             pages, missing = self.pools[rank].begin(digests, count)
@@ -172,12 +156,8 @@ class PageLedger:
             ranks_of[digest] = ranks_of.get(digest, 0) | ranks
 
     def release(self, request: Request, ranks: Iterable[int] | None = None, forget_from: int | None = None) -> None:
-        """Takes back all pages of a request.
-
-        Args:
-            ranks: on these ranks only; default: on all ranks, and it waits for no fetches any more.
-            forget_from: forgets the digests of its pages from this one on, as their rows may be wrong.
-        """
+        """Takes back all pages of a request: on these ``ranks`` only, or on all, and it waits for no fetches any more.
+        ``forget_from``: forgets the digests of its pages from this one on, as their rows may be wrong."""
         held = self._held.get(request, {})
         for rank in list(held) if ranks is None else ranks:
             pages = held.pop(rank)
@@ -222,7 +202,6 @@ class PrefixCache:
     Attributes:
         lookahead: number of tokens after a page that its rows depend on; to be changed only before a :meth:`reset`.
         least_computed: number of last tokens of a request that are always computed.
-        events: publishes what is named and what is forgotten; None: nothing is published.
         queries, hits: number of tokens of the requests admitted so far, and of those that were found.
     """
 

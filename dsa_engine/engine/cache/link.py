@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.cache.transfer import pack, unpack
+from dsa_engine.engine.cache.exchange import pack, unpack
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
@@ -116,11 +116,7 @@ class _Job(NamedTuple):
 
 class PageLink:
     """Sends pages to a rank, or receives them, in the order of the calls; the caller never waits. After an error
-    nothing more is moved.
-
-    Attributes:
-        done: whether the work of the calls so far has ended; later calls replace it.
-    """
+    nothing more is moved. ``done``: whether the work of the calls so far has ended; later calls replace it."""
 
     def __init__(self, carrier: _Carrier, rank: int):
         self._carrier, self._rank = carrier, rank
@@ -172,11 +168,7 @@ class PageLink:
 
 
 class _Transfers:
-    """Pages on their way over the links of this rank.
-
-    Attributes:
-        bytes_moved: bytes of all transfers that have ended.
-    """
+    """Pages on their way over the links of this rank. ``bytes_moved``: bytes of all transfers that have ended."""
 
     _sends: bool
 
@@ -194,11 +186,7 @@ class _Transfers:
         return _message_pages(largest) * (largest + torch.int64.itemsize)
 
     def poll(self) -> list[RankPages]:
-        """Those that have ended since the last call, without waiting.
-
-        Raises:
-            RuntimeError: a link failed.
-        """
+        """Those that have ended since the last call, without waiting."""
         done = [is_done() for _, is_done in self._under_way]
         ended = [move for (moves, _), its in zip(self._under_way, done, strict=True) if its for move in moves]
         self._under_way = [one for one, its in zip(self._under_way, done, strict=True) if not its]
@@ -231,11 +219,8 @@ class PageSender(_Transfers):
 
     Without a step, ``begin`` and ``finish`` send all layers at once. Pages must stay as they are until :meth:`poll`
     returns them. Each ``begin`` corresponds to one ``PageReceiver.post`` on every rank that it names, with the same
-    numbers of pages in the same order, and two ranks make all of these calls in the same order.
-
-    Args:
-        layers: number of layers that call ``arrive``; those of MTP modules, which run several times in a step, are sent
-            by ``finish``.
+    numbers of pages in the same order, and two ranks make all of these calls in the same order. So many ``layers`` call
+    ``arrive``; those of MTP modules, which run several times in a step, are sent by ``finish``.
     """
 
     _sends = True

@@ -28,43 +28,27 @@ class PageCopy(NamedTuple):
 
 @dataclass
 class PageMoves:
-    """Everything that one step moves on this rank before its layers read pages.
+    """Everything that one step moves on this rank before its layers read pages."""
 
-    Attributes:
-        copies: take effect in this order; pages and slots may occur several times.
-        sends: for each rank of the context-parallel group, the pages to send to it, as they are after the copies. A
-            page may occur several times.
-        receives: for each rank of the group, the pages to fill with what it sends, in the same order. A page occurs
-            once.
-        exchanges: whether any rank of the group sends; then all of them take part in one collective a layer.
-    """
-
-    copies: list[PageCopy] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)  # in this order; pages and slots may occur several times
+    # For each rank of the context-parallel group, the pages to send to it, as they are after the copies, and the pages
+    # to fill with what it sends, in the same order. A page may be sent several times and is received once.
     sends: list[list[int]] = field(default_factory=list)
     receives: list[list[int]] = field(default_factory=list)
-    exchanges: bool = False
+    exchanges: bool = False  # whether any rank of the group sends; then all of them take part in one collective a layer
 
 
 @dataclass
 class PageIndex:
-    """The ranks that have each page, on the device or in host memory.
+    """The ranks that have each page, on the device or in host memory."""
 
-    Args:
-        forgotten: called with the digest of a page that no rank has any more; None: it is not needed.
-
-    Attributes:
-        ranks: by digest, the sum of ``1 << rank`` of the ranks that have the page.
-    """
-
-    forgotten: Callable[[bytes], None] | None = None
-    ranks: dict[bytes, int] = field(default_factory=dict)
+    forgotten: Callable[[bytes], None] | None = None  # called with the digest of a page that no rank has any more
+    ranks: dict[bytes, int] = field(default_factory=dict)  # by digest, the sum of 1 << rank of those that have the page
 
     def add(self, digest: bytes, ranks: int) -> None:
-        """Records that these ranks have a page, too."""
         self.ranks[digest] = self.ranks.get(digest, 0) | ranks
 
     def lost(self, digests: Iterable[bytes], ranks: int) -> None:
-        """Records that these ranks have pages no more."""
         ranks_of, remain = self.ranks, ~ranks
         for digest in digests:
             if others := ranks_of.get(digest, 0) & remain:
@@ -75,12 +59,7 @@ class PageIndex:
 
 class HostSlots:
     """Copies of pages in one rank's host memory, known by the digests of the pages, and replaced in the order of their
-    last use.
-
-    Args:
-        index: learns which pages the rank has.
-        lost: called with the digest of a copy that is replaced.
-    """
+    last use. ``lost``: called with the digest of a copy that is replaced."""
 
     def __init__(self, slots: int, index: PageIndex, rank: int, lost: Callable[[bytes], None]):
         self._free = list(range(slots - 1, -1, -1))
@@ -91,7 +70,6 @@ class HostSlots:
         return digest in self._slot_of
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        """Digests and slots."""
         return iter(self._slot_of.items())
 
     def use(self, digest: bytes) -> int:
@@ -100,14 +78,8 @@ class HostSlots:
         return self._slot_of[digest]
 
     def put(self, digest: bytes, locked: Container[bytes] = ()) -> int | None:
-        """Makes room for a copy of a page.
-
-        Args:
-            locked: digests of copies that must stay.
-
-        Returns:
-            the slot to copy to; None if the page is here already, or no slot can be replaced.
-        """
+        """The slot for a copy of a page, without replacing those of ``locked``; None if the page is here already, or no
+        slot can be replaced."""
         if digest in self._slot_of:
             self.use(digest)
             return None
@@ -117,7 +89,7 @@ class HostSlots:
         return slot
 
     def reserve(self, locked: Container[bytes] = ()) -> int | None:
-        """Takes a slot, which holds nothing until :meth:`name` or :meth:`give_back`; None if none can be replaced."""
+        """Takes a slot, which holds nothing until :meth:`name`; None if none can be replaced."""
         if self._free:
             return self._free.pop()
         oldest = next((digest for digest in self._slot_of if digest not in locked), None)
@@ -127,17 +99,13 @@ class HostSlots:
         self._lost(oldest)
         return slot
 
-    def name(self, slot: int, digest: bytes) -> None:
-        """Records the copy that a reserved slot holds now."""
-        if digest in self._slot_of:
+    def name(self, slot: int, digest: bytes | None) -> None:
+        """Records the copy that a reserved slot holds now; None: it is free again."""
+        if digest is None or digest in self._slot_of:
             self._free.append(slot)
         else:
             self._slot_of[digest] = slot
             self._index.add(digest, 1 << self._rank)
-
-    def give_back(self, slot: int) -> None:
-        """Frees a reserved slot."""
-        self._free.append(slot)
 
     def clear(self) -> None:
         """Forgets all copies; reserved slots stay reserved."""
@@ -152,12 +120,10 @@ class PagePool:
     the order of their last use.
 
     Args:
-        slots: pages in host memory.
         index: learns which pages the rank loses; what it gains is recorded by the caller, for all ranks of a group.
 
     Attributes:
         unused: pages that hold nothing, the next one last.
-        host: the pages in host memory.
         copies: copies between both that the next step begins with, in their order.
         evicted: digests of pages that :meth:`take` has evicted and that are nowhere else here; the caller tells the
             index, at once for all ranks that lose the same ones.
@@ -184,14 +150,8 @@ class PagePool:
         return len(self.unused) + len(self._cached)
 
     def take(self, count: int, locked: frozenset[bytes] = frozenset()) -> array[int]:
-        """Hands out ``count`` pages. What they held is copied to host memory, if there is any.
-
-        Args:
-            locked: digests of copies in host memory that must stay.
-
-        Raises:
-            RuntimeError: fewer are free.
-        """
+        """Hands out ``count`` pages; raises ``RuntimeError`` if fewer are free. What they held is copied to host
+        memory, if there is any, without replacing the copies of ``locked``."""
         unused = self.unused
         if count <= len(unused):
             pages = unused[len(unused) - count :]
@@ -226,15 +186,8 @@ class PagePool:
         return sum(page is not None and page not in self._cached for page in pages)
 
     def begin(self, digests: Sequence[bytes], count: int) -> tuple[array[int], list[int]]:
-        """Hands out a request's first pages; the caller has checked that enough are free.
-
-        Args:
-            digests: of its first pages, if they are known.
-            count: number of its pages, these and further ones.
-
-        Returns:
-            the pages, and the indices of those among ``digests`` whose rows are not here.
-        """
+        """Hands out a request's first ``count`` pages, which begin with those of ``digests``; the caller has checked
+        that enough are free. Returns the pages, and the indices of those among ``digests`` whose rows are not here."""
         if not digests:
             return self.take(count), []
         known = [self._page_of.get(digest) for digest in digests]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.cache.exchange import exchange_bytes
 from dsa_engine.engine.cache.folder import VERSION, PageFolder
-from dsa_engine.engine.cache.host import HostPages, staging_bytes
-from dsa_engine.engine.cache.transfer import PageTransfer, exchange_bytes
+from dsa_engine.engine.cache.transfer import HostPages, PageTransfer, staging_bytes
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
@@ -34,11 +34,7 @@ _TRANSIT = 2 << 30  # maximum bytes of host memory for pages on their way to the
 
 def default_cache_memory(device: torch.device, utilization: float, for_steps: int) -> int:
     """Bytes for the caches, from the memory that is free after the weights are loaded and the largest steps have run.
-
-    Args:
-        utilization: fraction of a GPU's memory that may be used in total, other programs included.
-        for_steps: bytes that steps and graphs take on a GPU (``warm_up.py``).
-    """
+    ``utilization``: fraction of a GPU's memory that may be used in total, other programs included."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # Memory that PyTorch has reserved and not allocated counts as free: for_steps contains it, or caches get it.
@@ -49,13 +45,7 @@ def default_cache_memory(device: torch.device, utilization: float, for_steps: in
 
 def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, token_bytes: int, for_steps: int) -> int:
     """Number of pages of the cache: the minimum over the ranks of what fits, but no more than can be used.
-
-    Args:
-        token_bytes: bytes of one token in the caches of all layers.
-
-    Raises:
-        CapacityError: not even one page fits.
-    """
+    ``token_bytes``: bytes of one token in the caches of all layers."""
     page_size = options.page_size
     one = page_size * token_bytes
     if options.cache_memory is None:
@@ -76,27 +66,17 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
 
 
 class TierSizes(NamedTuple):
-    """Sizes in pages, the same on every rank.
+    """Sizes in pages, the same on every rank."""
 
-    Attributes:
-        host: pages in host memory that have left the device, or that the disk has brought.
-        to_disk: further pages in host memory, on their way to the disk.
-        exchanged: maximum number of pages that a rank sends, or receives, in a step; 0: ranks exchange none.
-    """
-
-    host: int
-    to_disk: int
-    exchanged: int
+    host: int  # pages in host memory that have left the device, or that the disk has brought
+    to_disk: int  # further pages in host memory, on their way to the disk
+    exchanged: int  # maximum number of pages that a rank sends, or receives, in a step; 0: ranks exchange none
 
     @classmethod
     def of(
         cls, options: EngineOptions, mesh: Mesh, config: ModelConfig, format: CacheFormat, max_model_len: int
     ) -> TierSizes:
-        """The sizes by the options.
-
-        Raises:
-            ValueError: the host memory that is wanted is smaller than a page.
-        """
+        """The sizes by the options."""
         if not options.enable_prefix_caching:
             return cls(0, 0, 0)
         page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
@@ -128,11 +108,7 @@ class TierSizes(NamedTuple):
             mesh.cp.all_to_all(torch.zeros(mesh.cp.size, 1, device=mesh.device))
 
     def transfer(self, cache: KVCache, mesh: Mesh) -> PageTransfer | None:
-        """Makes host memory, and what moves pages to it and to other ranks; None if there is neither.
-
-        Raises:
-            CapacityError: the host memory is not there.
-        """
+        """Makes host memory, and what moves pages to it and to other ranks; None if there is neither."""
         if not self.slots and not self.exchanged:
             return None
         host = HostPages(cache, self.slots) if self.slots else None
@@ -145,44 +121,33 @@ class TierSizes(NamedTuple):
 
 
 def page_folder(options: EngineOptions, path: Path, model: Model, format: CacheFormat) -> PageFolder | None:
-    """The folder of the option ``cache_folder``, if any, for the pages of a model.
-
-    Args:
-        path: the folder of the model's checkpoint.
-
-    Raises:
-        ValueError: the folder is not there and cannot be made.
-    """
+    """The folder of the option ``cache_folder``, if any, for the pages of a model. ``path``: the folder of the model's
+    checkpoint."""
     if options.cache_folder is None:
         return None
-    key = _folder_key(options, path, model, format)
+    config, runtime, modules = model.config, model.runtime, min(options.num_drafts, len(model.mtp))
+    # All that rows depend on, without the number of ranks.
+    facts: dict[str, object] = {
+        "model_type": config.model_type,
+        "configuration": _digest(repr(config)),
+        "checkpoint": f"random, seed {options.seed}" if options.load_format == "dummy" else checkpoint_digest(path),
+        "weights": type(runtime.weights).__name__,
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "cache": repr(format),
+        "page_size": options.page_size,
+        "mtp_modules": modules,  # those that write rows
+        "format": VERSION,
+        "dsa_engine": __version__,
+    }
+    key, about = _digest(json.dumps(facts, sort_keys=True)), {"model": str(options.model), "cache_dtype": format.name}
     limit = None if options.cache_folder_size is None else parse_bytes(options.cache_folder_size, "cache_folder_size")
     try:
-        return PageFolder(Path(options.cache_folder).expanduser(), limit, *key)
+        return PageFolder(Path(options.cache_folder).expanduser(), limit, key, about | facts)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"cache_folder {str(options.cache_folder)!r} cannot be made: {error}; give a folder that this user may "
             "write, or leave it out"
         ) from error
-
-
-def _folder_key(options: EngineOptions, path: Path, model: Model, format: CacheFormat) -> tuple[str, dict[str, object]]:
-    """The name of a model's subfolder, and what it means: all that rows depend on, without the number of ranks."""
-    config, runtime, drafts = model.config, model.runtime, options.speculation
-    random_weights = options.load_format == "dummy"
-    facts: dict[str, object] = {
-        "model_type": config.model_type,
-        "configuration": _digest(repr(config)),
-        "checkpoint": f"random, seed {options.seed}" if random_weights else checkpoint_digest(path),
-        "weights": type(runtime.weights).__name__,
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "cache": repr(format),
-        "page_size": options.page_size,
-        "mtp_modules": min(drafts.num_speculative_tokens, len(model.mtp)) if drafts else 0,  # those that write rows
-        "format": VERSION,
-        "dsa_engine": __version__,
-    }
-    return _digest(json.dumps(facts, sort_keys=True)), {"model": str(options.model), "cache_dtype": format.name} | facts
 
 
 def _digest(text: str) -> str:

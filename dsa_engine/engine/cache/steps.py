@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from dsa_engine.engine.cache.disk_loads import DiskLoads
-from dsa_engine.engine.cache.disk_stores import DiskStores
+from dsa_engine.engine.cache.disk import DiskLoads, DiskStores
 from dsa_engine.engine.cache.folder import PageFolder
 from dsa_engine.engine.cache.link import PageSender, RankPages
 from dsa_engine.engine.cache.transfer import PageTransfer
@@ -19,7 +18,7 @@ _POLL_S = 0.001  # seconds between looks at a running read, while there is nothi
 
 
 class CacheSteps:
-    """In a step :meth:`begin_step`, :meth:`moving` around the forward pass, and :meth:`launched` after it.
+    """In a step :meth:`begin_step`, and :meth:`moving` around the forward pass.
 
     Args:
         transfer: moves pages to and from host memory and other ranks; None: all stay where they are.
@@ -27,7 +26,8 @@ class CacheSteps:
         sender: sends the pages that steps fill to the ranks that decode; None: this rank decodes.
 
     Attributes:
-        loads, stores: pages from and to the disk; None without a folder.
+        loads, stores: pages from and to the disk; None without a folder. The engine tells ``stores`` when a step has
+            been launched and when a request has a token.
         leaving: each is given a step's chunks before it runs, and returns the pages that this rank sends under it.
     """
 
@@ -62,11 +62,8 @@ class CacheSteps:
 
     @contextmanager
     def moving(self, chunks: Sequence[Chunk], overlapped: bool = False) -> Iterator[None]:
-        """Runs a step of ``chunks`` after the copies of pages that it begins with, or beside them.
-
-        Args:
-            overlapped: each layer waits for its own copies only; not in a CUDA graph.
-        """
+        """Runs a step of ``chunks`` after the copies of pages that it begins with, or beside them. ``overlapped``: each
+        layer waits for its own copies only; not in a CUDA graph."""
         self._computes = True
         with ExitStack() as finally_:
             if self._sender is not None:
@@ -94,16 +91,6 @@ class CacheSteps:
         self.transfer.begin(self._ledger.moves([]))
         return self.transfer.copied
 
-    def launched(self, chunks: Sequence[Chunk]) -> None:
-        """Keeps complete pages for the disk; called when a step has been launched, while its requests hold them."""
-        if self.stores is not None:
-            self.stores.launched(chunks)
-
-    def succeeded(self, request: Request) -> None:
-        """Called when a request has a token."""
-        if self.stores is not None:
-            self.stores.succeeded(request)
-
     def ended(self, request: Request) -> None:
         """Called when a request ends."""
         if self.stores is not None:
@@ -111,6 +98,6 @@ class CacheSteps:
 
     def close(self) -> None:
         """Ends the threads of the disk, once they have written what they have."""
-        if self.loads is not None and self.stores is not None:
-            self.loads.close()
-            self.stores.close()
+        for one in (self.loads, self.stores):
+            if one is not None:
+                one.close()

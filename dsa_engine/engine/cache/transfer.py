@@ -1,17 +1,200 @@
-"""A rank's pages between device and host memory and between ranks, beside the steps that use them."""
+"""A rank's pages between device and host memory and between ranks, beside the steps that use them, layer by layer.
+
+On CUDA copies run on a stream of their own: a copy engine moves neighbouring slots at once, to and from a staging
+buffer on the device, and a kernel brings them from and to their pages. On a CPU the same is done at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.engine.cache.host import HostCopies, HostPages
-from dsa_engine.engine.cache.pool import PageMoves
+from dsa_engine.engine.cache.exchange import PageExchange
+from dsa_engine.engine.cache.pool import PageCopy, PageMoves
+from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel.group import Group
+
+_ADVICE = "lower host_cache_memory, which each rank takes"
+_STAGING_BYTES = 32 << 20
+_INDICES = 1 << 16  # copies whose page numbers are on the device at a time
+
+Spans = list[tuple[int, int, int]]  # runs of neighbours among pairs of numbers: the first number of each, and count
+
+
+class HostPages:
+    """Room for ``slots`` pages of all layers of ``cache``, in pinned memory if its device is CUDA. ``pools``: for every
+    layer its latent rows and, with an indexer, its index keys: ``[slots, words of a page]``, integers as in
+    ``KVCache.page_words``."""
+
+    def __init__(self, cache: KVCache, slots: int):
+        words = cache.page_words()
+        self.slots = slots
+        self.page_bytes = sum(pool[0].nbytes for pool in chain(*words))
+        self.bytes = slots * self.page_bytes
+        flat = torch.frombuffer(self._allocate(), dtype=words[0][0].dtype)
+        if cache.latent[0].is_cuda:
+            self._pin(flat)
+        parts = iter(flat.split([slots * pool.shape[1] for pool in chain(*words)]))
+        self.pools = [[next(parts).view(slots, -1) for _ in layer] for layer in words]
+        self._bytes = [pool.view(torch.uint8).numpy() for pool in chain(*self.pools)]
+
+    def parts(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, writable: layer 0's latent rows, its index keys if it has them, layer 1's, …"""
+        return [pool[slot].data for pool in self._bytes]
+
+    def _allocate(self) -> mmap.mmap:
+        """Memory of whole pages of the operating system, given when it is touched: pinned as it is, without the
+        rounding up of PyTorch's allocator of pinned memory."""
+        try:
+            memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise CapacityError(
+                f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be allocated ({error}); "
+                f"{_ADVICE}"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _pin(self, flat: torch.Tensor) -> None:
+        runtime, address = torch.cuda.cudart(), flat.data_ptr()
+        failure = int(runtime.cudaHostRegister(address, self.bytes, 0))
+        if failure:
+            raise CapacityError(
+                f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be pinned (CUDA error "
+                f"{failure}); {_ADVICE}: pinned memory cannot be swapped, and ranks of a node share it"
+            )
+        # Not at the exit of the process, when the runtime may be gone.
+        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+
+
+def staging_bytes(largest: int) -> int:
+    """Device memory of the staging buffer and of page numbers, by the bytes of the largest page of a layer's pools."""
+    return _staged_pages(largest) * largest + _INDICES * torch.int64.itemsize
+
+
+def _staged_pages(largest: int) -> int:
+    return max(1, min(_STAGING_BYTES // largest, _INDICES))
+
+
+class CopyRun(NamedTuple):
+    """Copies of one direction that do not depend on each other, as (slot, page), sorted."""
+
+    to_host: bool
+    pairs: list[tuple[int, int]]
+
+
+def independent_runs(copies: Iterable[PageCopy]) -> list[CopyRun]:
+    """Orders copies into as few runs as dependencies between pages and slots allow: run after run they have the effect
+    of the copies one after another. Runs to the host and back alternate: pages that leave and others that take their
+    places are two runs."""
+    runs: list[CopyRun] = []
+    # The last run that read or wrote a page (False, page) or a slot (True, slot); -1: none.
+    read: dict[tuple[bool, int], int] = {}
+    written: dict[tuple[bool, int], int] = {}
+    for to_host, page, slot in copies:
+        source, target = ((False, page), (True, slot)) if to_host else ((True, slot), (False, page))
+        number = 1 + max(written.get(source, -1), written.get(target, -1), read.get(target, -1))
+        number += (number % 2 == 0) != to_host  # even runs go to the host
+        while len(runs) <= number:
+            runs.append(CopyRun(len(runs) % 2 == 0, []))
+        runs[number].pairs.append((slot, page))
+        read[source] = max(number, read.get(source, -1))
+        written[target] = number
+    for run in runs:
+        run.pairs.sort()
+    return [run for run in runs if run.pairs]
+
+
+def neighbours(pairs: Iterable[tuple[int, int]]) -> Spans:
+    """Runs of sorted pairs in which both numbers are consecutive."""
+    spans: Spans = []
+    for one, other in pairs:
+        first, second, count = spans[-1] if spans else (0, 0, -1)
+        if (one, other) == (first + count, second + count):
+            spans[-1] = first, second, count + 1
+        else:
+            spans.append((one, other, 1))
+    return spans
+
+
+class HostCopies:
+    """Copies run in order: after all work that the current stream was given before :meth:`start`, and, layer by layer,
+    before the work that it is given after :meth:`join`. ``wait``: blocks until all copies so far are done; any thread
+    may call it."""
+
+    def __init__(self, pools: list[list[torch.Tensor]], host: HostPages):
+        first = pools[0][0]
+        largest = max(pool[0].nbytes for pool in chain(*pools))
+        self._pools, self._host = pools, host
+        self._cuda = torch.get_device_module(first.device)  # on a CPU torch.cpu, whose streams do nothing
+        self._stream = self._cuda.Stream(first.device)
+        self._ends: list[Any] = [None] * len(pools)  # for each layer, the event that the main stream has to wait for
+        self._staged = _staged_pages(largest)
+        self._staging = first.new_empty(self._staged * largest // first.element_size())
+        self._indices = first.new_empty(_INDICES, dtype=torch.int64)
+        self.wait: Callable[[], None] = lambda: None
+        self.bytes_to_host = self.bytes_from_host = 0
+
+    def start(self, copies: Sequence[PageCopy]) -> None:
+        """Starts copies, with the effect of one after another."""
+        to_host = sum(copy.to_host for copy in copies)
+        self.bytes_to_host += to_host * self._host.page_bytes
+        self.bytes_from_host += (len(copies) - to_host) * self._host.page_bytes
+        self._stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._stream):
+            for first in range(0, len(copies), _INDICES):
+                self._run(copies[first : first + _INDICES])
+        self.wait = self._end().synchronize
+
+    def join(self, layer: int) -> None:
+        """Makes the current stream wait for the copies of a layer."""
+        if self._ends[layer] is not None:
+            self._cuda.current_stream().wait_event(self._ends[layer])
+
+    def _run(self, copies: Sequence[PageCopy]) -> None:
+        """All layers' copies, whose page numbers are on the device together."""
+        pieces = [
+            CopyRun(run.to_host, run.pairs[first : first + self._staged])
+            for run in independent_runs(copies)
+            for first in range(0, len(run.pairs), self._staged)
+        ]
+        numbers = torch.tensor([page for piece in pieces for _, page in piece.pairs])
+        numbers = upload(numbers, self._indices.device, self._indices[: len(numbers)])
+        pages = numbers.split([len(piece.pairs) for piece in pieces])
+        spans = [neighbours((slot, index) for index, (slot, _) in enumerate(piece.pairs)) for piece in pieces]
+        for layer, (pools, hosts) in enumerate(zip(self._pools, self._host.pools, strict=True)):
+            for pool, host in zip(pools, hosts, strict=True):
+                for piece, its_pages, its_spans in zip(pieces, pages, spans, strict=True):
+                    self._copy(piece.to_host, its_pages, its_spans, pool, host)
+            self._ends[layer] = self._end()
+
+    def _copy(self, to_host: bool, pages: torch.Tensor, spans: Spans, pool: torch.Tensor, host: torch.Tensor) -> None:
+        """Copies of one pool through the buffer; the spans are of slots and of indices in ``pages``."""
+        staged = self._staging[: len(pages) * pool.shape[1]].view(-1, pool.shape[1])
+        if to_host:
+            torch.index_select(pool, 0, pages, out=staged)
+        for slot, index, count in spans:
+            some, slots = staged[index : index + count], host[slot : slot + count]
+            into, source = (slots, some) if to_host else (some, slots)
+            into.copy_(source, non_blocking=True)
+        if not to_host:
+            pool.index_copy_(0, pages, staged)
+
+    def _end(self) -> Any:
+        """An event at the end of all work that the stream has been given so far."""
+        event = self._cuda.Event()
+        event.record(self._stream)
+        return event
 
 
 class PageTransfer:
@@ -19,13 +202,7 @@ class PageTransfer:
 
     In a step: :meth:`begin`, then the forward pass, whose layers call :meth:`arrive`, or a CUDA graph after
     :meth:`finish`. All of this runs on one thread. On a CPU copies are done at once; exchanges overlap there too.
-
-    Args:
-        host: None: no copies.
-        max_exchanged: maximum number of pages that a rank sends, and that it receives, in a step; 0: no exchanges.
-
-    Attributes:
-        copies: those between ``host`` and the pools.
+    ``max_exchanged``: maximum number of pages that a rank sends, and that it receives, in a step; 0: no exchanges.
     """
 
     def __init__(self, cache: KVCache, group: Group, host: HostPages | None, max_exchanged: int):
@@ -68,91 +245,3 @@ class PageTransfer:
         """A function that blocks until all copies so far are done; any thread may call it."""
         assert self.copies is not None, "copies need host memory"
         return self.copies.wait
-
-
-def exchange_bytes(largest: int, max_exchanged: int) -> int:
-    """Device memory of :class:`PageExchange`, by the bytes of the largest page of a layer (latent rows and index
-    keys)."""
-    return 2 * max_exchanged * (2 * largest + torch.int64.itemsize)
-
-
-class PageExchange:
-    """Pages from rank to rank of a context-parallel group: one collective a layer, under the layer before.
-
-    Packing and storing run in order on a stream of their own, which waits for a layer's collective before it stores.
-    Two layers have buffers, alternating: while one layer's pages are on the way, those of the layer before are stored.
-    """
-
-    def __init__(self, pools: list[list[torch.Tensor]], group: Group, max_exchanged: int):
-        first = pools[0][0]
-        largest = max(sum(pool.shape[1] for pool in layer) for layer in pools)
-        self._pools, self._group = pools, group
-        self._cuda = torch.get_device_module(first.device)  # on a CPU torch.cpu, whose streams do nothing
-        self._stream = self._cuda.Stream(first.device)
-        self._outgoing = first.new_empty(2, max_exchanged * largest)
-        self._incoming = first.new_empty(2, max_exchanged * largest)
-        self._numbers = first.new_empty(2, max_exchanged, dtype=torch.int64)
-        self._arriving = self._started = len(pools)  # the layers that arrive and start next
-        self._wait: Callable[[], None] = lambda: None  # for the layer that arrives next
-
-    def start(self, sends: list[list[int]], receives: list[list[int]], join: Callable[[int], None]) -> None:
-        """Starts the exchange of the first layer.
-
-        Args:
-            sends, receives: see :class:`.PageMoves`.
-            join: makes the current stream wait until a layer's pages can be read and written.
-        """
-        self._send, self._receive = ([len(pages) for pages in theirs] for theirs in (sends, receives))
-        self._join = join
-        self._stream.wait_stream(self._cuda.current_stream())
-        with self._cuda.stream(self._stream):
-            numbers = [torch.tensor([*chain(*pages)], dtype=torch.int64) for pages in (sends, receives)]
-            self._sent, self._filled = (
-                upload(its, into.device, into[: len(its)]) for its, into in zip(numbers, self._numbers, strict=True)
-            )
-        self._arriving = self._started = 0
-        self._start_next()
-
-    def arrive(self, layer: int) -> None:
-        """Starts the exchange of the next layer; makes the current stream wait for the pages of this one, and of all
-        layers before it."""
-        while self._arriving <= layer and self._arriving < len(self._pools):
-            wait, number = self._wait, self._arriving
-            self._arriving += 1
-            self._start_next()
-            with self._cuda.stream(self._stream):
-                wait()
-                unpack(self._pools[number], self._filled, self._rows(self._incoming, number, self._receive))
-            self._cuda.current_stream().wait_stream(self._stream)
-
-    def _start_next(self) -> None:
-        if self._started == len(self._pools):
-            return
-        layer, self._started = self._started, self._started + 1
-        with self._cuda.stream(self._stream):
-            self._join(layer)
-            outgoing = self._rows(self._outgoing, layer, self._send)
-            incoming = self._rows(self._incoming, layer, self._receive)
-            pack(self._pools[layer], self._sent, outgoing)
-            self._wait = self._group.all_to_all_async(outgoing, incoming, self._send, self._receive)
-
-    def _rows(self, buffers: torch.Tensor, layer: int, counts: list[int]) -> torch.Tensor:
-        """``[pages, words of a page of the layer]`` of one of two buffers."""
-        pages, width = sum(counts), sum(pool.shape[1] for pool in self._pools[layer])
-        return buffers[layer % 2, : pages * width].view(pages, width)
-
-
-def pack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copies pages of a layer into ``rows [n, words]``, a page's words of all pools side by side."""
-    for pool, part in zip(pools, _columns(pools, rows), strict=True):
-        torch.index_select(pool, 0, pages, out=part)
-
-
-def unpack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
-    """Fills pages of a layer with what :func:`pack` has made."""
-    for pool, part in zip(pools, _columns(pools, rows), strict=True):
-        pool.index_copy_(0, pages, part)
-
-
-def _columns(pools: Sequence[torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return rows.split([pool.shape[1] for pool in pools], dim=1)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -27,33 +28,18 @@ class PreparedPrompt(NamedTuple):
     tokenizer: Tokenizer | None  # makes the text of the outputs; None if they have none
 
 
+@dataclass(eq=False, repr=False)
 class AsyncCalls:
-    """Prompts go in, outputs come out, from an engine in this process or in another one.
+    """Prompts go in, outputs come out, from an engine in this process or in another one."""
 
-    Args:
-        calls: takes the engine's messages.
-        folder: the model's.
-        trust_remote_code: whether the tokenizer's code in the folder may run.
-        default_sampling: fields of :meth:`get_default_sampling_params`.
-        stream_interval: tokens of a piece of a stream, after the first.
-    """
-
-    def __init__(
-        self,
-        calls: MessageQueue,
-        limits: Limits,
-        folder: Path,
-        trust_remote_code: bool,
-        default_sampling: dict[str, Any],
-        stream_interval: int,
-    ):
-        self.folder = folder
-        self.default_sampling = default_sampling
-        self._calls, self._limits = calls, limits
-        self._trust_remote_code = trust_remote_code
-        self._stream_interval = stream_interval
-        self._tokenizer: Tokenizer | None = None
-        self._loading = threading.Lock()  # held while the tokenizer is loaded
+    _calls: MessageQueue
+    _limits: Limits
+    folder: Path
+    _trust_remote_code: bool
+    default_sampling: dict[str, Any]
+    _stream_interval: int  # tokens of a piece of a stream, after the first
+    _tokenizer: Tokenizer | None = field(default=None, init=False)
+    _loading: threading.Lock = field(default_factory=threading.Lock, init=False)  # held while the tokenizer is loaded
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -147,7 +133,6 @@ class AsyncCalls:
         return prepared
 
     def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> PreparedPrompt:
-        """Does everything that takes time or may fail before a prompt is sent."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.

@@ -123,7 +123,6 @@ class CallQueue:
     Attributes:
         here: whether this is rank 0, or the only process.
         ids: gives requests and jobs their numbers; a request without a seed gets one made from its number.
-        closed: whether later calls are refused.
     """
 
     def __init__(self, here: bool):
@@ -136,12 +135,7 @@ class CallQueue:
         self._taker: int | None = None  # the loop's thread
 
     def check(self) -> None:
-        """Checks that this thread may call.
-
-        Raises:
-            BaseException: the error that has ended the loop.
-            RuntimeError: it was closed, this is the loop's own thread, or another rank than 0.
-        """
+        """Checks that this thread may call."""
         if threading.get_ident() == self._taker:
             raise RuntimeError("a call from within another call of the same thread, which would wait for it")
         if self.closed or self._refusal is not None:
@@ -217,10 +211,7 @@ class Call:
     """A caller's requests that are made together, or its job, and its wait for their results.
 
     They end together, at the latest with :meth:`close`. An interrupt may hit the very line that closes it; then the
-    garbage collector does.
-
-    Args:
-        asynchronous: the caller waits in the running event loop.
+    garbage collector does. ``asynchronous``: the caller waits in the running event loop.
     """
 
     _ids: Sequence[int] = ()  # the id of a running job
@@ -249,11 +240,8 @@ class Call:
         return result
 
     def get(self, tick: Callable[[], object] | None = None) -> Any:
-        """Waits for the next result: the end of a request, or a piece of a stream; calls ``tick`` now and then.
-
-        Raises:
-            BaseException: the error of a step of one of the requests, or the error that ended the loop.
-        """
+        """Waits for the next result: the end of a request, or a piece of a stream; calls ``tick`` now and then. Raises
+        the error of a step of one of the requests, or the one that ended the loop."""
         while tick is not None:
             try:
                 return _raised(self._mailbox.get(timeout=_TICK_S))
@@ -289,7 +277,6 @@ class Call:
 
 
 def _raised(item: Any) -> Any:
-    """Returns an item of a mailbox; raises it if it is an exception."""
     if isinstance(item, BaseException):
         raise item
     return item

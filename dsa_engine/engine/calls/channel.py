@@ -18,11 +18,7 @@ _LENGTH = 8
 
 
 class MessageChannel:
-    """One rank's end of the channel.
-
-    Args:
-        group: all ranks, on the CPU; used for nothing else.
-    """
+    """One rank's end of the channel. ``group``: all ranks, on the CPU; used for nothing else."""
 
     def __init__(self, group: Group):
         self._group = group

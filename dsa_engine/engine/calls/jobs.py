@@ -17,15 +17,11 @@ Job = Literal["prefill", "prompt_logits", "reset_prefix_cache", "wait"]
 
 @dataclass(frozen=True)
 class Run:
-    """The message of a job: it waits for the requests before it, and the requests after it wait.
-
-    Attributes:
-        job: see :func:`run_job`; "wait" computes nothing.
-        call: the number of a call that every rank makes, see :class:`.spmd.SpmdCalls`; None: rank 0 makes it alone.
-    """
+    """The message of a job: it waits for the requests before it, and the requests after it wait. ``call``: the number
+    of a call that every rank makes, see :class:`.spmd.SpmdCalls`; None: rank 0 makes it alone."""
 
     id: int
-    job: Job
+    job: Job  # see ``run_job``; "wait" computes nothing
     prompt_ids: Sequence[int]
     call: int | None = None
 
@@ -33,11 +29,7 @@ class Run:
 def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
     """Computes a chunk of a prompt at each ``next``, and returns float32 CPU logits: of a "prefill" ``[vocab]`` after
     the last token, of "prompt_logits" ``[len, vocab]`` at every position. The prompt's pages are free when the job ends
-    or is closed.
-
-    Raises:
-        RuntimeError: other requests are running.
-    """
+    or is closed."""
     engine.check_idle()
     prompt, logits = run.prompt_ids, torch.empty(0)
     if run.job == "reset_prefix_cache":
@@ -70,16 +62,8 @@ def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
 
 
 def prefill(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    """Prefills one prompt alone, without the engine's loop, and frees its pages.
-
-    Returns:
-        float32 CPU logits ``[vocab]`` after the last token, the same on every rank.
-
-    Raises:
-        ValueError, CapacityError: see :meth:`.Limits.check`.
-        ValueError: logits that are not finite.
-        RuntimeError: other requests are running.
-    """
+    """Prefills one prompt alone, without the engine's loop, and frees its pages; returns float32 CPU logits ``[vocab]``
+    after the last token, the same on every rank."""
     engine.limits.check(prompt)
     job = run_job(engine, Run(-1, "prefill", prompt))
     while True:
@@ -90,11 +74,7 @@ def prefill(engine: Engine, prompt: list[int]) -> torch.Tensor:
 
 
 def check_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Returns ``logits [vocab]`` or ``[len, vocab]`` on the host.
-
-    Raises:
-        ValueError: they are not finite; the text has the first position.
-    """
+    """Returns ``logits [vocab]`` or ``[len, vocab]`` on the host."""
     # The sum reads them once. Only if it is not finite (it may overflow), each is checked.
     if not bool(logits.sum().isfinite()) and not bool((finite := logits.isfinite().all(dim=-1)).all()):
         where = "after the prompt" if logits.dim() == 1 else f"at position {int((~finite).nonzero()[0])} of the prompt"

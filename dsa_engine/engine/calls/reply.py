@@ -7,9 +7,11 @@ engine samples until it learns of it are dropped.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from dsa_engine.engine.requests.limits import Add
@@ -41,31 +43,20 @@ class Mailbox(Protocol):
     def put(self, item: Any, /) -> None: ...
 
 
+@dataclass(eq=False)
 class Receiver(ABC):
-    """Receives the tokens of one request from the loop.
+    """Receives the tokens of one request from the loop."""
 
-    Attributes:
-        mailbox: the caller's.
-        delivery: what it takes before the end, see ``Request.delivery``.
-        request: the engine's request; None until the loop has begun it.
-        ending: how the request ended; None while it runs.
-    """
-
-    delivery: Literal["tokens", "end"] = "tokens"
-
-    def __init__(self, add: Add, mailbox: Mailbox):
-        self.add = add
-        self.mailbox = mailbox
-        self.request: Request | None = None
-        self.ending: Ending | None = None
+    add: Add
+    mailbox: Mailbox
+    delivery: Literal["tokens", "end"] = "tokens"  # what it takes before the end, see ``Request.delivery``
+    request: Request | None = field(default=None, init=False)  # the engine's; None until the loop has begun it
+    ending: Ending | None = field(default=None, init=False)  # how the request ended; None while it runs
 
     @abstractmethod
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
-        """Takes the next tokens, and puts what the caller waits for into the mailbox.
-
-        Args:
-            ending: how the request ends with the last of ``tokens``; None if it goes on.
-        """
+        """Takes the next tokens, and puts what the caller waits for into the mailbox; ``ending``: how the request ends
+        with the last of them, None if it goes on."""
 
     def put(self, error: BaseException, /) -> None:
         """Ends the request for its caller with an error."""
@@ -170,17 +161,16 @@ class Reply(Receiver):
 
     def metrics(self) -> RequestMetrics:
         """The times and counts so far."""
-        record = self._record
-        return RequestMetrics.of(
-            self.add.arrival,
-            self._first_token_time,
-            self._last_token_time,
-            len(self.output),
+        record, arrival, tokens = self._record, self.add.arrival, len(self.output)
+        first, last, admitted = self._first_token_time, self._last_token_time, record.admitted_at
+        return RequestMetrics(
+            math.nan if first is None else first - arrival,
+            None if first is None or last is None or tokens <= 1 else (last - first) / (tokens - 1),
             record.preemptions,
             SpeculationMetrics.of(record.draft_stats) if record.draft_stats else None,
             record.num_cached_tokens or 0,
-            record.admitted_at,
-            record.rows_by_form,
+            None if admitted is None else max(0.0, admitted - arrival),
+            *record.rows_by_form,
         )
 
     def completion(self, index: int) -> CompletionOutput:

@@ -65,11 +65,8 @@ class SpmdCalls:
         return result
 
     def pieces(self, work: Callable[[int | None], Generator[T, None, None]]) -> Generator[T, None, None]:
-        """The pieces of a stream, or the one result of another call, which begins with the first one.
-
-        Args:
-            work: makes the call on rank 0; gets its number, or None if no other rank wants its results.
-        """
+        """The pieces of a stream, or the one result of another call, which begins with the first one. ``work``: makes
+        the call on rank 0; gets its number, or None if no other rank wants its results."""
         self.check()
         if not self._calls.here:
             number = next(self._numbers)
@@ -106,11 +103,7 @@ class SpmdCalls:
         return result
 
     def follow(self) -> None:
-        """Tells rank 0 that this rank makes no more calls.
-
-        Raises:
-            RuntimeError: this is rank 0, or the only rank.
-        """
+        """Tells rank 0 that this rank makes no more calls."""
         if self._mesh.is_front:
             raise RuntimeError("rank 0 is the rank that the others follow(); it calls, and closes the LLM at the end")
         if not (self._all_follow or self._follows):

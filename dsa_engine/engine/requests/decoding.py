@@ -59,11 +59,7 @@ class Table(NamedTuple):
 class Decoding:
     """A table with a row for every request that decodes.
 
-    Args:
-        rank: this rank; its requests are updated in every step.
-
     Attributes:
-        table: the columns, in the order of the keys.
         requests: the object of each row. While it is here, the table knows its length and its number of pages, and
             only this rank's requests and those whose tokens are delivered as they come have a current ``output``.
         num_taken: number of tokens read so far, without those that :meth:`take` returned.
@@ -91,7 +87,6 @@ class Decoding:
         return row < len(self) and self.requests[row] is request
 
     def _changed(self) -> None:
-        """Called when requests have come or left."""
         self.table = Table(*self._cells)
         self._all = np.arange(len(self))
         self._samples: Samples | None = None  # those of the last step, if it was of all requests
@@ -165,7 +160,6 @@ class Decoding:
         return self._free_slots.pop()
 
     def _flush(self, row: int) -> None:
-        """Gives a request's object the tokens that are buffered for it."""
         slot, request = self.table.slot[row], self.requests[row]
         forms = self._cells[_FORMS, row]
         request.count_rows(forms.tolist())
@@ -191,14 +185,8 @@ class Decoding:
 
     def give_pages(self, give: Callable[[Request, int], bool]) -> list[Request]:
         """Gives requests the pages that they lack for their next step: for their tokens, for the drafts that it
-        verifies, and for those that it makes but for the last.
-
-        Args:
-            give: called with a request and the number of pages that it lacks; returns whether there are so many.
-
-        Returns:
-            the requests that got none.
-        """
+        verifies, and for those that it makes but for the last. ``give`` is called with a request and the number of
+        pages that it lacks, and returns whether there are so many. Returns the requests that got none."""
         table, drafts = self.table, self._num_drafts
         needed = table.length
         if drafts:
@@ -260,12 +248,8 @@ class Decoding:
     # A step is read.
 
     def take(self, read: ReadSamples) -> list[RequestTokens]:
-        """Takes the tokens of a step.
-
-        Returns:
-            those of requests that this rank owns or delivers, of new ones, and of those that may end with one of these:
-            the caller appends them to the requests. All others are in the table.
-        """
+        """Takes the tokens of a step; returns those of requests that this rank owns or delivers, of new ones, and of
+        those that may end with one of these: the caller appends them to the requests. All others are in the table."""
         table, (rows, at) = self.table, self._find(read.samples)
         counts, tokens = read.samples.counts[at], read.tokens[at]
         table.unread[rows] -= counts
@@ -326,5 +310,4 @@ class Decoding:
 
 
 def _chosen(of: slice | Ints, numbers: Ints) -> Ints:
-    """Some of these, which are all if it is a slice."""
     return numbers if isinstance(of, slice) else of[numbers]

@@ -45,11 +45,7 @@ class Capacity:
         return pages_for(max(len(request), min(len(request) + max(0, num_drafts - 1), limit)), self.page_size)
 
     def check(self, prompt_len: int, max_tokens: int, what: str = "this request", need: int | None = None) -> None:
-        """Checks that a request of this size can run, if alone; or ``what``, which need ``need`` pages of a rank.
-
-        Raises:
-            CapacityError: it cannot; the message says how many pages it needs and how many there are.
-        """
+        """Checks that a request of this size can run, if alone; or ``what``, which need ``need`` pages of a rank."""
         need = self.max_pages(prompt_len, max_tokens) if need is None else need
         if need > self.limit:
             raise CapacityError(
@@ -62,38 +58,25 @@ class Capacity:
 
 @dataclass
 class Add:
-    """A new request, checked and normalised by :func:`new_requests`: the caches can hold it, if alone.
-
-    Attributes:
-        prompt_ids: an array of int32: 4 bytes a token in memory, which the request shares, and in a message.
-        params: for one output, with ``max_tokens`` a number; a copy of the caller's object.
-        bad_words: token ids of each word that must not be generated.
-        arrival: time of the call in seconds, by ``time.perf_counter`` on the rank that was called.
-        id: grows with the order of arrival; set when the message is sent.
-        cache_salt: requests with different salts share no cached pages.
-    """
+    """A new request, checked and normalised by :func:`new_requests`: the caches can hold it, if alone. ``prompt_ids``:
+    an array of int32: 4 bytes a token in memory, which the request shares, and in a message."""
 
     prompt_ids: Sequence[int]
-    params: SamplingParams
-    bad_words: list[list[int]] = field(default_factory=list)
-    arrival: float = 0.0
-    id: int = -1
-    cache_salt: str | None = None
+    params: SamplingParams  # for one output, with ``max_tokens`` a number; a copy of the caller's object
+    bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word that must not be generated
+    arrival: float = 0.0  # time of the call in seconds, by ``time.perf_counter`` on the rank that was called
+    id: int = -1  # grows with the order of arrival; set when the message is sent
+    cache_salt: str | None = None  # requests with different salts share no cached pages
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask of an engine.
+    """What a request may ask of an engine."""
 
-    Attributes:
-        max_model_len: maximum number of tokens, prompt and output.
-        no_selection: why ``SamplingParams.selection`` is not possible; None: it is.
-    """
-
-    max_model_len: int
+    max_model_len: int  # maximum number of tokens, prompt and output
     vocab_size: int
     capacity: Capacity
-    no_selection: str | None = None
+    no_selection: str | None = None  # why ``SamplingParams.selection`` is not possible; None: it is
 
     def check(self, prompt: Sequence[int]) -> None:
         """Checks that a prompt can be prefilled, without room for an output; raises what :func:`new_requests` does."""
@@ -105,15 +88,7 @@ def new_requests(
     prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None, limits: Limits
 ) -> list[Add]:
     """Makes a message for each of the ``params.n`` outputs of a prompt that arrives now; any thread may call it.
-
-    Args:
-        tokenizer: gives the token ids of ``bad_words``; may be None if there are none.
-
-    Raises:
-        ValueError: the prompt is empty, has token ids that the model lacks, or leaves no room below ``max_model_len``;
-            or ``structured_outputs`` or ``selection`` is not possible.
-        CapacityError: the request does not fit in the caches even alone.
-    """
+    ``tokenizer``: gives the token ids of ``bad_words``; may be None if there are none."""
     check_prompt(prompt, 1, limits.max_model_len, limits.vocab_size)
     for name in ("allowed_token_ids", "logit_bias"):
         for token in getattr(params, name) or ():

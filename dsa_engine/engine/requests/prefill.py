@@ -48,11 +48,8 @@ def choose_group(
     tokens to prefill, the request's own included.
 
     Among equal groups, as the cost of decoding grows with the tokens that a rank's requests attend to, it is the one
-    with the fewest of them.
-
-    Args:
-        cached: by number of each group with room for the request, the tokens of the request that it need not prefill.
-        groups: the ranks of every group.
+    with the fewest of them. ``cached``: by number of each group with room for the request, the tokens of the request
+    that it need not prefill.
     """
     to_prefill = {number: -tokens for number, tokens in cached.items()}
     for other in prefilling:
@@ -76,10 +73,8 @@ def choose_owner(
 
     Ranks with enough pages for everything that their requests and this one may still ask for come first. Among these,
     the rank is chosen whose requests attend to the fewest tokens; tokens of this request that it had to fetch count
-    like those, so that a request goes back to its last owner unless that one has the longer contexts.
-
-    Args:
-        absent: by rank, the number of this request's pages that the rank had to fetch; default: none.
+    like those, so that a request goes back to its last owner unless that one has the longer contexts. ``absent``: by
+    rank, the number of this request's pages that the rank had to fetch; default: none.
     """
     need = capacity.max_pages(len(request.prompt), request.max_tokens)
     tokens, future = load.tokens.tolist(), load.future_pages.tolist()
@@ -92,13 +87,8 @@ class PrefillStep:
     """A prefill step that is being planned: the requests added first have the first choice of tokens.
 
     Args:
-        groups: the ranks of each context-parallel group.
         tokens: maximum number of tokens that a group prefills in the step.
-        ledger: says which pages a request has to fetch first.
         least_computed: fewest tokens of a request's last chunk.
-
-    Attributes:
-        chunks: those of the requests so far.
     """
 
     def __init__(self, groups: Sequence[range], tokens: int, ledger: PageLedger, least_computed: int):
@@ -111,7 +101,6 @@ class PrefillStep:
         self._received: Counter[int] = Counter()
 
     def has_room(self, group: int) -> bool:
-        """Whether a group can prefill more tokens."""
         return self._budget[group] > 0
 
     def add(self, request: Request) -> None:
@@ -145,10 +134,8 @@ class PrefillShare:
     """Lets at most a fraction of the steps prefill that are taken while any request decodes.
 
     Every such step earns a part of a prefill step. What is earned and not used is capped at one step: a late request is
-    prefilled at once, but no burst of prefills follows. A step counts once it has been launched.
-
-    Args:
-        maximum: the fraction, in (0, 1]; 1 puts prefill first.
+    prefilled at once, but no burst of prefills follows. A step counts once it has been launched. With a ``maximum`` of
+    1 prefill comes first.
     """
 
     def __init__(self, maximum: float):
@@ -162,11 +149,9 @@ class PrefillShare:
         return not decoding or self._credit_after > 1 - 1e-9
 
     def prefills(self, decoding: bool) -> None:
-        """Records that the step does prefill."""
         self._credit_after -= 1.0 if decoding else 0.0
 
     def launched(self) -> None:
-        """Records that the step has been launched."""
         self._credit = self._credit_after
 
 
@@ -199,7 +184,6 @@ class PrefillPace:
         self._since = now if self._since is None else self._since
 
     def pause(self) -> None:
-        """There is nothing to do."""
         self._since = None
 
     def read(self, now: float, prefilled: int) -> None:

@@ -75,11 +75,8 @@ class PageDigests:
         self._so_far = blake2b(blake2b(start, digest_size=_DIGEST_BYTES).digest(), digest_size=_DIGEST_BYTES)
 
     def extend(self, known: int, tokens: Callable[[int, int], array[int]]) -> list[bytes]:
-        """Adds the digests of pages whose tokens, and those after them, are known now; returns all.
-
-        Args:
-            tokens: ``tokens(start, length)`` gives their ids, int32.
-        """
+        """Adds the digests of pages whose tokens, and those after them, are known now; returns all. ``tokens``:
+        ``tokens(start, length)`` gives their ids, int32."""
         size, ahead, first = self._page_size, self._lookahead, len(self.values)
         count = (known - ahead) // size - first
         if count <= 0:
@@ -185,16 +182,8 @@ class Request:
         return ids
 
     def append(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
-        """Adds the next token to the output and decides whether the request ends with it.
-
-        Stop strings, which appear only in the text, are found on the caller's side (``reply.py``).
-
-        Args:
-            sampled: the token, or the error in its place.
-
-        Returns:
-            how the request ends; None if it goes on.
-        """
+        """Adds the next token to the output; returns how the request ends with it, None if it goes on. Stop strings,
+        which appear only in the text, are found on the caller's side (``reply.py``)."""
         if sampled.error is not None:
             return Ending("error", sampled.error)
         self.output.append(sampled.token)

@@ -179,28 +179,18 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The tokens sampled by a step, the same on every rank, on their way to the host.
-
-    Attributes:
-        tokens: int64 ``[world · samples.max_rows]`` on the device; negative values are codes of errors.
-        codes: waits for the device and returns these.
-        logprobs: the same for the rows of ``log_probabilities`` of each; None if no request wants any.
-        outcome: the result of drafts; None without them.
-        follows: whether the next step may follow before this one is read.
-        prompt_logprobs: new ones of requests in prefill, by position.
-        last_rows: new ``Request.last_rows`` on this rank.
-        selections: new ones of ``Request.selection``, by the request's id; on the first rank.
-    """
+    """The tokens sampled by a step, the same on every rank, on their way to the host."""
 
     samples: Samples
-    tokens: torch.Tensor
-    codes: Callable[[], torch.Tensor]
+    tokens: torch.Tensor  # int64 ``[world · samples.max_rows]`` on the device; negative values are codes of errors
+    codes: Callable[[], torch.Tensor]  # waits for the device and returns these
+    # The same for the rows of `log_probabilities` of each; None if no request wants any.
     logprobs: Callable[[], torch.Tensor] | None = None
-    outcome: Outcome | None = None
-    follows: bool = True
-    prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)
-    last_rows: Mapping[Request, LastRows] = field(default_factory=dict)
-    selections: Mapping[int, Mapping[int, Selection]] = field(default_factory=dict)
+    outcome: Outcome | None = None  # the result of drafts; None without them
+    follows: bool = True  # whether the next step may follow before this one is read
+    prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # new ones, by position
+    last_rows: Mapping[Request, LastRows] = field(default_factory=dict)  # new ``Request.last_rows`` on this rank
+    selections: Mapping[int, Mapping[int, Selection]] = field(default_factory=dict)  # by request's id; on rank 0
 
     @property
     def can_be_followed(self) -> bool:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from dsa_engine.engine.cache.disk_loads import DiskLoads
+from dsa_engine.engine.cache.disk import DiskLoads
 from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
 from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.limits import Capacity, pages_for
@@ -54,20 +54,13 @@ class Scheduler:
 
     Args:
         capacity: ranks, their context-parallel groups (consecutive ranks), and the pages of each.
-        max_num_batched_tokens: maximum number of tokens that a rank prefills in a step.
         max_prefill_share: maximum fraction of prefill steps among the steps taken while some request decodes, in
             (0, 1]; 1 puts prefill first.
-        enable_prefix_caching: whether requests use pages that others have computed.
         max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
-        eos_token_ids: tokens that may end any request.
-        events: publishes what the prefix cache names and forgets.
 
     Attributes:
-        decoding: the requests that decode, of all ranks.
-        capacity: says whether a request can run at all.
         max_prefill_tokens: maximum number of tokens of a group's prefill step.
         max_prefill_beside: the same while any request decodes; the same on all ranks.
-        page_sources: where waiting requests' pages may come from.
         preemptions: number of times that a running request has lost its pages to an older one.
     """
 
@@ -142,11 +135,7 @@ class Scheduler:
 
     def admit_prefilled(self, request: Request) -> None:
         """Admits a request without a prefill, as its pages are filled in another way; it decodes from the next step on.
-        It must be able to run (``capacity.check``).
-
-        Raises:
-            CapacityError: there is no room for it now.
-        """
+        It must be able to run (``capacity.check``)."""
         free, load = self.ledger.free, self._load()
         need = pages_for(request.num_prefill_tokens, self.capacity.page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
@@ -241,7 +230,6 @@ class Scheduler:
         return step.chunks
 
     def _best_group(self, usable: list[bytes]) -> range:
-        """The context-parallel group that has most of these pages."""
         known = self.ledger.known(usable, self._groups)
         return self._groups[known.index(max(known))]
 
@@ -250,11 +238,15 @@ class Scheduler:
         None if no request decodes."""
         while refused := self.decoding.give_pages(self.ledger.give):
             for owner in {request.owner for request in refused}:
-                self.preempt(max(self._preemptible(owner), key=_arrival))
+                self.preempt(youngest := max(self._preemptible(owner), key=_arrival))
+                if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
+                    message = (
+                        "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
+                    )
+                    logging.getLogger(__name__).warning(message, youngest.id)
         return self.decoding.step()
 
     def _preemptible(self, rank: int) -> Iterable[Request]:
-        """Requests that hold pages on a rank and may lose them."""
         return self.ledger.holders(rank)
 
     def preempt(self, request: Request) -> None:
@@ -269,9 +261,6 @@ class Scheduler:
         insort(self._waiting, request, key=_arrival)
         request.preemptions += 1
         self.preemptions += 1
-        if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
-            message = "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
-            logging.getLogger(__name__).warning(message, request.id)
 
     def _load(self) -> RankLoad:
         return RankLoad.of(self.decoding, self._prefilling, self.ledger, self.capacity)

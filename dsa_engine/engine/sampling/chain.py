@@ -85,10 +85,7 @@ class Inputs(NamedTuple):
 
 def chain(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """The next token of each row, int64 ``[n]``, or the code of an error, which concerns that row's request only.
-
-    Args:
-        logits: float32 ``[n, vocab]``; overwritten.
-    """
+    ``logits``: float32 ``[n, vocab]``; overwritten."""
     broken = not_finite(logits)  # before some become -inf
     logits = changed(logits, inputs)
     tokens = logits.argmax(dim=-1)
@@ -131,12 +128,8 @@ def not_finite(logits: torch.Tensor) -> torch.Tensor:
 
 
 def penalised(logits: torch.Tensor, counts: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """Logits after the penalties for repetition.
-
-    Args:
-        logits: float32 ``[n, vocab]``.
-        counts: int32 ``[n, vocab]``: 2 · occurrences in the output, + 1 if the prompt has the token.
-    """
+    """Logits, float32 ``[n, vocab]``, after the penalties for repetition. ``counts``: int32 ``[n, vocab]``, 2 ·
+    occurrences in the output, + 1 if the prompt has the token."""
     of = parameters
     repetition, frequency, presence = of.repetition[:, None], of.frequency[:, None], of.presence[:, None]
     factor = torch.where(counts > 0, repetition, torch.ones_like(repetition))
@@ -184,11 +177,8 @@ def draw(logits: torch.Tensor, parameters: Parameters, positions: torch.Tensor, 
 
 
 def exponential_noise(keys: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """Random numbers of the distribution Exp(1), float32 ``[n, count]``.
-
-    Args:
-        keys: int64 ``[n]``, see :func:`seed_key`.
-        positions: int64 ``[n]``.
+    """Random numbers of the distribution Exp(1), float32 ``[n, count]``, from int64 ``keys [n]`` (:func:`seed_key`) and
+    ``positions [n]``.
 
     A row depends on its key and position alone, and is the same on every device up to the rounding of a logarithm. It
     is the output of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from a

@@ -26,13 +26,8 @@ from dsa_engine.text.tokenizer import Tokenizer
 
 
 class GrammarMasks:
-    """Makes masks for the rows of this rank's requests.
-
-    Args:
-        folder: the model's, with its tokenizer.
-        vocab: number of tokens of the model.
-        eos_token_ids: the tokens that end an output once its grammar allows that.
-    """
+    """Makes masks for the rows of this rank's requests. ``eos_token_ids``: the tokens that end an output once its
+    grammar allows that."""
 
     def __init__(self, folder: Path, trust_remote_code: bool, vocab: int, eos_token_ids: Sequence[int]):
         self._folder, self._trusts, self._vocab, self._ends = folder, trust_remote_code, vocab, list(eos_token_ids)
@@ -90,7 +85,6 @@ class GrammarMasks:
         """The masks of a step's tokens; None if no request of ``wanted`` has a grammar.
 
         Args:
-            wanted: the tokens to choose.
             numbers: the row of each in the result; those of a request follow each other.
             rows: number of rows of the result.
             read: waits for the tokens of the step before and returns them, if they have not been read.
@@ -126,11 +120,7 @@ class GrammarMasks:
 
 
 def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Logits with -inf for the tokens that masks forbid; its launches depend on shapes only.
-
-    Args:
-        logits: ``[n, vocab]``.
-        masks: see :meth:`GrammarMasks.masks`, on the device of ``logits``.
-    """
+    """Logits ``[n, vocab]`` with -inf for the tokens that masks (:meth:`GrammarMasks.masks`, on the same device)
+    forbid; its launches depend on shapes only."""
     allowed = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
     return logits.masked_fill(allowed.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))

@@ -41,11 +41,8 @@ def count_equal(tokens: torch.Tensor, drafts: torch.Tensor, *_: torch.Tensor) ->
 
 
 class RelaxedAcceptance:
-    """Replaces chosen tokens by likely drafts, in eager steps and in graphs.
-
-    Args:
-        begin, end: tokens that begin and end the thinking.
-    """
+    """Replaces chosen tokens by likely drafts, in eager steps and in graphs. ``begin``, ``end``: tokens that begin and
+    end the thinking."""
 
     def __init__(self, topk: int, delta: float, begin: int, end: int):
         self._topk = topk
@@ -58,11 +55,7 @@ class RelaxedAcceptance:
     def of(
         cls, speculation: SpeculativeConfig | None, folder: Path, trust_remote_code: bool
     ) -> RelaxedAcceptance | None:
-        """The rule of these options; None if drafts are accepted strictly.
-
-        Raises:
-            ValueError: the tokens that begin and end the thinking are not known.
-        """
+        """The rule of these options; None if drafts are accepted strictly."""
         if speculation is None or speculation.relaxed_topk == 0:
             return None
         ids = (speculation.begin_thinking_token, speculation.end_thinking_token)

@@ -42,7 +42,7 @@ from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.requests.samples import Columns, Outcome, StepResult
 from dsa_engine.engine.sampling import chain
 from dsa_engine.engine.sampling.chain import Parameters
-from dsa_engine.engine.sampling.penalties import PenaltyCounts, indices, with_unread
+from dsa_engine.engine.sampling.logits_processors import PenaltyCounts, indices, with_unread
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -104,16 +104,8 @@ class _Buffers:
 
 
 class Drafter:
-    """Verifies drafts and makes new ones, after each step of the model or in one graph with it.
-
-    Args:
-        hooks: each is called with the plan of each pass whose rows are not the step's.
-        relaxed: replaces chosen tokens by likely drafts in graphs; None accepts drafts strictly.
-
-    Attributes:
-        passes: runs the MTP modules.
-        rule: decides how many drafts are accepted.
-    """
+    """Verifies drafts and makes new ones, after each step of the model or in one graph with it. ``hooks``: each is
+    called with the plan of each pass whose rows are not the step's."""
 
     def __init__(
         self,

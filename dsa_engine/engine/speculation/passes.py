@@ -70,11 +70,8 @@ class PassBuffers:
 
 
 class Passes(ABC):
-    """Runs the MTP modules of a model.
-
-    Args:
-        hooks: each is called with the plan of passes whose rows are not those of the step.
-    """
+    """Runs the MTP modules of a model. ``hooks``: each is called with the plan of passes whose rows are not those of
+    the step."""
 
     def __init__(self, model: Model, cache: KVCache, hooks: list[Callable[[StepPlan], None]]):
         self.model = model

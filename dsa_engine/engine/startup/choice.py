@@ -16,7 +16,6 @@ import torch
 from dsa_engine.config.fields import is_given, plain
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
-from dsa_engine.engine.startup.estimates import WORKSPACE, activation_bytes, cache_room
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.rank_weights import WeightBytes
@@ -27,6 +26,7 @@ from dsa_engine.weights.formats import held_as, quantization_name
 
 logger = logging.getLogger(__name__)
 
+WORKSPACE = 1 << 30  # on CUDA
 # Fewest tokens of the longest prompt for a rank of a context-parallel group. Below, the exchange of tokens and reads of
 # weights take over; dense attention also expands keys and values of the whole context on every rank.
 _LEAST_TOKENS = {
@@ -39,17 +39,11 @@ _LEAST_TOKENS = {
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run's ranks, or of the part of them that prefills or decodes.
+    """The devices of a run's ranks, or of the part of them that prefills or decodes."""
 
-    Attributes:
-        ranks: number of ranks.
-        node_ranks: number of ranks on a node.
-        memory: bytes of a device; None: a CPU.
-    """
-
-    ranks: int
-    node_ranks: int
-    memory: int | None
+    ranks: int  # number of ranks
+    node_ranks: int  # number of ranks on a node
+    memory: int | None  # bytes of a device; None: a CPU
 
     @property
     def nodes(self) -> int:
@@ -58,21 +52,14 @@ class Devices:
 
 @dataclass
 class Choice:
-    """What is known when an option is chosen, and the options so far.
-
-    Args:
-        config: the model's, with the MTP modules that draft as further layers.
-        longest: maximum number of tokens of a request.
-        stored: the format in which linear layers and experts are held; None: in ``dtype``.
-        dtype: of the run.
-    """
+    """What is known when an option is chosen, and the options so far."""
 
     options: EngineOptions
-    config: ModelConfig
+    config: ModelConfig  # the model's, with the MTP modules that draft as further layers
     devices: Devices
-    longest: int
-    stored: QuantizationConfig | None
-    dtype: torch.dtype = torch.bfloat16
+    longest: int  # maximum number of tokens of a request
+    stored: QuantizationConfig | None  # the format in which linear layers and experts are held; None: in ``dtype``
+    dtype: torch.dtype = torch.bfloat16  # of the run
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -125,11 +112,7 @@ def chosen_options(
     options: EngineOptions, config: ModelConfig, longest: int, device: torch.device, dtype: torch.dtype
 ) -> EngineOptions:
     """The options with those that were left out, for all ranks of the run; those of ranks that only decode are in
-    ``decode_options``. Logs them on rank 0.
-
-    Raises:
-        ValueError: ``prefill_ranks`` leaves no rank to decode.
-    """
+    ``decode_options``. Logs them on rank 0."""
     stored = config.quantization if held_as(config.quantization, options.quantization, device) else None
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     parallel = options.parallel
@@ -243,3 +226,25 @@ RULES: dict[str, Callable[[Choice], tuple[Any, str]]] = {
     "enable_dbo": _enable_dbo,
     "redundant_experts": _redundant_experts,
 }
+
+
+def cache_room(
+    usable: float, weights: float, config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype,
+    workspace: int = WORKSPACE,
+) -> float:  # fmt: skip
+    """Bytes that remain for caches of ``usable`` ones of a device, with ``weights`` bytes of weights and a step of
+    ``tokens`` tokens (:func:`activation_bytes`); negative if the rest does not fit."""
+    return usable - (weights + workspace + activation_bytes(config, tokens, gathered, dtype))
+
+
+def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
+    """Estimate of the largest set of activations in a forward pass over ``tokens`` tokens, before anything is made. An
+    engine runs the step and counts instead (`warm_up.py`).
+
+    ``gathered`` tokens arrive at this rank's experts: their rows are counted, and their sums in float32. The experts'
+    own activations are counted for ``tokens``, the tokens of a rank under balanced routing.
+    """
+    attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
+    experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
+    arriving = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
+    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + arriving

@@ -34,7 +34,6 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.rank_weights import layers_of_each_kind
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.output_files import write_text
 from dsa_engine.version import __version__
@@ -46,20 +45,17 @@ _PAGE_SIZE = 64
 def check_kernels(
     model: Model, stored: CacheFormat, options: EngineOptions, progress: Callable[[None, str, str], Any]
 ) -> bool:
-    """Decides which operations of this process run kernels, and which their references; every rank calls it.
-
-    Args:
-        progress: makes a progress bar from a total, here None, a unit and a title.
-
-    Returns:
-        whether any rank runs a reference that waits for the device: no CUDA graphs then.
-    """
+    """Decides which operations of this process run kernels, and which their references; every rank calls it. Returns
+    whether any rank runs a reference that waits for the device: no CUDA graphs then."""
     mesh = model.runtime.mesh
     launch.use_references(always=options.kernels == "reference")
     operation.replace({})
     libraries.use({})
-    if options.kernels != "checked" or not _has_kernels(model):
+    if options.kernels != "checked":
         return options.kernels == "reference"
+    has_kernels = mesh.device.type == "cuda" or INTERPRETED or cpu.serves(torch.empty(0, dtype=model.runtime.dtype))
+    if not max(mesh.all_gather_int(int(has_kernels))):
+        return False
     tokens = trial_tokens(model.config)
     if mesh.device.type == "cuda":  # so many on each rank: with fewer a library is judged by its overhead
         tokens = min(tokens * mesh.cp_size, model.config.max_position_embeddings - 1)
@@ -70,7 +66,9 @@ def check_kernels(
     if max(mesh.all_gather_int(int(not finished))):  # all ranks or none, as layers have collectives
         with progress(None, "kernels", "comparing with references") as bar:
             _compare(model, stored, path, tokens, bar)
-    _agree_on_libraries(mesh)
+    # Only what every rank has chosen is used: a rank may have found it wrong.
+    mine, *others = mesh.host.all_gather_object(libraries.choices())
+    libraries.use({calls: name for calls, name in mine.items() if all(one.get(calls) == name for one in others)})
     for calls, name in libraries.choices().items():
         logger.info("rank %s: %s runs %s", mesh.rank, name, calls)
     for name, reason in operation.replaced().items():
@@ -91,19 +89,6 @@ def check_kernels(
     if waiting := operation.waiting():
         logger.warning("decode runs without CUDA graphs, as these references wait: %s", ", ".join(sorted(waiting)))
     return bool(max(mesh.all_gather_int(len(waiting))))
-
-
-def _agree_on_libraries(mesh: Mesh) -> None:
-    """Only what every rank has chosen is used: a rank may have found it wrong."""
-    mine, *others = mesh.host.all_gather_object(libraries.choices())
-    libraries.use({calls: name for calls, name in mine.items() if all(one.get(calls) == name for one in others)})
-
-
-def _has_kernels(model: Model) -> bool:
-    """Whether any rank would run kernels; a CPU has compiled ones."""
-    mesh, dtype = model.runtime.mesh, model.runtime.dtype
-    own = mesh.device.type == "cuda" or INTERPRETED or cpu.serves(torch.empty(0, dtype=dtype))
-    return bool(max(mesh.all_gather_int(int(own))))
 
 
 def trial_tokens(config: ModelConfig) -> int:
@@ -193,7 +178,6 @@ def _write(path: Path, finished: bool, wrong: dict[str, str], in_use: dict[str, 
 def _file_of(
     config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions, tokens: int
 ) -> Path:
-    """The file of results for this device, these versions and sizes."""
     about: list[Any] = [__version__, torch.__version__, triton.__version__, INTERPRETED, repr(stored), tokens]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

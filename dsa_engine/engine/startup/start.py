@@ -26,7 +26,6 @@ from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.choice import chosen_options
-from dsa_engine.engine.startup.invariance import refuse_variant
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.start_facts import start_facts
 from dsa_engine.engine.startup.warm_up import GREEDY, DummySteps, connect, step_bytes
@@ -35,6 +34,7 @@ from dsa_engine.engine.startup.weights import (
     load_model,
     mtp_modules,
     refuse_extra_layers,
+    refuse_variant,
     why_dense,
 )
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -93,27 +93,18 @@ def start(folder: Path, options: EngineOptions) -> tuple[Engine, Side | None]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What runs, and where.
+    """What runs, and where."""
 
-    Attributes:
-        folder: the model's.
-        options: those of this rank's part of the run.
-        config: the model's; ``cached`` has its MTP modules as further layers.
-        modules: number of MTP modules that draft.
-        format: of the caches.
-        events: publishes what the prefix cache holds, on rank 0 if that is wanted.
-    """
-
-    folder: Path
-    options: EngineOptions
-    config: ModelConfig
-    modules: int
+    folder: Path  # the model's
+    options: EngineOptions  # those of this rank's part of the run
+    config: ModelConfig  # the model's; ``cached`` has its MTP modules as further layers
+    modules: int  # number of MTP modules that draft
     relaxed: RelaxedAcceptance | None
     max_model_len: int
     mesh: Mesh
     dtype: torch.dtype
-    format: CacheFormat
-    events: KVEvents | None
+    format: CacheFormat  # of the caches
+    events: KVEvents | None  # publishes what the prefix cache holds, on rank 0 if that is wanted
 
     @property
     def cached(self) -> ModelConfig:
@@ -121,9 +112,7 @@ class Prepared:
 
     @property
     def dummy_steps(self) -> DummySteps:
-        speculation = self.options.speculation
-        drafts = speculation.num_speculative_tokens if speculation else 0
-        return DummySteps(self.mesh, self.options, self.max_model_len, drafts)
+        return DummySteps(self.mesh, self.options, self.max_model_len, self.options.num_drafts)
 
     @property
     def on_cuda(self) -> bool:
@@ -136,37 +125,24 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its weights.
-
-    Attributes:
-        rebalancing, recorder: by the loads of its experts, if options ask for them.
-        bytes_read, seconds: what loading took on this rank.
-    """
+    """A model with its weights."""
 
     model: Model
-    rebalancing: Rebalancing | None
+    rebalancing: Rebalancing | None  # this and the next by the loads of its experts, if options ask for them
     recorder: CountRecorder | None
-    bytes_read: int
+    bytes_read: int  # this and the next: what loading took on this rank
     seconds: float
 
 
 @dataclass(frozen=True)
 class Sized:
-    """What the caches get.
+    """What the caches get."""
 
-    Attributes:
-        pages: of each rank's cache.
-        tiers: pages beside the device.
-        side: this rank's side of a disaggregated run.
-        captures: whether decode steps run as CUDA graphs, or as recordings.
-        step_bytes: set aside on the device for steps and graphs; None if an option set the size of the caches.
-    """
-
-    pages: int
-    tiers: TierSizes
-    side: Side | None
-    captures: bool
-    step_bytes: int | None
+    pages: int  # of each rank's cache
+    tiers: TierSizes  # pages beside the device
+    side: Side | None  # this rank's side of a disaggregated run
+    captures: bool  # whether decode steps run as CUDA graphs, or as recordings
+    step_bytes: int | None  # set aside on the device for steps and graphs; None if an option set the size of the caches
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -198,10 +174,8 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 
 def _sizes(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> ModelSizes:
-    """What dispatches of this model are asked to take."""
-    drafts = options.speculation.num_speculative_tokens if options.speculation else 0
     experts = mesh.experts_per_token(config.n_routed_experts) + mesh.config.redundant_experts
-    rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + drafts)
+    rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + options.num_drafts)
     return ModelSizes(config.hidden_size, experts, mesh.experts_per_token(config.num_experts_per_tok), rows, dtype)
 
 

@@ -60,11 +60,8 @@ WITH_HOST = replace(DRAWN, logit_bias={0: 1.0}, logprobs=1)
 
 @dataclass
 class DummySteps:
-    """Makes steps of dummy requests, the same on every rank.
-
-    Args:
-        num_drafts: number of drafts that a decode step verifies and makes for each request, and that a prefill makes.
-    """
+    """Makes steps of dummy requests, the same on every rank. ``num_drafts``: number of drafts that a decode step
+    verifies and makes for each request, and that a prefill makes."""
 
     mesh: Mesh
     options: EngineOptions
@@ -177,13 +174,7 @@ def step_bytes(
     model: Model, stored: CacheFormat, steps: DummySteps, relaxed: RelaxedAcceptance | None, graphs: bool
 ) -> int:
     """Maximum bytes that a step takes on the device beside weights and caches, graphs included; every rank calls it.
-
-    Args:
-        graphs: whether decode steps will be captured.
-
-    Raises:
-        CapacityError: the largest steps do not fit beside the weights.
-    """
+    ``graphs``: whether decode steps will be captured."""
     config, mesh, options, drafts = model.config, steps.mesh, steps.options, steps.num_drafts
     runner = _runner(model, stored, steps, relaxed, graphs)
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly

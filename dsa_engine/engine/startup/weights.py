@@ -1,4 +1,4 @@
-"""Fills a model with its weights."""
+"""What a model and its options must be, and its weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 
 from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.errors import enough_memory
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.model import Model, MTPModule
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
@@ -46,6 +48,35 @@ def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOption
         )
 
 
+def refuse_variant(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuses, with ``batch_invariant``, what computes a row by what runs beside it."""
+    if not options.batch_invariant:
+        return
+    parallel, speculation = options.parallel, options.speculation
+    on_cpu = device.type == "cpu" and not INTERPRETED
+    refused = {
+        'kernels "reference"': (options.kernels == "reference", "PyTorch's products add by the number of rows"),
+        'moe_combine_dtype "fp8"': (parallel.moe_combine_dtype == "fp8", "only sums that travel are rounded to it"),
+        "speculative_config relaxed_topk": (
+            speculation is not None and speculation.relaxed_topk > 0,
+            "drafts choose tokens, and how many there are follows from the batch",
+        ),
+        f"dtype {str(dtype).removeprefix('torch.')!r} on a CPU": (
+            on_cpu and dtype not in cpu.TYPES,
+            f"its kernels take {', '.join(str(one) for one in cpu.TYPES)}",
+        ),
+        "a CPU without its compiled kernels": (
+            on_cpu and cpu.library() is None,
+            "PyTorch's products add by the number of rows; install a C++ compiler, and do not set DSA_ENGINE_NATIVE=0",
+        ),
+    }
+    for what, (given, why) in refused.items():
+        if given:
+            raise ValueError(
+                f"batch_invariant does not go with {what}: {why}; change that, or leave batch_invariant out"
+            )
+
+
 def why_dense(folder: Path, config: ModelConfig, options: EngineOptions, max_model_len: int) -> str | None:
     """Why the indexer is never used, although the checkpoint has one; None if it is, or there is none."""
     if config.has_indexer:
@@ -58,11 +89,7 @@ def why_dense(folder: Path, config: ModelConfig, options: EngineOptions, max_mod
 
 
 def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> int:
-    """Number of MTP modules that draft.
-
-    Raises:
-        ValueError: the checkpoint lacks modules that ``speculative_config`` asks for, or a step is too small for them.
-    """
+    """Number of MTP modules that draft."""
     speculation = options.speculation
     if speculation is None:
         return 0

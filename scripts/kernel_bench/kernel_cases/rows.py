@@ -71,7 +71,7 @@ def _stores(
 ) -> Iterator[KernelCase]:
     """Rows into a cache four times as large as the step; rows without index keys as in DeepSeek-V3, and in layers that
     reuse a selection."""
-    latent, keys = latent_format(RANK, ROPE, dtype), index_key_format(INDEX_DIM, dtype)
+    latent, keys = latent_format(RANK, ROPE, dtype), index_key_format(INDEX_DIM, dtype, power_of_two=True)
     pages, name, shape = cdiv(4 * tokens, PAGE_SIZE), ", FP8" if dtype == FP8 else "", f"{tokens} tokens"
     pools, slots = (make.pool(pages, latent), make.pool(pages, keys)), make.order(pages * PAGE_SIZE)[:tokens]
     row_bytes = [pool.shape[-1] * pool.element_size() + 4 * ROPE for pool in pools]
@@ -87,7 +87,6 @@ def _stores(
         shape,
         partial(
             store_index_keys, projected, *norm, EPS, cos, sin, pools[1], slots, key_format=keys, interleaved=False,
-            power_of_two=keys.coded,
         ),
         bytes=projected.nbytes + tokens * row_bytes[1],
         flops=2.0 * projected.numel() * INDEX_DIM if keys.coded else 0.0,  # the Hadamard transform
@@ -110,8 +109,8 @@ def quantise(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         yield KernelCase("quantise rows to INT8", shape, partial(quantize_rows_int8, x), bytes=moved)
         q, weights = make.normal(tokens, 64, INDEX_DIM), make.floats(tokens, 64)
         cos, sin = make.floats(tokens, ROPE // 2), make.floats(tokens, ROPE // 2)
-        quantize = partial(quantize_index_queries, key_format=index_key_format(INDEX_DIM, FP8))
-        queries = partial(quantize, q, weights, cos, sin, interleaved=False, power_of_two=True)
+        quantize = partial(quantize_index_queries, key_format=index_key_format(INDEX_DIM, FP8, power_of_two=True))
+        queries = partial(quantize, q, weights, cos, sin, interleaved=False)
         name, shape = "index queries: RoPE, Hadamard, quantise", f"{tokens} tokens, 64 heads"
         yield KernelCase(name, shape, queries, bytes=q.nbytes + q.numel(), flops=2.0 * q.numel() * INDEX_DIM)
     wide = make.normal(sizes.tokens, 18_432)

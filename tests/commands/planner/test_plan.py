@@ -26,7 +26,7 @@ from dsa_engine.commands.planner.predict import (
 from dsa_engine.commands.planner.search import NothingFits, Planner
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
-from dsa_engine.engine.startup.estimates import activation_bytes
+from dsa_engine.engine.startup.choice import activation_bytes
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.rank_weights import rank_model, weight_bytes
 from dsa_engine.weights.convert.schemes import target_scheme

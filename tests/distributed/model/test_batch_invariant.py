@@ -28,7 +28,10 @@ from bits import (
     without_the_option,
 )
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.weights.convert import quantize_checkpoint
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler, or DSA_ENGINE_NATIVE=0")
 
 
 class Runs:

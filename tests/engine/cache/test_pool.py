@@ -12,7 +12,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from dsa_engine.engine.cache.disk_loads import DiskLoads
+from dsa_engine.engine.cache.disk import DiskLoads
 from dsa_engine.engine.cache.pool import PageMoves
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request

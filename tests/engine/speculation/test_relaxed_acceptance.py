@@ -19,6 +19,7 @@ from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Wanted
+from dsa_engine.kernels.runtime import cpu
 
 BEGIN, END = 8, 9
 LOGITS = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05, 0, 0, 0, 0, 0]]).log()  # the probabilities of tokens 0, 1, …
@@ -148,7 +149,8 @@ def test_graphs_and_launching_ahead(
     on_device = [GREEDY, PENALISED, *drawn, replace(drawn[0], repetition_penalty=1.2, seed=9)]
     of_both = [*on_device[:4], *(replace(one, max_tokens=12) for one in forbidden)]
     outputs: dict[str, list[list[int]]] = {}
-    for how in ("strict", "eager", "padded", "ahead", "recorded"):
+    # A CPU records nothing without its C++ kernels.
+    for how in ("strict", "eager", "padded", "ahead", *(["recorded"] if cpu.library() is not None else [])):
         relaxed = {"relaxed_topk": 0 if how == "strict" else 3, "relaxed_delta": 0.2}
         thinking = {"begin_thinking_token": BEGIN, "end_thinking_token": END}
         config = {"num_speculative_tokens": 3} | relaxed | thinking
@@ -167,7 +169,8 @@ def test_graphs_and_launching_ahead(
         assert (steps > 0) == (how not in ("strict", "eager")) and (ahead > 8) == (how == "ahead")
         if how in ("padded", "ahead"):
             assert len(ran) > steps > 10, "and graphs again when no request needs the host"
-    assert outputs["padded"] == outputs["ahead"] == outputs["recorded"] == outputs["eager"] != outputs["strict"]
+    strict = outputs.pop("strict")
+    assert all(each == outputs["eager"] for each in outputs.values()) and strict != outputs["eager"]
     changes = [
         tuple(thoughts([*prompt, *output])[i : i + 2])
         for prompt, output in zip(prompts, outputs["eager"], strict=False)

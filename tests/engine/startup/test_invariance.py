@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.engine.startup.invariance import refuse_variant
+from dsa_engine.engine.startup.weights import refuse_variant
 from dsa_engine.kernels.runtime import cpu, launch
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.kernels.runtime.recording import Recording
 from dsa_engine.model.indexer import Indexer
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="recordings are of the CPU's kernels")
+pytestmark = pytest.mark.skipif(INTERPRETED or cpu.library() is None, reason="recordings are of the CPU's kernels")
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "page_size": 16, "progress": False}
 # They end one after the other, so that a step has each number of requests; two begin to select while they decode.

@@ -30,7 +30,7 @@ def test_fp8_rows(rank: int, rope: int, power_of_two: bool, dtype: torch.dtype, 
     g = torch.Generator().manual_seed(0)
     numbers = torch.randn(35, rank + rope, generator=g) * torch.randn(35, 1, generator=g).exp()
     numbers[4, :128] = 0.0
-    pool = latent_format(rank, rope, FP8).pack(numbers, power_of_two).view(5, 7, -1)
+    pool = latent_format(rank, rope, FP8, power_of_two).pack(numbers).view(5, 7, -1)
     slots = torch.randint(35, (21,), generator=g, dtype=torch.int32)  # some named twice
     got = gather_latent(pool.to(device), slots.to(device), latent_format(rank, rope, FP8), dtype)
     assert got.dtype == dtype and got.shape == (21, rank + rope)

@@ -84,9 +84,9 @@ def test_packed_pages_give_their_numbers_back(
         row_format = index_key_format(row_format.dim, dtype)
     rows = torch.randn(3, 5, row_format.width, generator=torch.Generator().manual_seed(0)).to(device)
     rows = rows if row_format.coded else rows.to(dtype)
-    pages = row_format.pack_pages(rows)
+    pages = row_format.pack(rows)
     assert pages.shape == (3, 5, row_format.columns) and pages.dtype == row_format.pool_dtype
-    again = row_format.unpack_pages(pages)
+    again = row_format.unpack(pages)
     if row_format.coded:
         # Half a step of e4m3, and of bfloat16 in the rotated part; small values of a block lie on a fixed grid.
         assert again.dtype == torch.float32 and float((again - rows).abs().max()) < rows.abs().max() / 16
@@ -99,5 +99,5 @@ def test_packed_pages_give_their_numbers_back(
 def test_random_pages_are_standard_normal(dtype: torch.dtype, device: str) -> None:
     for row_format in (latent_format(256, 16, dtype), index_key_format(32, dtype)):
         pages = row_format.random_pages(50, 8, torch.Generator(device).manual_seed(1))
-        numbers = row_format.unpack_pages(pages).float()
+        numbers = row_format.unpack(pages).float()
         assert abs(float(numbers.mean())) < 0.05 and abs(float(numbers.std()) - 1) < 0.05

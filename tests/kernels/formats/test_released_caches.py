@@ -68,8 +68,8 @@ def test_latent_rows(power_of_two: bool, device: str) -> None:
     weight = (1 + 0.3 * torch.randn(RANK, generator=g)).bfloat16().to(device)
     cos, sin = angles(device)
     rows = torch.empty(TOKENS, 656, dtype=torch.uint8, device=device)
-    fp8, bf16 = (latent_format(RANK, ROPE, stored) for stored in (FP8, torch.bfloat16))
-    store_latent(compressed, weight, EPS, cos, sin, rows, row_format=fp8, interleaved=True, power_of_two=power_of_two)
+    fp8, bf16 = (latent_format(RANK, ROPE, stored, power_of_two) for stored in (FP8, torch.bfloat16))
+    store_latent(compressed, weight, EPS, cos, sin, rows, row_format=fp8, interleaved=True)
     plain = torch.empty(TOKENS, RANK + ROPE, dtype=torch.bfloat16, device=device)
     store_latent(compressed, weight, EPS, cos, sin, plain, row_format=bf16, interleaved=True)  # as a bfloat16 cache
     codes, scales = released_quantization(plain[:, :RANK].reshape(-1, 128), power_of_two)
@@ -86,7 +86,7 @@ def test_index_queries(power_of_two: bool, device: str) -> None:
     one = torch.ones(TOKENS, ROPE // 2, device=device)  # not rotated: the rounded result would lie on no grid
     weights = torch.ones(TOKENS, heads, device=device)  # then the scales are left
     codes, scales = quantize_index_queries(
-        q, weights, one, 0 * one, key_format=index_key_format(DIM, FP8), interleaved=False, power_of_two=power_of_two
+        q, weights, one, 0 * one, key_format=index_key_format(DIM, FP8, power_of_two), interleaved=False
     )
     wanted, wanted_scales = released_quantization(transformed(q.flatten(0, 1)), power_of_two)
     assert torch.equal(codes.view(torch.uint8).flatten(0, 1), wanted)
@@ -103,8 +103,8 @@ def test_index_keys(power_of_two: bool, device: str) -> None:
     cos, sin = angles(device)
     rows = torch.empty(TOKENS, DIM + 4, dtype=torch.uint8, device=device)
     arguments = projected, weight, bias, EPS, cos, sin
-    key_format = index_key_format(DIM, FP8)
-    store_index_keys(*arguments, rows, key_format=key_format, interleaved=False, power_of_two=power_of_two)
+    key_format = index_key_format(DIM, FP8, power_of_two)
+    store_index_keys(*arguments, rows, key_format=key_format, interleaved=False)
     normed = F.layer_norm(projected.float(), (DIM,), weight, bias, EPS).bfloat16()
     keys = torch.cat((rotated(normed[:, :ROPE], cos, sin, interleaved=False), normed[:, ROPE:]), dim=-1)
     wanted, scales = released_quantization(transformed(keys), power_of_two)

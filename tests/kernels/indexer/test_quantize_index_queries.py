@@ -40,10 +40,13 @@ def make(
     return q, angle.cos().float(), angle.sin().float(), wanted
 
 
-def quantize(q: torch.Tensor, *turns: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    q: torch.Tensor, *turns: torch.Tensor, power_of_two: bool = False, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales: head weights of one leave them as they are."""
     weights = torch.ones(q.shape[:2], device=q.device)
-    return quantize_index_queries(q, weights, *turns, key_format=index_key_format(q.shape[2], FP8), **options)
+    key_format = index_key_format(q.shape[2], FP8, power_of_two)
+    return quantize_index_queries(q, weights, *turns, key_format=key_format, **options)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

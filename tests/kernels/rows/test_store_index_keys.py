@@ -27,9 +27,9 @@ def matrix(size: int) -> torch.Tensor:
     return h
 
 
-def format_of(out: torch.Tensor, dim: int) -> IndexKeyFormat:
+def format_of(out: torch.Tensor, dim: int, power_of_two: bool = False) -> IndexKeyFormat:
     """FP8 keys in bytes, plain keys else."""
-    return index_key_format(dim, FP8 if out.dtype == torch.uint8 else out.dtype)
+    return index_key_format(dim, FP8 if out.dtype == torch.uint8 else out.dtype, power_of_two)
 
 
 class Keys:
@@ -57,13 +57,13 @@ class Keys:
         self.wanted = torch.cat((first, normed[:, rotated:]), dim=-1)
         self.transformed = self.wanted @ matrix(dim) * dim**-0.5 if dim & (dim - 1) == 0 else None
 
-    def store(self, out: torch.Tensor, slots: list[int] | None = None, **options: bool) -> None:
+    def store(self, out: torch.Tensor, slots: list[int] | None = None, power_of_two: bool = False) -> None:
         tensors = (self.projected, self.weight, self.bias, self.cos, self.sin)
         projected, weight, bias, cos, sin = (t.to(out.device) for t in tensors)
         at = None if slots is None else torch.tensor(slots, dtype=torch.int32, device=out.device)
         store_index_keys(
-            projected, weight, bias, EPS, cos, sin, out, at, key_format=format_of(out, projected.shape[1]),
-            interleaved=self.interleaved, **options,
+            projected, weight, bias, EPS, cos, sin, out, at,
+            key_format=format_of(out, projected.shape[1], power_of_two), interleaved=self.interleaved,
         )  # fmt: skip
 
 

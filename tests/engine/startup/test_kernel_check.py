@@ -145,7 +145,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of results that :func:`.kernel_check.check_kernels` reads, of a model that needs no configuration."""
     path = tmp_path / "kept.json"
     monkeypatch.setattr(kernel_check, "_file_of", lambda *about: path)
-    monkeypatch.setattr(kernel_check, "_has_kernels", lambda model: True)
+    monkeypatch.setattr(kernel_check.cpu, "serves", lambda *_: True)
     monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
     return path
 
@@ -160,7 +160,7 @@ def mesh_of_two(all_gather_int: Callable[[int], list[int]], without: str = "") -
 def test_graphs_are_lost_only_to_a_reference_that_waits(wrong: str, waits: bool, results: Path) -> None:
     kernel_check._write(results, True, {wrong: "it is wrong"})
     mesh = mesh_of_two(lambda mine: [0, mine])
-    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
+    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh, dtype=torch.float32))
     try:
         assert kernel_check.check_kernels(model, cast(Any, None), EngineOptions("demo"), progress_bar) == waits
         assert list(operation.replaced()) == [wrong]
@@ -176,9 +176,9 @@ def test_batch_invariant_needs_every_kernel_of_every_rank(
     wrong: str, others: int, named: str | None, results: Path
 ) -> None:
     kernel_check._write(results, True, {wrong: "it is wrong"})
-    of_another = iter((0, others, 0))  # not finished, wrong kernels, references that wait
+    of_another = iter((1, 0, others, 0))  # has kernels, not finished, wrong kernels, references that wait
     mesh = mesh_of_two(lambda mine: [next(of_another), mine])
-    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
+    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh, dtype=torch.float32))
     given: Any = (model, None, EngineOptions("demo", batch_invariant=True), progress_bar)
     try:
         if named is None:
@@ -202,7 +202,7 @@ def test_libraries_that_all_ranks_have_chosen_are_used(
     monkeypatch.setattr(libraries, "is_installed", lambda module: True)
 
     mesh = mesh_of_two(lambda mine: [mine, mine], without=experts)
-    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
+    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh, dtype=torch.float32))
     caplog.set_level("INFO")
     try:
         kernel_check.check_kernels(model, cast(Any, None), EngineOptions("demo", kernels=kernels), progress_bar)

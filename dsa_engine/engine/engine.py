@@ -45,7 +45,6 @@ class Engine:
 
     Attributes:
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
-        step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         num_prefilled_tokens: tokens of prompts computed by steps so far.
         longest_prefill: the same of the fullest context-parallel group of each step.
@@ -63,7 +62,7 @@ class Engine:
     progress: Callable[..., Any]
     bytes_read: int
     load_seconds: float
-    step_bytes: int | None
+    step_bytes: int | None  # set aside on the device for steps and graphs; None if an option set the size of the caches
     rebalancing: Rebalancing | None = None  # moves experts between steps; None: they stay
     recorder: CountRecorder | None = None  # writes the loads of experts to a file; None: there is none
 

@@ -146,9 +146,9 @@ class Engine:
     def step(self) -> list[RequestTokens]:
         """Runs one step and returns the tokens that it has read, for each request up to the token that ends it.
 
-        With ``async_scheduling`` a decode step is launched before the previous step's tokens are read; so the
-        tokens are those of an earlier step, and sometimes there are none. If it raises, a whole step failed, and its
-        requests have ended with this ``exception``; an error in the sampling of one request ends only that request.
+        With ``async_scheduling`` the tokens are those of an earlier step, and sometimes there are none. If it raises, a
+        whole step failed, and its requests have ended with this ``exception``; an error in the sampling of one request
+        ends only that request.
         """
         self.cache_steps.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.

@@ -57,11 +57,6 @@ class Scheduler:
         max_prefill_share: maximum fraction of prefill steps among the steps taken while some request decodes, in
             (0, 1]; 1 puts prefill first.
         max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
-
-    Attributes:
-        max_prefill_tokens: maximum number of tokens of a group's prefill step.
-        max_prefill_beside: the same while any request decodes; the same on all ranks.
-        preemptions: number of times that a running request has lost its pages to an older one.
     """
 
     def __init__(
@@ -81,6 +76,7 @@ class Scheduler:
         cp_size = capacity.cp_size
         self._groups = [range(first, first + cp_size) for first in range(0, capacity.world_size, cp_size)]
         self._max_num_seqs = max_num_seqs
+        # Of a group's prefill step, and of one while any request decodes; the same on all ranks.
         self.max_prefill_tokens = self.max_prefill_beside = max_num_batched_tokens * cp_size
         # Prefill steps that may be taken while any request decodes, now and after the step scheduled last: each step
         # earns a part of one. What is not used is capped at one: a late request is prefilled at once, without a burst.
@@ -93,7 +89,7 @@ class Scheduler:
         self.page_sources: list[DiskLoads] = []
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._prefilling: list[Request] = []
-        self.preemptions = 0
+        self.preemptions = 0  # times that a running request has lost its pages to an older one
         self.set_num_drafts(0)
 
     def set_num_drafts(self, num_drafts: int) -> None:

@@ -84,12 +84,8 @@ def choose_owner(
 
 
 class PrefillStep:
-    """A prefill step that is being planned: the requests added first have the first choice of tokens.
-
-    Args:
-        tokens: maximum number of tokens that a group prefills in the step.
-        least_computed: fewest tokens of a request's last chunk.
-    """
+    """A prefill step that is being planned: the requests added first have the first choice of a group's ``tokens``. A
+    request's last chunk has at least ``least_computed`` tokens."""
 
     def __init__(self, groups: Sequence[range], tokens: int, ledger: PageLedger, least_computed: int):
         self.chunks: list[Chunk] = []

@@ -164,12 +164,9 @@ class Drafter:
     def run(
         self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs, masks: torch.Tensor | None = None
     ) -> StepResult:
-        """Launches a padded step without waiting for the device.
-
-        Args:
-            before: outcome of the step before, for chunks that start on the device.
-            masks: for the bucket's rows, see :meth:`.GrammarMasks.masks`; None: no request of this rank has a grammar.
-        """
+        """Launches a padded step without waiting for the device. ``before``: outcome of the step before, for chunks
+        that start on the device. ``masks``: for the bucket's rows, see :meth:`.GrammarMasks.masks`; None: no request of
+        this rank has a grammar."""
         key = self.key(step)
         bucket = key.bucket
         buffers = self._buffers.get(bucket)

@@ -62,13 +62,9 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def options_of(cls: type) -> tuple[tuple[Field[Any], Any], ...]:
-    """The fields of a dataclass that are options, in order, with their types."""
-    return _options_of(cls)
-
-
 @functools.cache
-def _options_of(cls: Any) -> tuple[tuple[Field[Any], Any], ...]:
+def options_of(cls: Any) -> tuple[tuple[Field[Any], Any], ...]:
+    """The fields of a dataclass that are options, in order, with their types."""
     hints = get_type_hints(cls, include_extras=True)
     return tuple((f, hints[f.name]) for f in fields(cls) if "doc" in f.metadata)
 

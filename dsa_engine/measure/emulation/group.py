@@ -16,9 +16,6 @@ import torch
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.parallel.group import Group
 
-# dtypes whose copies can be made different by a factor.
-_SCALED = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass
 class EmulatedGroup(Group):
@@ -41,7 +38,7 @@ class EmulatedGroup(Group):
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks. Equal rows would have equal scores, and a selection among ties is other work: other ranks'
         floats have a factor, and their bytes, which are FP8 cache rows, other signs."""
-        if rows.dtype in _SCALED:
+        if rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
             return (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
         gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
         if rows.dtype == torch.uint8:

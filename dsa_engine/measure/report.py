@@ -37,7 +37,7 @@ def versions(*packages: str) -> dict[str, Any]:
 
 
 def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """Circumstances of a measurement: date, commit of the checkout, device, dtype, ranks, threads and versions."""
+    """:func:`versions`, device, dtype, ranks and threads."""
     import torch  # a benchmark of a server does without it
 
     return versions("torch", "triton", "transformers") | {
@@ -52,44 +52,25 @@ def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str,
     """The facts needed to compare a run with another one, or to repeat it.
 
     Args:
-        given: the options of the command line, as they were typed.
+        given: the options of the command line, as they were typed; "options_in_force" has all, defaults included.
         world_size: number of processes.
-
-    Returns:
-        :func:`environment`; "model", its name and shape; "options", those given; "options_in_force", all of the engine
-        and of its ranks, defaults included.
     """
     engine = llm.engine
     shape = {name: v for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
     return {
         **environment(engine.mesh.device, engine.dtype, world_size),
-        "model": {"name": model_name(llm), **shape},
+        "model": {"name": Path(engine.options.model).absolute().name, **shape},
         "options": dict(given),
         "options_in_force": asdict(engine.options) | {"parallel": asdict(engine.options.parallel)},
     }
 
 
-def model_name(llm: LLM) -> str:
-    """The model for people: "demo", or the name of its folder."""
-    return Path(llm.engine.options.model).absolute().name
-
-
 def caption(report: Mapping[str, Any], emulated: str = "") -> str:
-    """Title of a plot: model, device, dtype, ranks and date of :func:`run_report`.
-
-    Args:
-        emulated: description of the emulated run; "" if nothing is emulated.
-    """
+    """Title of a plot: model, device, dtype, ranks and date of :func:`run_report`; ``emulated``: what is, if anything."""
     model, ranks, threads = report["model"], report["world_size"], report["threads_per_rank"]
     processes = f"{threads} thread{'s' * (threads > 1)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
-    parts = (
-        f"{model['name']}, {model['num_hidden_layers']} layers",
-        report["device"],
-        report["dtype"],
-        processes,
-        report["date"][:10],
-    )
-    return " · ".join(parts) + (f"\n{emulated}" if emulated else "")
+    parts = f"{model['name']}, {model['num_hidden_layers']} layers", report["device"], report["dtype"], processes
+    return " · ".join((*parts, report["date"][:10])) + (f"\n{emulated}" if emulated else "")
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -121,9 +102,8 @@ def write_json(path: str | Path, result: dict[str, Any]) -> None:
 
 
 def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[Any], *, complete: bool) -> None:
-    """Writes all results so far, whole each time, so that a later failure loses none of them. "complete" says whether
-    all results are there; standard output gets only the complete report.
-    """
+    """Writes all results so far, whole each time, so that a later failure loses none of them; standard output gets only
+    the complete report."""
     if path and (complete or path != "-"):
         write_json(path, {**about, "complete": complete, "results": list(results)})
 

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -25,15 +26,10 @@ def versions(*packages: str) -> dict[str, Any]:
     """What a measurement was made with: date, commit of the checkout, and the versions of these packages."""
     numbers = {"dsa_engine": __version__, "python": platform.python_version()}
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             numbers[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": numbers,
-    }
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "commit": _commit(), "versions": numbers}
 
 
 def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
@@ -66,7 +62,7 @@ def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str,
 
 
 def caption(report: Mapping[str, Any], emulated: str = "") -> str:
-    """Title of a plot: model, device, dtype, ranks and date of :func:`run_report`; ``emulated``: what is, if anything."""
+    """Title of a plot: model, device, dtype, ranks and date of :func:`run_report`, and what is emulated."""
     model, ranks, threads = report["model"], report["world_size"], report["threads_per_rank"]
     processes = f"{threads} thread{'s' * (threads > 1)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
     parts = f"{model['name']}, {model['num_hidden_layers']} layers", report["device"], report["dtype"], processes
@@ -76,13 +72,10 @@ def caption(report: Mapping[str, Any], emulated: str = "") -> str:
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A plain table: the first column to the left, the others to the right; floats with a sensible number of digits."""
     cells = [list(header), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = []
-    for row in cells:
-        first, *rest = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        lines.append("  ".join((first, *rest)).rstrip())
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join(lines)
+    first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+    cells.insert(1, ["-" * width for width in (first, *others)])
+    lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in cells)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:

@@ -237,4 +237,5 @@ def _decode_shape(config: ModelConfig, step: Decode, rows: int) -> Shape:
     request = Request(-1, array("i", bytes(4 * step.context)), SamplingParams())
     alone = Shape.of(StepPlan.of([Chunk(request, step.context - rows, rows, range(1), rows)], 0, 1, config).own)
     forms = (alone.mha, alone.dense, alone.sparse)
-    return Shape(*(Attended(*(n * step.requests for n in form)) for form in forms), step.requests * rows)
+    mha, dense, sparse = (Attended(*(n * step.requests for n in form)) for form in forms)
+    return Shape(mha, dense, sparse, step.requests * rows)

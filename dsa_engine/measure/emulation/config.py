@@ -133,11 +133,6 @@ class EmulatedMesh(Mesh):
 def _emulated(
     config: EmulatedConfig, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None
 ) -> EmulatedMesh:
-    """The mesh of the emulated rank.
-
-    Raises:
-        ValueError: the process is one of several, or see :meth:`Mesh.create`.
-    """
     if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"emulate_world {config.emulate_world} runs one rank in one process; start it without torchrun"

@@ -26,11 +26,10 @@ class Size(NamedTuple):
 
     def config(self) -> dsa.Config:
         """What the reference's attention reads of a configuration: plain RoPE, no experts."""
-        experts = {"n_routed_experts": 0, "num_experts_per_tok": 0, "n_group": 1, "topk_group": 1}
-        attention = {"q_lora_rank": self.q_rank, "kv_lora_rank": self.kv_rank, "num_attention_heads": self.heads}
-        head = {"qk_nope_head_dim": self.nope, "qk_rope_head_dim": self.rope}
-        others: dict[str, Any] = {"vocab_size": 0, "num_hidden_layers": 1, "routed_scaling_factor": 1.0, "rope": {}}
-        return dsa.Config(**others, **experts, **attention, **head)
+        given: dict[str, Any] = {"vocab_size": 0, "num_hidden_layers": 1, "routed_scaling_factor": 1.0, "rope": {}}
+        given |= {"n_routed_experts": 0, "num_experts_per_tok": 0, "n_group": 1, "topk_group": 1}
+        given |= {"q_lora_rank": self.q_rank, "kv_lora_rank": self.kv_rank, "num_attention_heads": self.heads}
+        return dsa.Config(**given, qk_nope_head_dim=self.nope, qk_rope_head_dim=self.rope)
 
     def weights(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dsa.Weights:
         """Normally distributed, scaled so that results stay near 1; the same on all ranks; on "meta" only shapes."""

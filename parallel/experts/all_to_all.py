@@ -21,10 +21,9 @@ import torch
 
 from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.moe.combine import combine as weighted_sum
-from dsa_engine.kernels.moe.combine_codes import combine_codes
-from dsa_engine.kernels.moe.expert_order import Order, expert_order
+from dsa_engine.kernels.moe.combine import combine_codes
+from dsa_engine.kernels.moe.expert_order import Order, expert_order, token_ranks
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
-from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import (
     CountedDispatcher,
@@ -49,7 +48,7 @@ class SendPlan(NamedTuple):
 
     @classmethod
     def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
-        """The plan for physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.moe.token_ranks.token_ranks`."""
+        """The plan for physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.moe.expert_order.token_ranks`."""
         ranks, first, counts = token_ranks(topk_ids, rank_of, size)
         return cls(expert_order(first, size), ranks, counts)
 

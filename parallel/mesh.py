@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
+from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.agreement import Meeting, compare
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.rails import NodeGroups, has_two_levels, rails_of
+from dsa_engine.parallel.experts.placement import NodeGroups, has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group, agree_on_names, new_group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
-from dsa_engine.parallel.side_stream import SideStream
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig

@@ -9,18 +9,15 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from dsa_engine.kernels.runtime.transfer import SideStream
+from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.balance import balance_layer, imbalance
 from dsa_engine.parallel.experts.counts import ExpertCounts
 from dsa_engine.parallel.experts.dispatch import Alone, Dispatcher, ModelSizes, Ranks
 from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, Held, contiguous
-from dsa_engine.parallel.side_stream import SideStream
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import ParallelConfig
 
 _GAIN = 0.02  # experts move if the largest load of a rank falls by at least this part of the mean
 
@@ -34,9 +31,6 @@ class LayerPlacements:
         redundant: number of physical experts more than logical ones.
         loads: of each layer, or the path of their file (`counts.py`), or loads of each expert, the same in all
             layers; None: equal loads.
-
-    Raises:
-        ValueError: the file is missing or damaged.
     """
 
     def __init__(
@@ -60,11 +54,7 @@ class LayerPlacements:
         return cls(ranks, count, config.redundant_experts, config.expert_loads)
 
     def loads(self, experts: int, layer: int) -> tuple[float, ...] | None:
-        """The loads of a layer; None: equal ones.
-
-        Raises:
-            ValueError: there are not as many as experts.
-        """
+        """The loads of a layer; None: equal ones."""
         given = self._loads
         if given is None:
             return None
@@ -82,9 +72,6 @@ class LayerPlacements:
         Args:
             groups: number of groups of consecutive experts in the model's router.
             shared: load of one more expert, over the load of all others together; 0: there is none.
-
-        Raises:
-            ValueError: the numbers of experts, replicas and ranks do not fit.
         """
         if not shared and self._loads is None and not self._redundant:
             return contiguous(experts, self._ranks)
@@ -142,9 +129,6 @@ class ExpertDivision:
             groups: number of groups of consecutive experts in the model's router.
             shared: load of one more expert, over the load of all others together; 0: there is none.
             top_groups: number of groups from which a token takes experts.
-
-        Raises:
-            ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
         """
         held = self._placements.held(experts, layer, groups, shared)
         changes = self._mesh.config.rebalance_every is not None

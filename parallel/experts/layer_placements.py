@@ -130,7 +130,7 @@ class ExpertDivision:
             shared: load of one more expert, over the load of all others together; 0: there is none.
             top_groups: number of groups from which a token takes experts.
         """
-        held = self._placements.held(experts, layer, groups, shared)
+        held = self.placements.held(experts, layer, groups, shared)
         changes = self._mesh.config.rebalance_every is not None
         key = held, layer if changes else None
         if key not in self._made:
@@ -138,10 +138,6 @@ class ExpertDivision:
             made.groups, made.top_groups, made.side_stream = groups, top_groups, self._side_stream
             self._made[key] = made
         return self._made[key]
-
-    def better(self, now: Held, loads: Sequence[float], groups: int) -> Held:
-        """See :meth:`.LayerPlacements.better`."""
-        return self._placements.better(now, loads, groups)
 
     @contextmanager
     def even_routing(self) -> Iterator[None]:
@@ -157,7 +153,7 @@ class ExpertDivision:
                 one.even = even
 
     @cached_property
-    def _placements(self) -> LayerPlacements:
+    def placements(self) -> LayerPlacements:
         return LayerPlacements.of(self._mesh.config, self._mesh.nodes)
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:

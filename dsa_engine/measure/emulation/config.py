@@ -74,7 +74,7 @@ class EmulatedExpertParallel(ExpertParallel):
     def received(self, topk_ids: torch.Tensor, local_pairs: int | None = None) -> tuple[torch.Tensor, int | None]:
         """Pairs that choose this rank's experts one after the other, if their number is known."""
         if local_pairs is None:
-            return self.placement.spread(topk_ids), self.placement.first(self.group.index)
+            return self.placement.spread(topk_ids), self.placement.first[self.group.index]
         dealt = torch.full_like(topk_ids, -1)
         rows, pairs = max(1, len(dealt)), torch.arange(local_pairs, device=dealt.device)
         column = pairs // rows

@@ -72,7 +72,6 @@ def dense_attention(
         v: ``[K, heads, value_dim]``.
         cu_seqlens_q: the rows of q of each sequence.
         cu_seqlens_k: the rows of k and v of each sequence.
-        scale: softmax scale.
         workspace: bytes that masks and scores may take; queries are taken in blocks where it would be more.
         out: tensor for the result, of any strides; default: a new one.
 

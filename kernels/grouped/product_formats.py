@@ -31,6 +31,13 @@ from dsa_engine.kernels.runtime import cpu
 Weight = tuple[torch.Tensor | None, ...]
 
 
+def codes_of(weight: Weight) -> torch.Tensor:
+    """The first part of a weight: its codes, or its numbers."""
+    codes = weight[0]
+    assert codes is not None
+    return codes
+
+
 @dataclass(frozen=True)
 class ProductFormat:
     """A weight format, as :func:`.expert_mlp.expert_mlp` and :func:`.quantized_linear.quantized_linear` take it.
@@ -91,8 +98,7 @@ class ProductFormat:
         """``[R, out]``; the rows of each group, ``counts`` of them, lie one after the other."""
         parts = self.quantize(x)
         self.check(*parts, *weight)
-        assert weight[0] is not None
-        out = torch.empty(len(x), weight[0].shape[1:-1].numel(), dtype=dtype, device=x.device)
+        out = torch.empty(len(x), codes_of(weight).shape[1:-1].numel(), dtype=dtype, device=x.device)
         for group, (first, last) in enumerate(pairwise(accumulate(counts, initial=0))):
             if first < last:
                 rows = [None if part is None else part[first:last] for part in parts]

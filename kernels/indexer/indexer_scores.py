@@ -149,7 +149,6 @@ def indexer_scores(
         weights: ``[T, heads]`` float32 head weights, all scales included, those of q's codes too.
         pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``, the queries' own keys stored.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: segments of the queries.
         key_format: format of the pool, of q's dtype.
         workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
 

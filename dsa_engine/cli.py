@@ -19,7 +19,7 @@ class Command(NamedTuple):
 
     Attributes:
         about: its line in the help.
-        function: takes the parsed options; "module:function" in ``commands/``. It raises ``ValueError`` or ``OSError``
+        function: "module:function" in ``commands/``, of the parsed options. It raises ``ValueError`` or ``OSError``
             for what a user can correct, before anything is written or measured.
         options: adds the options to a parser, and imports no torch; "add_arguments" of the same module by default.
         imports_torch: whether the function does.
@@ -116,12 +116,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def script(name: str, description: str | None) -> None:
-    """Runs one command as a script of its own.
-
-    Args:
-        name: a key of :data:`COMMANDS`.
-        description: begins the script's help.
-    """
+    """Runs one command, a key of :data:`COMMANDS`, as a script of its own."""
 
     def parsed() -> None:
         parser = argument_parser(description)
@@ -136,15 +131,14 @@ def _parser() -> Parser:
     parser = Parser(prog="dsa-engine", description="Runs, measures and plans models with sparse attention.")
     parser.add_argument("--version", action="version", version=f"dsa_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    groups = {}
+    groups = {"": commands}
     for name, command in COMMANDS.items():
         group, _, last = name.rpartition(" ")
-        if group and group not in groups:
+        if group not in groups:
             about = _GROUPS[group]
             parent = commands.add_parser(group, help=about, description=_sentence(about))
             groups[group] = parent.add_subparsers(required=True, metavar="WHAT")
-        within = groups[group] if group else commands
-        one = within.add_parser(last, help=command.about, description=_sentence(command.about))
+        one = groups[group].add_parser(last, help=command.about, description=_sentence(command.about))
         one.set_defaults(command=command)
         one.add_when_parsing = command.add_arguments
     return parser

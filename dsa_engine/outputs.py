@@ -59,9 +59,7 @@ class RequestMetrics:
     preemptions: int = 0  # times it lost its cache pages to an older request and was prefilled again
     speculation: SpeculationMetrics | None = None  # None without drafts
     num_cached_tokens: int = 0  # tokens of the prompt whose cache rows an earlier request had computed
-    queue_s: float | None = (
-        None  # from the request to its first pages, the part of ttft_s that it waited; None: unknown
-    )
+    queue_s: float | None = None  # the part of ttft_s before its first pages, which it waited for; None: unknown
     num_mha_tokens: int = 0  # attended to all tokens before them, with keys and values expanded
     num_dense_tokens: int = 0  # … in absorbed form
     num_sparse_tokens: int = 0  # attended to the tokens that the indexer selected
@@ -131,9 +129,7 @@ class CompletionOutput:
     # "stop": an end token or a stop string; "length": max_tokens or max_model_len; "error": it failed
     finish_reason: str
     metrics: RequestMetrics
-    stop_reason: int | str | None = (
-        None  # the stop token or string, if one ended the output; None for the model's end tokens
-    )
+    stop_reason: int | str | None = None  # the stop token or string that ended the output; None: the model's end tokens
     # the error message; text and tokens are those before the error. Text that is not streamed and has no stop strings
     # is decoded at the end: if that fails, all tokens are here and the text is "".
     error: str | None = None

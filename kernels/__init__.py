@@ -8,7 +8,7 @@
     rows/        what is done to the rows of a step; segments and slots; rows of paged pools
     formats/     how numbers are stored, and operations that convert them
     runtime/     how operations run, launch and are compared
-    native/      C++ sources of the CPU's kernels
+    cpu/         C++ sources of the CPU's kernels
 
 A room imports from the rooms below it (`tests/kernels/test_rooms.py`). Files that begin with an underscore serve their
 room only.

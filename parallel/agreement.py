@@ -27,11 +27,10 @@ def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: fl
 
     Args:
         ranks: ranks of the run, ascending.
-        wait_s: longest wait for another rank.
+        wait_s: longest wait for another rank, then a ``TimeoutError``.
 
     Raises:
         ValueError: a text differs; raised on all of the ranks, and says which text on which ranks.
-        TimeoutError: a rank does not come.
     """
 
     def judge(texts: Mapping[int, str]) -> str:
@@ -77,10 +76,7 @@ class Meeting:
 
         Args:
             judge: makes the verdict from the texts of all ranks; runs on the first rank.
-            wait_s: longest wait for another rank.
-
-        Raises:
-            TimeoutError: a rank does not come.
+            wait_s: longest wait for another rank, then a ``TimeoutError``.
         """
         self.leave()
         self.say(text)
@@ -97,10 +93,7 @@ class Meeting:
         first rank to fail is raised on every rank; a rank whose ``work`` fails waits for no other.
 
         Args:
-            wait_s: longest wait for another rank, after this rank's ``work``.
-
-        Raises:
-            TimeoutError: a rank does not come.
+            wait_s: longest wait for another rank, after this rank's ``work``; then a ``TimeoutError``.
         """
         self.leave()
         verdict = self._key("verdict")

@@ -19,11 +19,7 @@ Loads = Annotated[tuple[Annotated[float, at_least(0)], ...], _LOADS]
 @documented
 @dataclass(frozen=True)
 class ParallelConfig(Options):
-    """How to use the processes of a ``torchrun`` world; the defaults fit any world.
-
-    Raises:
-        TypeError, ValueError: an option is not known or not possible; the text says what is.
-    """
+    """How to use the processes of a ``torchrun`` world; the defaults fit any world."""
 
     cp_size: PositiveInt | None = option(
         None,

@@ -19,9 +19,6 @@ def choose_device(device: str, one_part: bool = True) -> torch.device:
 
     Args:
         one_part: whether all ranks of the run launch their collectives in one order.
-
-    Raises:
-        ValueError: there is no such device, or not for this rank.
     """
     wanted = {_QUEUES: 32} | ({_IN_ORDER: 1} if one_part else {})
     if device != "cpu":

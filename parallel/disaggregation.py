@@ -12,25 +12,20 @@ from functools import singledispatch
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from dsa_engine.parallel.config import ParallelConfig
-from dsa_engine.parallel.group import Group, nccl_options, new_group
+from dsa_engine.parallel.group import Group, new_group
 from dsa_engine.parallel.mesh import Mesh
 
 _MAX_CTAS = 1  # thread blocks, each on a multiprocessor that steps lack, that a message between parts takes
 
 
 def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelConfig:
-    """The options of the part that this rank belongs to, out of those of both.
-
-    Raises:
-        ValueError: there are not enough ranks, or a part cannot be divided as its options say.
-    """
+    """The options of the part that this rank belongs to, out of those of both."""
     rank, ranks_that_prefill, size = position(prefill)
-    for part, config, ranks in (
-        ("prefill", prefill, ranks_that_prefill),
-        ("decode", decode, size - ranks_that_prefill),
-    ):
+    parts = ("prefill", prefill, ranks_that_prefill), ("decode", decode, size - ranks_that_prefill)
+    for part, config, ranks in parts:
         sizes = {"tp_size": config.tp_size} | ({"cp_size": config.cp_size or 1} if part == "prefill" else {})
         for name, wanted in sizes.items():
             if ranks % wanted:
@@ -46,12 +41,7 @@ def create_mesh(
     config: ParallelConfig, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None
 ) -> Mesh:
     """The mesh of this process; with ``prefill_ranks`` that of its part of the run. The decode part has
-    context-parallel groups of one rank, as it prefills nothing.
-
-    Raises:
-        ValueError: there are not enough ranks, the part cannot be divided as the options say, or see
-            :meth:`Mesh.create`, which also has the arguments.
-    """
+    context-parallel groups of one rank, as it prefills nothing. :meth:`Mesh.create` has the arguments."""
     if config.prefill_ranks is None:
         return Mesh.create(config, device, same=same)
     rank, prefill, size = position(config)
@@ -61,11 +51,7 @@ def create_mesh(
 
 
 def position(config: ParallelConfig) -> tuple[int, int, int]:
-    """This rank, the number of ranks that prefill, and that of all.
-
-    Raises:
-        ValueError: there are not enough ranks.
-    """
+    """This rank, the number of ranks that prefill, and that of all."""
     rank, size = config.run_position()
     prefill = config.prefill_ranks
     assert prefill is not None
@@ -98,7 +84,9 @@ def page_groups(
     ranks = (*senders, *receivers)
     handle = over_devices = new_group(ranks, timeout, "gloo")
     if device.type == "cuda":
-        over_devices = new_group(ranks, timeout, options=nccl_options(_MAX_CTAS))
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl.config.max_ctas = _MAX_CTAS
+        over_devices = new_group(ranks, timeout, options=nccl)
     groups = PageGroups(*(Group(ranks, ranks.index(rank), one) for one in (handle, over_devices)))
     word = torch.zeros(1, dtype=torch.int64, device=device)
     groups.device.all_gather(word)  # connects all, as NCCL wants before messages of pairs

@@ -49,10 +49,6 @@ def report_failures(*, connect_s: float | None = None, brief: tuple[type[Excepti
     Args:
         connect_s: connect to the store of the run, within this many seconds.
         brief: types of errors that the user can correct: they end the run with one line and exit status 2.
-
-    Raises:
-        ValueError: the environment has no address of the store.
-        TimeoutError: no store answers at that address.
     """
     global _reporter
     if several_processes():
@@ -196,10 +192,9 @@ def _connect(patience_s: float) -> dist.Store:
     import torch.distributed as dist
 
     host, port = store_address()
+    limit = timedelta(seconds=patience_s)
     try:
-        store = dist.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience_s)
-        )
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except dist.DistError as error:
         raise TimeoutError(
             f"rank 0 has not come: no store of a run has answered at {host}:{port} (MASTER_ADDR, MASTER_PORT) for "

@@ -38,22 +38,10 @@ def new_group(
         alone: whether only these ranks call this; else all ranks of the run do.
     """
     global _groups_made
-    group = dist.new_group(
-        ranks,
-        timeout=timedelta(seconds=timeout),
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=alone,
-    )
+    limit = timedelta(seconds=timeout)
+    group = dist.new_group(ranks, limit, backend, pg_options=options, use_local_synchronization=alone)
     _groups_made += isinstance(group, dist.ProcessGroup)
     return group
-
-
-def nccl_options(max_ctas: int) -> Any:
-    """Options of a new NCCL group whose collectives take at most so many thread blocks, each on a multiprocessor."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    return options
 
 
 def agree_on_names(ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -86,15 +74,11 @@ class Group:
         return self.handle is None
 
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts gathering ``rows [R, ...]``, R the same on every rank.
-
-        Returns:
-            a function that waits and returns ``[size · R, ...]``, in rank order.
-        """
+        """Starts :meth:`all_gather`; returns a function that waits and returns the rows."""
         return self._gather(rows, asynchronous=True)
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[R, ...]`` of every rank, in rank order: ``[size · R, ...]``."""
+        """``rows [R, ...]`` of every rank, R the same on each, in rank order: ``[size · R, ...]``."""
         return self._gather(rows, asynchronous=False)()
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
@@ -102,19 +86,15 @@ class Group:
         return self._reduce(rows, asynchronous=False)()
 
     def reduce_scatter_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts :meth:`reduce_scatter`; ``rows`` stay as they are until the wait.
-
-        Returns:
-            a function that waits and returns this rank's part.
-        """
+        """Starts :meth:`reduce_scatter`; ``rows`` stay as they are until the wait. Returns a function that waits and
+        returns this rank's part."""
         return self._reduce(rows, asynchronous=True)
 
     def all_to_all(
         self, rows: torch.Tensor, send: list[int] | None = None, receive: list[int] | None = None
     ) -> torch.Tensor:
         """Sends ``rows`` in rank order, ``send[i]`` of them to rank i; returns the received rows, ``receive[i]`` from
-        rank i. Without counts all parts are equal.
-        """
+        rank i. Without counts all parts are equal."""
         if self.alone:
             return rows
         self.bytes_sent += self._bytes_to_others(rows, send)
@@ -124,11 +104,8 @@ class Group:
         self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
     ) -> Callable[[], None]:
         """Starts to send ``rows`` in rank order, ``send[i]`` of them to rank i, and to fill ``into`` with
-        ``receive[i]`` rows of each rank i. Both are contiguous, and stay as they are until the wait.
-
-        Returns:
-            a function that waits until ``into`` is filled.
-        """
+        ``receive[i]`` rows of each rank i. Both are contiguous, and stay as they are until the wait. Returns a function
+        that waits until ``into`` is filled."""
         if self.alone:
             into.copy_(rows)
             return lambda: None
@@ -137,11 +114,7 @@ class Group:
 
     def broadcast_async(self, rows: torch.Tensor) -> Callable[[], None]:
         """Starts filling ``rows``, contiguous and of the same shape on every rank, with those of the first rank of the
-        group.
-
-        Returns:
-            a function that waits until they have come.
-        """
+        group. Returns a function that waits until they have come."""
         if self.alone:
             return lambda: None
         self.bytes_sent += rows.nbytes * (self.size - 1) if self.index == 0 else 0
@@ -156,22 +129,14 @@ class Group:
         return every
 
     def send(self, rows: torch.Tensor, to: int) -> None:
-        """Sends ``rows`` of any shape to the rank with the index ``to`` in this group, which calls :meth:`recv`.
-
-        Raises:
-            ValueError: there is no such other rank in the group.
-        """
+        """Sends ``rows`` of any shape to the rank with the index ``to`` in this group, which calls :meth:`recv`."""
         self._check_peer(to)
         self.bytes_sent += rows.nbytes
         self._send(rows.contiguous(), to)
 
     def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Fills the contiguous tensor ``into`` with the tensor that the rank with the index ``source`` sends; returns
-        ``into``.
-
-        Raises:
-            ValueError: there is no such other rank in the group.
-        """
+        ``into``."""
         self._check_peer(source)
         self._recv(into, source)
         return into
@@ -183,12 +148,9 @@ class Group:
         return dist.get_group_rank(self.handle, dist.recv(into, group=self.handle))
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Sends tensors to other ranks and fills tensors with what they send, all at once. All are contiguous, and a
-        rank names another one's tensors in the order in which that rank sends them.
-
-        Args:
-            sends, receives: tensors, each with the index of the other rank in this group.
-        """
+        """Sends tensors to other ranks and fills tensors with what they send, all at once; each with the index of the
+        other rank in this group. All are contiguous, and a rank names another one's tensors in the order in which that
+        rank sends them."""
         self.bytes_sent += sum(rows.nbytes for rows, _ in sends)
         if sends or receives:
             self._exchange_pairs(sends, receives)

@@ -7,11 +7,7 @@ import os
 
 
 def launched_rank() -> tuple[int, int]:
-    """Rank of this process and number of processes; (0, 1) without a launcher.
-
-    Raises:
-        ValueError: the environment names no rank of a run.
-    """
+    """Rank of this process and number of processes; (0, 1) without a launcher."""
     size = _number("WORLD_SIZE", "1", 1, "a positive integer")
     return _number("RANK", "0", 0, f"an integer from 0 to {size - 1}, as WORLD_SIZE is {size}", size), size
 
@@ -25,21 +21,13 @@ def several_processes() -> bool:
 
 
 def local_world_size() -> int:
-    """Number of processes of the run on this machine: torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE.
-
-    Raises:
-        ValueError: the environment names no number.
-    """
+    """Number of processes of the run on this machine: torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE."""
     name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "LOCAL_SIZE"
     return _number(name, "1", 1, "a positive integer")
 
 
 def store_address() -> tuple[str, int]:
-    """Host and port of the run's store.
-
-    Raises:
-        ValueError: the environment does not name them.
-    """
+    """Host and port of the run's store."""
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ValueError(
             "MASTER_ADDR and MASTER_PORT must be in the environment of several processes; torchrun sets them"

@@ -21,23 +21,21 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.agreement import Meeting, compare
+from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.rails import NodeGroups, has_two_levels, rails_of
+from dsa_engine.parallel.experts.placement import NodeGroups, has_two_levels, rails_of
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group, agree_on_names, new_group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
-from dsa_engine.parallel.side_stream import SideStream
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import ParallelConfig
 
 T = TypeVar("T")
 
@@ -70,10 +68,7 @@ class Mesh:
         device: torch.device,
         ranks: Sequence[int] | None = None,
     ):
-        self.config = config
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
+        self.config, self.rank, self.world_size, self.device = config, rank, world_size, device
         self.cp_size = config.cp_size or world_size
         for name, size in (("cp_size", self.cp_size), ("tp_size", config.tp_size)):
             if world_size % size:
@@ -111,7 +106,6 @@ class Mesh:
         A process group that the program has made before is used as it is.
 
         Args:
-            config: how to divide the mesh.
             device: "cpu", "cuda", "cuda:N", or "auto" (CUDA if there is one).
             ranks: the ranks of the run that form this mesh, ascending; default: all. Meshes of different ranks know
                 nothing of each other and may run different requests at the same time.
@@ -119,8 +113,7 @@ class Mesh:
             run_ranks: those of this mesh and of its counterpart, which are made together; default: ``ranks``.
 
         Raises:
-            ValueError: the ranks differ in a text of ``same``, the sizes do not divide the mesh, the device does not
-                exist, this process is none of ``ranks``, or the environment names no rank of a run.
+            ValueError: the ranks differ in a text of ``same``, or an option or the environment is not possible.
             TimeoutError: no store of a run answers at MASTER_ADDR and MASTER_PORT.
         """
         report_failures()

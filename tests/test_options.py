@@ -17,7 +17,6 @@ from dsa_engine.commands.arguments import (
     add_engine_arguments,
     argument_parser,
     engine_options,
-    parallel_from,
 )
 from dsa_engine.options import EngineOptions
 
@@ -63,7 +62,7 @@ def test_an_argument_is_an_option(words: tuple[str, ...], name: str, value: Any)
 def test_parallel_arguments() -> None:
     words = ("--cp-size", "2", "--moe-dispatch", "by_node", "--decode-dispatch", "auto", "--timeout", "5")
     options = {"moe_dispatch": "by_node", "decode_dispatch": "auto", "timeout": 5.0}
-    assert parallel_from(parsed(*words)) == ParallelConfig(cp_size=2, **options)  # type: ignore[arg-type]
+    assert engine_options(parsed(*words))["parallel"] == ParallelConfig(cp_size=2, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

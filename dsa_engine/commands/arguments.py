@@ -35,14 +35,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        if action.help is None or "default:" in action.help.lower() or default is argparse.SUPPRESS:
+        if action.help is None or "default:" in action.help.lower() or not action.option_strings:
             return action.help
-        if not action.option_strings:
+        if default is argparse.SUPPRESS:
             return action.help
-        if default is None or default is False:
-            words = "none" if default is None else "off"
-        else:
-            words = ",".join(map(str, default)) if isinstance(default, list) else str(default)
+        words = "none" if default is None else "off" if default is False else default
+        words = ",".join(map(str, default)) if isinstance(default, list) else words
         return f"{action.help} (default: {words})".replace("%", "%%")
 
 
@@ -73,12 +71,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", action=_HelpAll, help=argparse.SUPPRESS)
 
     def format_help(self) -> str:
-        rare = [] if self.shows_all else [action for action in self._actions if isinstance(action.help, Rare)]
-        texts = [action.help for action in rare]
+        rare = {} if self.shows_all else {one: one.help for one in self._actions if isinstance(one.help, Rare)}
         for action in rare:
             action.help = argparse.SUPPRESS
         shown = super().format_help()
-        for action, text in zip(rare, texts, strict=True):
+        for action, text in rare.items():
             action.help = text
         return shown + (f"\n{len(rare)} more options: {self.prog} --help-all\n" if rare else "")
 
@@ -134,14 +131,9 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
 
 
-def parallel_from(args: argparse.Namespace) -> ParallelConfig:
-    """The :class:`ParallelConfig` that the arguments describe."""
-    return ParallelConfig(**options_from(args, ParallelConfig))
-
-
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of :class:`LLM` that the arguments describe."""
-    return options_from(args, EngineOptions) | {"parallel": parallel_from(args)}
+    return options_from(args, EngineOptions) | {"parallel": ParallelConfig(**options_from(args, ParallelConfig))}
 
 
 def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
@@ -190,14 +182,10 @@ def _argument(hint: Any) -> dict[str, Any] | None:
     if origin is dict:
         return {"default": "{}", "metavar": "JSON"}  # kept as written, for the report
     if origin is list:
-        return {"nargs": "+"} if kinds[0] is str else {"type": _numbers}
+        return {"nargs": "+"} if kinds[0] is str else {"type": lambda text: [] if text == "none" else lengths(text)}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     return None if is_dataclass(hint) else {"type": hint}
-
-
-def _numbers(text: str) -> list[int]:
-    return [] if text == "none" else lengths(text)
 
 
 def _flag(name: str) -> str:

@@ -35,7 +35,9 @@ def add_clear_arguments(parser: argparse.ArgumentParser) -> None:
 def run_list(args: argparse.Namespace) -> None:
     """Prints what each key of a folder stands for, and what it holds."""
     for key in _keys(args.folder):
-        about, files = _about(key), [stat for _, stat in pages(key)]
+        about, files = dict[str, object](), [stat for _, stat in pages(key)]
+        with suppress(OSError, ValueError, TypeError):  # lost or damaged: its facts are unknown
+            about = dict(json.loads((key / ABOUT).read_bytes()))
         print(f"{key.name}:")
         for name, title in _FACTS.items():
             print(f"  {title}: {about.get(name, 'unknown')}")
@@ -64,11 +66,7 @@ def run_clear(args: argparse.Namespace) -> None:
 
 
 def _delete(key: Path) -> list[os.stat_result]:
-    """Deletes a key's pages, its other files and then the folders that are empty; returns what the pages were.
-
-    Raises:
-        OSError: a file cannot be deleted; those before it are.
-    """
+    """Deletes a key's pages, its other files and then the folders that are empty; returns what the pages were."""
     deleted = list(pages(key))
     for path in (*(path for path, _ in deleted), *unfinished(key), key / ABOUT):
         path.unlink(missing_ok=True)
@@ -79,11 +77,7 @@ def _delete(key: Path) -> list[os.stat_result]:
 
 
 def _keys(folder: Path) -> list[Path]:
-    """The subfolders of a folder's keys, in order; says so if the folder is empty.
-
-    Raises:
-        ValueError: it is no folder of pages.
-    """
+    """The subfolders of a folder's keys, in order; says so if the folder is empty."""
     try:
         names = list(folder.iterdir())
     except OSError as error:
@@ -94,10 +88,3 @@ def _keys(folder: Path) -> list[Path]:
     if not names:
         print(f"{folder} is empty")
     return present
-
-
-def _about(key: Path) -> dict[str, object]:
-    try:
-        return dict(json.loads((key / ABOUT).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}

@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> None:
-    """Reads lines, answers each, and keeps the conversation until the input ends. With several ranks, rank 0 does this
-    and the others follow.
-    """
+    """Reads lines, answers each, and keeps the conversation until the input ends: rank 0; the others follow."""
     sampling_params(args)  # checks them before anything is loaded
     if leads():
         _prompt(Early(args).conversation_format(), [*_beginning(args), {"role": "user", "content": "Hello"}], args)
@@ -92,7 +90,8 @@ def _answer(
     """Prints the answer as it comes and returns its message; None after an error: the question is dropped too."""
     from dsa_engine.text.conversations.deltas import message_of
 
-    form, printer = llm.conversation_format, _Printer()
+    form = llm.conversation_format
+    shown: list[MessageDelta] = []
     try:
         prompt = _prompt(form, messages, args)
         reader = form.reader(prompt)
@@ -100,7 +99,7 @@ def _answer(
         try:
             with closing(stream) as pieces:
                 for piece in pieces:
-                    printer.show(reader.push(piece.text))
+                    _show(reader.push(piece.text), shown)
                     if piece.error:
                         print(f"\nerror: {piece.error}", file=sys.stderr)
                         return None
@@ -109,22 +108,16 @@ def _answer(
     except ValueError as error:  # the conversation is too long, or its form refuses it
         print(f"error: {error}; /new begins another conversation", file=sys.stderr)
         return None
-    printer.show(reader.finish())
+    _show(reader.finish(), shown)
     print(flush=True)
-    return message_of(printer.shown)
+    return message_of(shown)
 
 
-class _Printer:
-    """Prints an answer, with tags around its thought."""
-
-    def __init__(self) -> None:
-        self.shown: list[MessageDelta] = []
-        self._in_thought = False
-
-    def show(self, deltas: list[MessageDelta]) -> None:
-        for delta in deltas:
-            if (delta.reasoning is not None) != self._in_thought:
-                self._in_thought = not self._in_thought
-                print("<think>" if self._in_thought else "</think>")
-            print(delta.reasoning or delta.content, end="", flush=True)
-        self.shown += deltas
+def _show(deltas: list[MessageDelta], shown: list[MessageDelta]) -> None:
+    """Prints parts of an answer, with tags around its thought, and appends them to ``shown``."""
+    for delta in deltas:
+        thinks = delta.reasoning is not None
+        if thinks != bool(shown and shown[-1].reasoning is not None):
+            print("<think>" if thinks else "</think>")
+        print(delta.reasoning or delta.content, end="", flush=True)
+        shown.append(delta)

@@ -34,12 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a text to run the source on first: SmoothQuant moves wide ranges of activations into weights",
     )
-    parser.add_argument(
-        "--calibration-tokens", type=int, default=16384, metavar="N", help="tokens of the text to run (default: 16384)"
-    )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'
-    )
+    parser.add_argument("--calibration-tokens", type=int, default=16384, metavar="N", help="tokens of that text to run")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB"')
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report here")
 
 

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class Early:
-    """What is known of a run before its weights are loaded.
-
-    Raises:
-        CheckpointError, ValueError: an option or a file is not possible, as :class:`dsa_engine.LLM` says it.
-    """
+    """A run before its weights are loaded; an option or a file that is not possible raises as in :class:`LLM`."""
 
     def __init__(self, args: argparse.Namespace):
         # These import torch, which takes seconds and which the help of the commands does not need.
@@ -42,8 +38,7 @@ class Early:
         return Tokenizer(self.folder, self._options.trust_remote_code)
 
     def conversation_format(self, **parsers: str | None) -> ConversationFormat:
-        """The form of the model's conversations; raises ``ValueError`` if the folder has no tokenizer, or if there is
-        no parser of a given name."""
+        """The form of the model's conversations; raises ``ValueError`` if there is no tokenizer, or no such parser."""
         from dsa_engine.text.conversations import conversation_format
 
         return conversation_format(self.folder, self._model_type, tokenizer=self.tokenizer(), **parsers)

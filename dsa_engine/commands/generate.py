@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    """Prints the pieces of the output; exit status 1 if the request ends with an error. With several ranks, rank 0
-    does this and the others follow.
-    """
+    """Prints the pieces of the output on rank 0, which the others follow; exit status 1 after an error."""
     if args.chat and args.prompt_ids is not None:
         raise ValueError("--chat takes a text; give --prompt or --prompt-file with it, not --prompt-ids")
     if args.chat_template_kwargs is not None and not args.chat:
@@ -55,9 +53,8 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def _prompt(args: argparse.Namespace) -> list[int]:
     early = Early(args)
-    if args.prompt_ids is not None:
-        ids = args.prompt_ids
-    else:
+    ids = args.prompt_ids
+    if ids is None:
         text = read_text(args.prompt_file) if args.prompt_file else _given_text(args)
         if args.chat:
             messages = [{"role": "user", "content": text}]

@@ -24,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
     parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
-    parser.add_argument(
-        "--tp-size", type=int, default=1, help="ranks that divide embedding, output projections and LM head"
-    )
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide embedding, o_proj and LM head")
     parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")
 
 
@@ -48,11 +46,8 @@ def run_info(args: argparse.Namespace) -> None:
     if args.ranks > config.n_routed_experts:
         raise ValueError(f"--ranks {args.ranks} is more than the {config.n_routed_experts} routed experts")
     counts = parameter_counts(config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.memory:
-        memory = parse_bytes(args.memory, "--memory")
-    else:
-        memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else available_bytes()
+    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else available_bytes()
+    memory = parse_bytes(args.memory, "--memory") if args.memory else memory
     stored = config.quantization or released_fp8()
     forms: list[tuple[str, QuantizationConfig | None, torch.dtype]] = [
         (quantization_name(stored) or "as stored", stored, torch.bfloat16)
@@ -80,11 +75,8 @@ def run_info(args: argparse.Namespace) -> None:
         rows.append(row)
     module = None  # what one adds
     if counts.mtp:
-        with_one, without = (
-            needed(*forms[0][1:], modules=1),
-            (rows[0]["weight_bytes"], rows[0]["cache_bytes_per_token"]),
-        )
-        module = [more - less for more, less in zip(with_one, without)]
+        weights, per_token = needed(*forms[0][1:], modules=1)
+        module = weights - rows[0]["weight_bytes"], per_token - rows[0]["cache_bytes_per_token"]
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
         result |= {
@@ -101,9 +93,8 @@ def run_info(args: argparse.Namespace) -> None:
     mtp = f", and {counts.mtp:,} in {modules}" if counts.mtp else ""
     print(
         f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counts.total:,} parameters, "
-        f"{counts.active:,} active per token"
-        + mtp
-        + f"\non each of {args.ranks} rank(s) with {format_bytes(memory)}, activations not counted:\n"
+        f"{counts.active:,} active per token{mtp}\n"
+        f"on each of {args.ranks} rank(s) with {format_bytes(memory)}, activations not counted:\n"
     )
     table = []
     for r in rows:

@@ -14,23 +14,18 @@ from dsa_engine.measure.report import write_json
 from dsa_engine.system.interrupts import ends_when_terminated
 from dsa_engine.system.output_files import check_outputs
 
+_NAMES = ("demo", *RELEASED_CONFIGS)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(["demo", *RELEASED_CONFIGS])
-    parser.add_argument(
-        "--config", required=True, metavar="PATH|NAME", help=f"a config.json, its folder, or one of: {names}"
-    )
-    parser.add_argument(
-        "--overrides", default="{}", metavar="JSON", help="keys that replace those of the configuration"
-    )
+    known = f"a config.json, its folder, or one of: {', '.join(_NAMES)}"
+    parser.add_argument("--config", required=True, metavar="PATH|NAME", help=known)
+    parser.add_argument("--overrides", default="{}", metavar="JSON", help="keys that replace the configuration's")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to make")
-    parser.add_argument(
-        "--dtype", default="fp8", choices=["fp8", "bfloat16", "float32"], help="dtype of the weights (default: fp8)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'
-    )
+    dtypes = ("fp8", "bfloat16", "float32")
+    parser.add_argument("--dtype", default="fp8", choices=dtypes, help="dtype of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB"')
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report here")
 
 
@@ -41,7 +36,7 @@ def run_make_checkpoint(args: argparse.Namespace) -> None:
     from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
     check_outputs(args.json)
-    raw = _read_config(args.config, args.overrides)
+    raw = merge_overrides(_read_config(args.config), json_object(args.overrides, "--overrides"))
     if args.dtype in DTYPES:
         raw.pop("dtype", None)
         raw["torch_dtype"] = args.dtype
@@ -64,17 +59,12 @@ def run_make_checkpoint(args: argparse.Namespace) -> None:
     )
 
 
-def _read_config(config: str, overrides: str) -> dict[str, Any]:
+def _read_config(config: str) -> dict[str, Any]:
     from dsa_engine.demo import demo_config
 
-    if config == "demo":
-        raw = demo_config()
-    elif config in RELEASED_CONFIGS:
-        raw = released_config(config)
-    else:
-        path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
-        if not path.is_file():
-            names = ", ".join(["demo", *RELEASED_CONFIGS])
-            raise CheckpointError(f"--config {config}: no such file, and not one of {names}")
-        raw = json_object(path.read_text(encoding="utf-8"), str(path))
-    return merge_overrides(raw, json_object(overrides, "--overrides"))
+    if config in _NAMES:
+        return demo_config() if config == "demo" else released_config(config)
+    path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+    if not path.is_file():
+        raise CheckpointError(f"--config {config}: no such file, and not one of {', '.join(_NAMES)}")
+    return json_object(path.read_text(encoding="utf-8"), str(path))

@@ -6,13 +6,8 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--worker-urls",
-        nargs="+",
-        default=["http://10.0.0.1:8000", "http://10.0.0.2:8000"],
-        metavar="URL",
-        help="the servers",
-    )
+    servers = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    parser.add_argument("--worker-urls", nargs="+", default=servers, metavar="URL", help="the servers")
 
 
 def run_route(args: argparse.Namespace) -> None:

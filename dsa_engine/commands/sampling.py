@@ -43,11 +43,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """The :class:`SamplingParams` that the options describe; ``--seed`` is an option of the engine.
 
-    Args:
-        defaults: defaults of the model folder (``LLM.default_sampling``); without them the options are checked only.
-
-    Raises:
-        ValueError: an option is not possible.
+    ``defaults``: those of the model folder (``LLM.default_sampling``); without them the options are checked only.
     """
     given = {name: value for name in _NAMES if (value := getattr(args, name)) is not None}
     return SamplingParams(**(_ELSE | dict(defaults or {}) | given | {"seed": args.seed}))

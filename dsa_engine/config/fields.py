@@ -62,13 +62,9 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def options_of(cls: type) -> tuple[tuple[Field[Any], Any], ...]:
-    """The fields of a dataclass that are options, in order, with their types."""
-    return _options_of(cls)
-
-
 @functools.cache
-def _options_of(cls: Any) -> tuple[tuple[Field[Any], Any], ...]:
+def options_of(cls: Any) -> tuple[tuple[Field[Any], Any], ...]:
+    """The fields of a dataclass that are options, in order, with their types."""
     hints = get_type_hints(cls, include_extras=True)
     return tuple((f, hints[f.name]) for f in fields(cls) if "doc" in f.metadata)
 
@@ -80,7 +76,7 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        for f, hint in options_of(type(self)):
+        for f, hint in options_of(type(self)):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if value is None and NoneType not in get_args(hint):
                 object.__setattr__(self, f.name, f.default if f.default_factory is MISSING else f.default_factory())

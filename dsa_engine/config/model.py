@@ -23,6 +23,13 @@ from dsa_engine.errors import CheckpointError
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
+# Fields that are an integer of config.json in every model type.
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "num_attention_heads"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size"),
+    *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group"),
+)
+
 # Epsilon of the norms on the two low-rank latents and of the indexer's LayerNorm, in every released model.
 LATENT_NORM_EPS = 1e-6
 
@@ -108,10 +115,7 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
-        """Reads ``folder/config.json``.
-
-        Args:
-            overrides: keys that replace those of the file; nested dictionaries are merged.
+        """Reads ``folder/config.json``; ``overrides`` replace its keys, and nested dictionaries are merged.
 
         Raises:
             CheckpointError: no such folder, no ``config.json`` in it, or not JSON.
@@ -134,43 +138,23 @@ class ModelConfig:
             raise ValueError(f"model_type {shown(model_type)} is not supported; supported are {', '.join(MODEL_TYPES)}")
         _refuse_unsupported(keys)
 
-        layers = keys.size("num_hidden_layers")
         has_indexer = model_type != "deepseek_v3"
-        rope_dim = keys.size("qk_rope_head_dim")
-        max_positions = keys.size("max_position_embeddings")
-        vocab_size = keys.size("vocab_size")
+        indexer = ("index_topk", "index_n_heads", "index_head_dim")
+        sizes: dict[str, Any] = {name: keys.size(name) for name in _SIZES + (indexer if has_indexer else ())}
+        layers = sizes["num_hidden_layers"]
         config = cls(
+            **dict.fromkeys(indexer, 0) | sizes,
             model_type=model_type,
-            vocab_size=vocab_size,
-            hidden_size=keys.size("hidden_size"),
-            num_hidden_layers=layers,
-            max_position_embeddings=max_positions,
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
             dtype=_dtype(keys),
-            eos_token_ids=keys.token_ids("eos_token_id", vocab_size),
+            eos_token_ids=keys.token_ids("eos_token_id", sizes["vocab_size"]),
             tie_word_embeddings=keys.flag("tie_word_embeddings", False),
-            num_attention_heads=keys.size("num_attention_heads"),
-            q_lora_rank=keys.size("q_lora_rank"),
-            kv_lora_rank=keys.size("kv_lora_rank"),
-            qk_nope_head_dim=keys.size("qk_nope_head_dim"),
-            qk_rope_head_dim=rope_dim,
-            v_head_dim=keys.size("v_head_dim"),
-            rope=RopeConfig.from_keys(keys, rope_dim, max_positions),
+            rope=RopeConfig.from_keys(keys, sizes["qk_rope_head_dim"], sizes["max_position_embeddings"]),
             rope_interleaved=keys.flag("rope_interleave", True),
-            index_topk=keys.size("index_topk") if has_indexer else 0,
-            index_n_heads=keys.size("index_n_heads") if has_indexer else 0,
-            index_head_dim=keys.size("index_head_dim") if has_indexer else 0,
             # DeepSeek-V3.2 rotates halves in the indexer, GLM-5 rotates pairs there as in the main attention.
             index_rope_interleaved=keys.flag("indexer_rope_interleave", model_type == "glm_moe_dsa"),
             indexer_types=_indexer_types(keys, layers) if has_indexer else ("none",) * layers,
-            intermediate_size=keys.size("intermediate_size"),
             mlp_layer_types=_mlp_layer_types(keys, layers),
-            moe_intermediate_size=keys.size("moe_intermediate_size"),
-            n_routed_experts=keys.size("n_routed_experts"),
-            n_shared_experts=keys.size("n_shared_experts"),
-            num_experts_per_tok=keys.size("num_experts_per_tok"),
-            n_group=keys.size("n_group"),
-            topk_group=keys.size("topk_group"),
             norm_topk_prob=keys.flag("norm_topk_prob", True),
             routed_scaling_factor=keys.number("routed_scaling_factor"),
             num_nextn_predict_layers=keys.size("num_nextn_predict_layers", 0, minimum=0),

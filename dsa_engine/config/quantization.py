@@ -114,11 +114,7 @@ class QuantizationConfig:
 
     @classmethod
     def from_keys(cls, keys: Keys) -> QuantizationConfig | None:
-        """Reads ``quantization_config`` of a ``config.json``; None if it has none.
-
-        Raises:
-            ValueError: the method or a value is not supported; the text says what is.
-        """
+        """Reads ``quantization_config`` of a ``config.json``; None if it has none."""
         if keys.get("quantization_config") is None:
             return None
         part = keys.part("quantization_config")

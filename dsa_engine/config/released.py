@@ -124,11 +124,7 @@ def released_fp8() -> QuantizationConfig:
 
 
 def released_config(name: str) -> dict[str, Any]:
-    """A copy of the raw configuration of a released model.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """A copy of the raw configuration of a released model."""
     if name not in RELEASED_CONFIGS:
         raise ValueError(f"no released configuration {name!r}; there are {', '.join(RELEASED_CONFIGS)}")
     return copy.deepcopy(RELEASED_CONFIGS[name])

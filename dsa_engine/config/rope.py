@@ -37,12 +37,7 @@ class RopeConfig:
 
     @classmethod
     def from_keys(cls, keys: Keys, dim: int, max_positions: int) -> RopeConfig:
-        """Reads ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``.
-
-        Raises:
-            ValueError: a RoPE type other than "default" and "yarn", a YaRN without its original length, a key that
-                nothing reads, YaRN's without a type, or a value that is not possible.
-        """
+        """Reads ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``."""
         old, new = keys.part("rope_scaling").raw, keys.part("rope_parameters").raw
         rope = Keys(old | new, "rope_parameters" if new else "rope_scaling")
         # With a base of 1 or less, all pairs would turn at one speed or in reverse order of speed.

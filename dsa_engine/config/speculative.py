@@ -53,11 +53,7 @@ class SpeculativeConfig(Options):
         return "drafts come from the checkpoint's own MTP module" if name == "model" else None
 
     def modules(self, available: int) -> int:
-        """The number of MTP modules to use of a checkpoint that has ``available``: one per draft in vanilla mode.
-
-        Raises:
-            ValueError: the checkpoint has too few.
-        """
+        """The number of MTP modules to use of a checkpoint that has ``available``: one per draft in vanilla mode."""
         vanilla = available > 1 if self.use_mtp_vanilla is None else self.use_mtp_vanilla
         used = self.num_speculative_tokens if vanilla else 1
         if available == 0:

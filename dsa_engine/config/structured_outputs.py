@@ -84,11 +84,7 @@ class StructuredOutputsParams(Options):
 
 @lru_cache(256)
 def checked_grammar(kind: str, text: str, compact: bool = False) -> str:
-    """:meth:`StructuredOutputsParams.source` of one kind; what is not a text is given as JSON.
-
-    Raises:
-        ValueError: llguidance refuses it.
-    """
+    """:meth:`StructuredOutputsParams.source` of one kind; what is not a text is given as JSON."""
     from llguidance import LLMatcher  # when it is first needed
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 

@@ -49,10 +49,6 @@ def write_random_checkpoint(
         max_shard_size: bytes, or text such as "5GB".
         progress: show a progress bar on stderr.
         extra_files: further small files (name to content), for example of a tokenizer.
-
-    Raises:
-        CheckpointError: the folder exists and is not empty, or the disk has too little room.
-        ValueError: the configuration is not supported.
     """
     raw = dict(raw_config)
     quantization = raw.pop("quantization_config", None)

@@ -65,14 +65,11 @@ def demo_config() -> dict[str, Any]:
 
 
 def demo_folder() -> Path:
-    """The folder of the random model, written on first use (10 MB, under a second).
+    """The folder of the random model, written on first use (10 MB, under a second), below ``$DSA_ENGINE_CACHE``, else
+    ``$XDG_CACHE_HOME/dsa_engine``, else ``~/.cache/dsa_engine``.
 
-    It lies in ``$DSA_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/dsa_engine``, else ``~/.cache/dsa_engine``. Any number of
-    processes may call this at once: each writes its own temporary folder, the first to finish gives it its name, and
-    the others use that one.
-
-    Raises:
-        CheckpointError: the cache folder cannot be written.
+    Any number of processes may call this at once: each writes its own temporary folder, the first to finish gives it
+    its name, and the others use that one.
     """
     config = demo_config()
     content = json.dumps([VERSION, SEED, config, CHAT_TEMPLATE], sort_keys=True)

@@ -45,7 +45,6 @@ class Engine:
 
     Attributes:
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
-        step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         num_prefilled_tokens: tokens of prompts computed by steps so far.
         longest_prefill: the same of the fullest context-parallel group of each step.
@@ -63,7 +62,7 @@ class Engine:
     progress: Callable[..., Any]
     bytes_read: int
     load_seconds: float
-    step_bytes: int | None
+    step_bytes: int | None  # set aside on the device for steps and graphs; None if an option set the size of the caches
     rebalancing: Rebalancing | None = None  # moves experts between steps; None: they stay
     recorder: CountRecorder | None = None  # writes the loads of experts to a file; None: there is none
 
@@ -147,9 +146,9 @@ class Engine:
     def step(self) -> list[RequestTokens]:
         """Runs one step and returns the tokens that it has read, for each request up to the token that ends it.
 
-        With ``async_scheduling`` a decode step is launched before the previous step's tokens are read; so the
-        tokens are those of an earlier step, and sometimes there are none. If it raises, a whole step failed, and its
-        requests have ended with this ``exception``; an error in the sampling of one request ends only that request.
+        With ``async_scheduling`` the tokens are those of an earlier step, and sometimes there are none. If it raises, a
+        whole step failed, and its requests have ended with this ``exception``; an error in the sampling of one request
+        ends only that request.
         """
         self.cache_steps.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.

@@ -52,16 +52,11 @@ _ANSWER_S = 0.5  # time for callers to handle a failure before it ends the proce
 
 
 class EngineLoop:
-    """Runs an engine in a new thread, from now until :meth:`close`.
-
-    Attributes:
-        calls: takes the messages of this process's callers; on other ranks than 0 there are none.
-        error: the exception that ended the loop; None while it runs, and if it was closed.
-    """
+    """Runs an engine in a new thread, from now until :meth:`close`."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # what ended the loop; None while it runs, and if it was closed
         self._several = not engine.mesh.host.alone or engine.mesh.has_counterpart
         self.steps = 0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)

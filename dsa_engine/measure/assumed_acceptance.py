@@ -19,19 +19,13 @@ class AssumedAcceptance:
     """Fractions of steps in which at least the first, the first two, … drafts are accepted.
 
     They are in [0, 1] and do not rise; the last one holds for all further positions.
-
-    Raises:
-        ValueError: the rates are not such fractions.
     """
 
     rates: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if (
-            not self.rates
-            or not all(0 <= rate <= 1 for rate in self.rates)
-            or sorted(self.rates)[::-1] != [*self.rates]
-        ):
+        falling = sorted(self.rates)[::-1] == [*self.rates]
+        if not self.rates or not falling or not all(0 <= rate <= 1 for rate in self.rates):
             raise ValueError(
                 "acceptance rates must lie in [0, 1] and not rise from position to position, such as 0.9,0.8, not "
                 f"{','.join(map(str, self.rates)) or 'nothing'}"

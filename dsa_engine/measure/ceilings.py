@@ -53,10 +53,9 @@ class Ceilings:
         return replace(self, flops_per_s=max(self.flops_per_s, multiply_adds_per_s()))
 
     def to_json(self) -> dict[str, float]:
-        product = self.matmul_flops_per_s or self.flops_per_s
         return {
             "peak_tflops_per_s": self.flops_per_s / 1e12,
-            "matmul_tflops_per_s": product / 1e12,
+            "matmul_tflops_per_s": (self.matmul_flops_per_s or self.flops_per_s) / 1e12,
             "copy_gb_per_s": self.bytes_per_s / 1e9,
         }
 

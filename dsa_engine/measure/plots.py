@@ -29,10 +29,10 @@ def check_plot(path: str | None) -> None:
         raise ValueError(f"cannot draw {path}: plots are PNG files; give a name that ends in .png")
 
 
-def save(figure: Any, path: str, dpi: int = 120) -> None:
+def save(figure: Any, path: str) -> None:
     """Writes a figure as a PNG, whole or not at all, and closes it."""
     try:
         with whole_file(path) as file:
-            figure.savefig(file, dpi=dpi)
+            figure.savefig(file, dpi=120)
     finally:
         load_pyplot().close(figure)

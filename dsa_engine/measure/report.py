@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -25,19 +26,14 @@ def versions(*packages: str) -> dict[str, Any]:
     """What a measurement was made with: date, commit of the checkout, and the versions of these packages."""
     numbers = {"dsa_engine": __version__, "python": platform.python_version()}
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             numbers[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": numbers,
-    }
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "commit": _commit(), "versions": numbers}
 
 
 def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """Circumstances of a measurement: date, commit of the checkout, device, dtype, ranks, threads and versions."""
+    """:func:`versions`, device, dtype, ranks and threads."""
     import torch  # a benchmark of a server does without it
 
     return versions("torch", "triton", "transformers") | {
@@ -52,56 +48,34 @@ def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str,
     """The facts needed to compare a run with another one, or to repeat it.
 
     Args:
-        given: the options of the command line, as they were typed.
+        given: the options of the command line, as they were typed; "options_in_force" has all, defaults included.
         world_size: number of processes.
-
-    Returns:
-        :func:`environment`; "model", its name and shape; "options", those given; "options_in_force", all of the engine
-        and of its ranks, defaults included.
     """
     engine = llm.engine
     shape = {name: v for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
     return {
         **environment(engine.mesh.device, engine.dtype, world_size),
-        "model": {"name": model_name(llm), **shape},
+        "model": {"name": Path(engine.options.model).absolute().name, **shape},
         "options": dict(given),
         "options_in_force": asdict(engine.options) | {"parallel": asdict(engine.options.parallel)},
     }
 
 
-def model_name(llm: LLM) -> str:
-    """The model for people: "demo", or the name of its folder."""
-    return Path(llm.engine.options.model).absolute().name
-
-
 def caption(report: Mapping[str, Any], emulated: str = "") -> str:
-    """Title of a plot: model, device, dtype, ranks and date of :func:`run_report`.
-
-    Args:
-        emulated: description of the emulated run; "" if nothing is emulated.
-    """
+    """Title of a plot: model, device, dtype, ranks and date of :func:`run_report`, and what is emulated."""
     model, ranks, threads = report["model"], report["world_size"], report["threads_per_rank"]
     processes = f"{threads} thread{'s' * (threads > 1)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
-    parts = (
-        f"{model['name']}, {model['num_hidden_layers']} layers",
-        report["device"],
-        report["dtype"],
-        processes,
-        report["date"][:10],
-    )
-    return " · ".join(parts) + (f"\n{emulated}" if emulated else "")
+    parts = f"{model['name']}, {model['num_hidden_layers']} layers", report["device"], report["dtype"], processes
+    return " · ".join((*parts, report["date"][:10])) + (f"\n{emulated}" if emulated else "")
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A plain table: the first column to the left, the others to the right; floats with a sensible number of digits."""
     cells = [list(header), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = []
-    for row in cells:
-        first, *rest = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        lines.append("  ".join((first, *rest)).rstrip())
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join(lines)
+    first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+    cells.insert(1, ["-" * width for width in (first, *others)])
+    lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in cells)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
@@ -121,9 +95,8 @@ def write_json(path: str | Path, result: dict[str, Any]) -> None:
 
 
 def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[Any], *, complete: bool) -> None:
-    """Writes all results so far, whole each time, so that a later failure loses none of them. "complete" says whether
-    all results are there; standard output gets only the complete report.
-    """
+    """Writes all results so far, whole each time, so that a later failure loses none of them; standard output gets only
+    the complete report."""
     if path and (complete or path != "-"):
         write_json(path, {**about, "complete": complete, "results": list(results)})
 

@@ -19,11 +19,7 @@ def random_prompt(engine: Engine, length: int, seed: int = 0) -> list[int]:
 
 def add_filled(engine: Engine, length: int, params: SamplingParams) -> Request:
     """A request with ``length`` prompt tokens and random cache rows, which decodes from the next step on. Its tokens
-    mean nothing.
-
-    Raises:
-        ValueError, CapacityError: see :meth:`.engine.Engine.add`; ``CapacityError`` also if there is no room right now.
-    """
+    mean nothing. Raises as :meth:`.engine.Engine.add`, and ``CapacityError`` if there is no room right now."""
     (add,) = new_requests([0] * length, params, None, engine.limits)
     add.id = next(engine.ids)
     request = engine.make_request(add)
@@ -34,14 +30,8 @@ def add_filled(engine: Engine, length: int, params: SamplingParams) -> Request:
 
 
 def check_batch(capacity: Capacity, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
-    """Checks that so many requests of this size, divided evenly over the ranks, can run at once without preemption.
-
-    Args:
-        filled: they are filled, not prefilled.
-
-    Raises:
-        CapacityError: they cannot; names the pages that a rank needs and has.
-    """
+    """Raises ``CapacityError`` if so many requests of this size, divided evenly over the ranks, cannot run at once
+    without preemption. ``filled``: they are not prefilled."""
     each = cdiv(requests, capacity.world_size)
     need = each * capacity.max_pages(prompt_len, max_tokens)
     if requests > 1 and capacity.cp_size > 1 and not filled:

@@ -41,38 +41,17 @@ def _ends(trace: Path) -> bool:
         return file.read().rstrip().endswith(b"}")
 
 
-class DeviceClock:
-    """Marks moments of a device's work: with CUDA events on the stream that is current now, or in wall time on a CPU.
+class StageTimer:
+    """Sums the time spent in each stage while it is entered as a context; read ``seconds()`` afterwards.
 
-    Work on a side stream is not measured; the time that this stream waits for it is.
+    On CUDA the time is the device's, by events on the stream that is current when the timer is made: work on a side
+    stream is not measured, the time that this stream waits for it is. On a CPU it is wall time. Between stages the
+    device waits for the host while steps are timed, as each is read at once: "host" is the part of that time in which
+    this thread ran.
     """
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def mark(self) -> Any:
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks that the device has reached."""
-        return end - begin if self._stream is None else begin.elapsed_time(end) / 1e3
-
-
-class StageTimer:
-    """Sums the time spent in each stage while it is entered as a context; read ``seconds()`` afterwards.
-
-    On CUDA the time is the device's, on the stream that is current when the timer is made; on a CPU it is wall time.
-    Between stages the device waits for the host while steps are timed, as each is read at once: "host" is the part of
-    that time in which this thread ran.
-    """
-
-    def __init__(self, device: torch.device):
-        self.clock = DeviceClock(device)
-        self._device = device
         self._stack = ["other"]
         self._marks: list[tuple[str, Any, float]] = []  # a stage, the mark at which it begins, this thread's time
 
@@ -103,16 +82,20 @@ class StageTimer:
         self._mark()
 
     def _mark(self) -> None:
-        self._marks.append((self._stack[-1], self.clock.mark(), time.thread_time()))
+        moment: Any = time.perf_counter()
+        if self._stream is not None:
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record(self._stream)
+        self._marks.append((self._stack[-1], moment, time.thread_time()))
 
     def seconds(self) -> dict[str, float]:
         """Seconds in every stage; "host" is this thread's processor time between stages, "other" the remainder."""
-        if self._device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.synchronize()
         total, host = dict.fromkeys((*STAGES, "host", "other"), 0.0), 0.0
         for (name, begin, ran), (_, end, has_run) in zip(self._marks, self._marks[1:], strict=False):
             if name:
-                total[name] = total.get(name, 0.0) + self.clock.seconds(begin, end)
+                total[name] += end - begin if self._stream is None else begin.elapsed_time(end) / 1e3
             host += (has_run - ran) * (name == "other")
         total["host"] = min(host, total["other"])
         total["other"] -= total["host"]

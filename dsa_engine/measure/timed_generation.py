@@ -39,7 +39,6 @@ class TimedGeneration:
         self._arrival = time.perf_counter()
 
     def step(self) -> None:
-        """Runs one step of the engine."""
         if self._watch:
             with StageTimer(self.engine.mesh.device) as timer:
                 self.engine.step()
@@ -60,7 +59,6 @@ class TimedGeneration:
 
 
 def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
-    """Computes the prompts of requests: afterwards each has its first token."""
     for prompt in prompts:
         generation.requests.append(generation.engine.add(prompt, params))
     first: dict[int, int] = {}
@@ -78,9 +76,7 @@ def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: Samp
 
 
 def _fill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
-    """Fills the caches of requests at random instead of computing their prompts, so that they can decode.
-
-    One step is run, in which graphs are captured; no first token is timed."""
+    """Runs also one step, in which graphs are captured; no first token is timed."""
     for prompt in prompts:
         generation.requests.append(add_filled(generation.engine, len(prompt), params))
     while not generation.step_end_times:
@@ -95,12 +91,12 @@ def generate_batch(
     watch: bool = False,
     fill_cache: bool = False,
 ) -> TimedGeneration:
-    """Generates ``output_len`` tokens with the whole batch; a request whose prompt is computed first may get more.
+    """Generates ``output_len`` tokens with the whole batch; a request whose prompt is computed first may get more. No
+    request remains in the engine afterwards, also after an error.
 
-    With ``fill_cache`` the prompts are not computed: caches are filled with random rows. ``watch`` times the
-    stages of each step.
-
-    No request remains in the engine afterwards, also after an error.
+    Args:
+        watch: time the stages of each step.
+        fill_cache: fill caches with random rows instead of computing the prompts.
     """
     max_tokens = max_output_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

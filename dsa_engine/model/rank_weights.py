@@ -146,7 +146,6 @@ def rank_model(
     """The model of the rank with the most routed experts, on the meta device.
 
     Args:
-        config: the model.
         stored: their format in memory; None: all in ``dtype``.
         dtype: dtype of activations and of weights that are not quantised.
         ranks: number of ranks over which the experts are divided.

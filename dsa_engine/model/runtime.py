@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.side_stream import SideStream
 from dsa_engine.weights.formats import WeightFormat
 
 

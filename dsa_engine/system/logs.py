@@ -15,11 +15,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def set_up_logging() -> None:
-    """Sets the logger's level and handler; further calls change nothing.
-
-    Raises:
-        ValueError: ``DSA_ENGINE_LOG_LEVEL`` is not a level.
-    """
+    """Sets the logger's level and handler; further calls change nothing."""
     given = os.environ.get("DSA_ENGINE_LOG_LEVEL") or ""
     if given and given.upper() not in LEVELS:
         raise ValueError(f"DSA_ENGINE_LOG_LEVEL must be one of {', '.join(LEVELS)}, not {given!r}")

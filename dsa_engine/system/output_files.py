@@ -17,11 +17,8 @@ _stdout: TextIO | None = None  # the real standard output, while it is reserved 
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path to write to; at the end of the block that file replaces ``path``.
 
-    After an error or an interrupt the temporary file is removed and ``path`` is unchanged. A device or a pipe is
-    written directly.
-
-    Raises:
-        OSError: writing failed, for instance on a full disk; the text names ``path``.
+    After an error or an interrupt the temporary file is removed and ``path`` is unchanged; the text of an ``OSError``
+    names ``path``. A device or a pipe is written directly.
     """
     target = Path(os.path.realpath(path))  # a link stays and its target is replaced
     special = target.exists() and not target.is_file()
@@ -48,13 +45,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_outputs(*paths: str | Path | None) -> None:
-    """Tries, before anything is measured, whether a file can be made beside every output path.
-
-    None and "-" (standard output) are not checked.
-
-    Raises:
-        ValueError: a path cannot be written.
-    """
+    """Raises ``ValueError``, before anything is measured, if no file can be made beside an output path. None and "-"
+    (standard output) are not checked."""
     for path in paths:
         if path is None or str(path) == "-":
             continue

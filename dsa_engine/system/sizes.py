@@ -9,7 +9,6 @@ from typing import Annotated
 
 from dsa_engine.config.checks import Rule, check
 
-_CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: forgets the peak of the resident set
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", start=1)}
 _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", start=1)}
 
@@ -26,11 +25,7 @@ Size = Annotated[int | str, _POSITIVE]
 
 
 def parse_bytes(value: int | str, what: str) -> int:
-    """Bytes from a number or a size such as "5GB" (10^9), "512 MiB" (2^20) or "0.5GB"; ``what`` names it in errors.
-
-    Raises:
-        ValueError: not a positive size.
-    """
+    """Bytes from a number or a size such as "5GB" (10^9), "512 MiB" (2^20) or "0.5GB"; ``what`` names it in errors."""
     check(what, value, Size)
     return _bytes(value)
 
@@ -50,18 +45,3 @@ def available_bytes() -> int:
     if info.exists():
         return int(re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())[1]) * 1024  # type: ignore[index]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def reset_peak_resident() -> None:
-    """Makes :func:`peak_resident_bytes` count from now on; without effect on a system that is not Linux."""
-    if _CLEAR_REFS.exists():
-        _CLEAR_REFS.write_text("5")
-
-
-def peak_resident_bytes() -> int:
-    """Peak of this process's resident set."""
-    if _CLEAR_REFS.exists():
-        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -19,31 +19,15 @@ from dsa_engine.kernels.rows.segment import CuSeqlens
 from dsa_engine.kernels.runtime.operation import operation
 
 
-def dense_attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: CuSeqlens,
-    cu_seqlens_k: CuSeqlens,
-    scale: float,
-    workspace: int,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if out is None:
-        out = q.new_empty(*q.shape[:2], v.shape[-1])
-    for (first, last), (first_key, last_key) in zip(cu_seqlens_q, cu_seqlens_k):
-        keys, values = k[first_key:last_key], v[first_key:last_key]
-        _attend(q[first:last], keys, values, scale, workspace, out[first:last])
-    return out
-
-
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, workspace: int, out: torch.Tensor) -> None:
     """One sequence; ``out [n, heads, value_dim]``."""
     count, heads, _ = q.shape
     total = k.shape[0]
     # PyTorch's fused attention wants keys and values of one width, and makes all S² scores where they differ.
     value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    queries, keys, values = (_widened(t, width).transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # [1, heads, n, width]
+    # [1, heads, n, width]; zeros add nothing to a score, nor to a result's first columns.
+    widened = [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v)]
+    queries, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in widened)
     if count == total:
         attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
         out.copy_(attended[0, ..., :value_dim].transpose(0, 1))
@@ -67,11 +51,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wor
         out[first:last] = part[0, ..., :value_dim].transpose(0, 1)
 
 
-def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
-    """``x [..., dim]`` with zeros up to ``width``: they add nothing to a score, nor to a result's first columns."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
 @operation(writes=("out",), runs=lambda q: q.is_cuda)
 def dense_attention(
     q: torch.Tensor,
@@ -93,7 +72,6 @@ def dense_attention(
         v: ``[K, heads, value_dim]``.
         cu_seqlens_q: the rows of q of each sequence.
         cu_seqlens_k: the rows of k and v of each sequence.
-        scale: softmax scale.
         workspace: bytes that masks and scores may take; queries are taken in blocks where it would be more.
         out: tensor for the result, of any strides; default: a new one.
 
@@ -111,4 +89,9 @@ def dense_attention(
         raise ValueError(f"out is {[*q.shape[:2], v.shape[-1]]} in {q.dtype}, not {list(out.shape)} in {out.dtype}")
     if any(last - first > stop - start for (first, last), (start, stop) in zip(cu_seqlens_q, cu_seqlens_k)):
         raise ValueError("the queries and keys do not fit together: a sequence has more queries than tokens")
-    return dense_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, workspace, out)
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+    for (first, last), (first_key, last_key) in zip(cu_seqlens_q, cu_seqlens_k):
+        keys, values = k[first_key:last_key], v[first_key:last_key]
+        _attend(q[first:last], keys, values, scale, workspace, out[first:last])
+    return out

@@ -154,10 +154,8 @@ def dense_mla(
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
         pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: segments of the queries.
         row_format: format of the pool; plain rows have q's dtype, and the first ``rank`` numbers of a row are its
             value.
-        scale: softmax scale.
         workspace: bytes for the scores (reference) or for partial results (kernel, where few queries are split).
 
     Returns:

@@ -175,7 +175,6 @@ def sparse_attention(
         slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
         row_format: format of the pool; plain rows have q's dtype, and the first ``rank`` numbers of a row are its
             value.
-        scale: softmax scale.
         counts: ``[T]`` int32, the number of leading entries of each row of ``slots`` that count (k if not given); later
             entries may be anything.
         workspace: bytes for gathered rows (on a CPU, for those of one token at least) or for partial results (Triton's

@@ -98,27 +98,6 @@ def dequantize_blocks_kernel(
     tl.store(out + row * columns + column, (values * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(
-    weight: torch.Tensor, scale_inv: torch.Tensor, block_size: tuple[int, int], start: tuple[int, int],
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    rows, columns = weight.shape
-    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
-    if out.numel():
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        block_rows, block_columns = block_size
-        tile_rows = min(_TILE_ROWS, next_power_of_2(block_rows))
-        tile_columns = min(_TILE_COLUMNS, next_power_of_2(block_columns))
-        down, across = cdiv(block_rows, tile_rows), cdiv(block_columns, tile_columns)
-        dequantize_blocks_kernel[(scale_inv.shape[1] * across, scale_inv.shape[0] * down)](
-            weight.view(torch.uint8), scale_inv.contiguous(), out, rows, columns,
-            start[0] % block_rows, start[1] % block_columns, weight.stride(0), down, across,
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, ROWS=tile_rows, COLUMNS=tile_columns,
-            CONVERTS=chip_of(weight).converts_e4m3, num_warps=_WARPS,
-        )  # fmt: skip
-    return out
-
-
 @operation()
 def dequantize_blocks(
     weight: torch.Tensor,
@@ -155,9 +134,23 @@ def dequantize_blocks(
         raise ValueError(f"weight is on {weight.device}, scale_inv on {scale_inv.device}; both must be on one device")
     if weight.is_meta:
         return torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    if runs_triton(weight):
-        return _launch(weight, scale_inv, block_size, start, dtype)
-    return dequantize_blocks_reference(weight, scale_inv, block_size, start, dtype)
+    if not runs_triton(weight):
+        return dequantize_blocks_reference(weight, scale_inv, block_size, start, dtype)
+    rows, columns = weight.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    if out.numel():
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        block_rows, block_columns = block_size
+        tile_rows = min(_TILE_ROWS, next_power_of_2(block_rows))
+        tile_columns = min(_TILE_COLUMNS, next_power_of_2(block_columns))
+        down, across = cdiv(block_rows, tile_rows), cdiv(block_columns, tile_columns)
+        dequantize_blocks_kernel[(scale_inv.shape[1] * across, scale_inv.shape[0] * down)](
+            weight.view(torch.uint8), scale_inv.contiguous(), out, rows, columns,
+            start[0] % block_rows, start[1] % block_columns, weight.stride(0), down, across,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, ROWS=tile_rows, COLUMNS=tile_columns,
+            CONVERTS=chip_of(weight).converts_e4m3, num_warps=_WARPS,
+        )  # fmt: skip
+    return out
 
 
 def quantize_blocks(

@@ -13,15 +13,13 @@ Bits of a row: they depend on the row, its matrix, and the tiles and the library
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
+from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.kernel import kernel
@@ -31,13 +29,9 @@ from dsa_engine.kernels.runtime.launch import chip_of, config_for, dot_precision
 FEW_ROWS = 64
 
 
-def grouped_matmul_reference(
-    x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype, device=x.device)
-    for group, rows in rows_by_group(counts):
-        cpu.multiply(x[rows], weight[group].t(), out[rows])
-    return out
+def matmul_reference(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x [R, in]`` by one matrix ``[out, in]``."""
+    return cpu.multiply(x, weight.t(), x.new_empty(len(x), len(weight), dtype=dtype))
 
 
 @triton.jit

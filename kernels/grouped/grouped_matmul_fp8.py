@@ -10,7 +10,6 @@ is a byte. Bits of a row: as of :mod:`.grouped_matmul`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -20,7 +19,7 @@ import triton.language as tl
 from dsa_engine.kernels.formats.e4m3 import quantize_tile
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
+from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, config_for
@@ -51,21 +50,13 @@ def block_scaled_matmul_reference(
     return out
 
 
-def grouped_matmul_fp8_reference(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    counts: Sequence[int],
-    dtype: torch.dtype,
+def matmul_fp8_reference(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The definition; of gate and up, ``[R, 2 · out]``, gate before up."""
-    out = torch.empty(x.shape[0], weight.shape[1:-1].numel(), dtype=dtype, device=x.device)
-    for group, rows in rows_by_group(counts):
-        matrices = [one[group].view(-1, *one.shape[-2:]) for one in (weight, weight_scale)]
-        products = [block_scaled_matmul_reference(x[rows], x_scale[rows], *one) for one in zip(*matrices, strict=True)]
-        out[rows] = torch.cat(products, dim=1)
-    return out
+    """The definition; of gate and up, ``weight [2, out, in]``, side by side: ``[R, 2 · out]``."""
+    matrices = (one.view(-1, *one.shape[-2:]) for one in (weight, weight_scale))
+    products = [block_scaled_matmul_reference(x, x_scale, *one) for one in zip(*matrices, strict=True)]
+    return torch.cat(products, dim=1).to(dtype)
 
 
 @triton.jit

@@ -15,15 +15,13 @@ Bits of a row: as of :mod:`.grouped_matmul`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.int4 import check_groups, dequantize_int4, planes_for, unpack_codes, unpack_numbers
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
+from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, config_for, dot_precision
 
@@ -32,38 +30,18 @@ _REFERENCE_ROWS = 1024
 
 
 def matmul_int4_reference(
-    x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+    x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor,
+    columns: torch.Tensor | None, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """``x [R, in]`` by one matrix ``[out, in / 8]``: ``[R, out]``."""
     planes = planes_for(x_scale is not None)
     out = torch.empty(x.shape[0], packed.shape[0], dtype=dtype, device=x.device)
-    x = x.float()
-    for top in range(0, packed.shape[0], _REFERENCE_ROWS):
-        part = slice(top, top + _REFERENCE_ROWS)
-        sums = x @ dequantize_int4(packed[part], scale[part], torch.float32, planes).t()
-        out[:, part] = sums if x_scale is None else sums.mul_(x_scale[:, None])
-    return out
-
-
-def grouped_matmul_int4_reference(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    columns: torch.Tensor | None,
-    counts: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    out = torch.empty(x.shape[0], packed.shape[1], dtype=dtype, device=x.device)
-    for group, rows in rows_by_group(counts):
-        row_scale = None if x_scale is None else x_scale[rows]
-        if columns is None:
-            out[rows] = matmul_int4_reference(x[rows], row_scale, packed[group], scale[group], dtype)
-            continue
-        orders = columns[group].view(-1, x.shape[1])
-        parts = (t.chunk(len(orders)) for t in (orders, packed[group], scale[group], out[rows].t()))
-        for order, codes, scales, into in zip(*parts, strict=True):
-            into.copy_(matmul_int4_reference(x[rows][:, order[0]], row_scale, codes, scales, dtype).t())
+    orders = [None] if columns is None else columns.view(-1, x.shape[1]).unbind()
+    for order, *half in zip(orders, *(t.chunk(len(orders)) for t in (packed, scale, out.t())), strict=True):
+        rows = (x if order is None else x[:, order]).float()
+        for codes, scales, into in zip(*(t.split(_REFERENCE_ROWS) for t in half), strict=True):
+            sums = rows @ dequantize_int4(codes, scales, torch.float32, planes).t()
+            into.copy_((sums if x_scale is None else sums.mul_(x_scale[:, None])).t())
     return out
 
 

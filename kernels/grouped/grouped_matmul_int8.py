@@ -10,14 +10,12 @@ exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped, rows_by_group
+from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, config_for
@@ -36,20 +34,6 @@ def matmul_int8_reference(
     pieces = cdiv(x.shape[0], _REFERENCE_ROWS)  # about as many rows each: on CUDA PyTorch's product refuses 16 or fewer
     for part, rows, row_scale in zip(*(t.chunk(pieces) for t in (out, x, x_scale)), strict=True):
         part.copy_(torch._int_mm(rows, weight.t()).float().mul_(row_scale[:, None]).mul_(scale))
-    return out
-
-
-def grouped_matmul_int8_reference(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    counts: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype, device=x.device)
-    for group, rows in rows_by_group(counts):
-        out[rows] = matmul_int8_reference(x[rows], x_scale[rows], weight[group], scale[group], dtype)
     return out
 
 

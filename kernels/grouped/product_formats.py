@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,27 +16,26 @@ import torch
 from dsa_engine.kernels.formats.int4 import GROUP_SIZES
 from dsa_engine.kernels.formats.int8 import codes_and_scale, quantize_rows_int8
 from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales, quantize_rows, quantized_words
-from dsa_engine.kernels.grouped.grouped_matmul import check, grouped_matmul, grouped_matmul_reference
+from dsa_engine.kernels.grouped.grouped_matmul import check, grouped_matmul, matmul_reference
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
     BLOCK,
     check_weight,
     grouped_matmul_fp8,
-    grouped_matmul_fp8_reference,
+    matmul_fp8_reference,
 )
-from dsa_engine.kernels.grouped.grouped_matmul_int4 import (
-    check_int4,
-    grouped_matmul_int4,
-    grouped_matmul_int4_reference,
-)
-from dsa_engine.kernels.grouped.grouped_matmul_int8 import (
-    check_int8,
-    grouped_matmul_int8,
-    grouped_matmul_int8_reference,
-)
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import check_int4, grouped_matmul_int4, matmul_int4_reference
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import check_int8, grouped_matmul_int8, matmul_int8_reference
 from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.runtime import cpu
 
 Weight = tuple[torch.Tensor | None, ...]
+
+
+def codes_of(weight: Weight) -> torch.Tensor:
+    """The first part of a weight: its codes, or its numbers."""
+    codes = weight[0]
+    assert codes is not None
+    return codes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ProductFormat:
         quantize: ``(rows, …)`` -> the parts of x that products take, of rows, words, or what a gated product has given.
         check: ``(*parts of x, *weight)``; raises ``TypeError`` or ``ValueError`` where they do not fit.
         product: ``(*parts of x, *weight, groups, dtype)`` -> ``[R, out]``, by kernels.
-        reference: ``(*parts of x, *weight, rows of each group, dtype)`` -> ``[R, out]``; of gate and up side by side.
+        reference: ``(*parts of x, *one matrix, dtype)`` -> ``[R, out]``; of gate and up side by side.
         packed: numbers in an element of a weight.
         gate_dtype: dtype in which the reference gates; None: the result's.
         copies: rows that are held between two products, in numbers of input and output of one.
@@ -95,9 +95,16 @@ class ProductFormat:
     def multiply_reference(
         self, x: torch.Tensor, weight: Weight, counts: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        """``[R, out]``; the rows of each group, ``counts`` of them, lie one after the other."""
         parts = self.quantize(x)
         self.check(*parts, *weight)
-        return self.reference(*parts, *weight, counts, dtype)
+        out = torch.empty(len(x), codes_of(weight).shape[1:-1].numel(), dtype=dtype, device=x.device)
+        for group, (first, last) in enumerate(pairwise(accumulate(counts, initial=0))):
+            if first < last:
+                rows = [None if part is None else part[first:last] for part in parts]
+                matrix = [None if part is None else part[group] for part in weight]
+                out[first:last] = self.reference(*rows, *matrix, dtype)
+        return out
 
 
 def _as_they_are(x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -123,13 +130,13 @@ def _fits_int4(codes: torch.Size, scales: torch.Size) -> bool:
 
 
 _INT4 = partial(
-    ProductFormat, check=check_int4, product=grouped_matmul_int4, reference=grouped_matmul_int4_reference, packed=8,
+    ProductFormat, check=check_int4, product=grouped_matmul_int4, reference=matmul_int4_reference, packed=8,
     codes=torch.int32, fits=_fits_int4,
 )  # fmt: skip
 
-PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, grouped_matmul_reference, copies=2)
+PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, matmul_reference, copies=2)
 INT8 = ProductFormat(
-    _rows_int8, check_int8, grouped_matmul_int8, grouped_matmul_int8_reference, native=3, codes=torch.int8,
+    _rows_int8, check_int8, grouped_matmul_int8, matmul_int8_reference, native=3, codes=torch.int8,
     fits=lambda codes, scales: codes[:-1] == scales,
 )  # fmt: skip
 W4A16 = _INT4(_with_no_scales, native=5)
@@ -156,6 +163,6 @@ def block_fp8(power_of_two: bool, hidden: int) -> ProductFormat:
 
     product = partial(grouped_matmul_fp8, power_of_two=power_of_two)
     return ProductFormat(
-        quantize, _check_fp8, product, grouped_matmul_fp8_reference, gate_dtype=torch.float32, native=4,
+        quantize, _check_fp8, product, matmul_fp8_reference, gate_dtype=torch.float32, native=4,
         codes=FP8, power_of_two=power_of_two,
     )  # fmt: skip

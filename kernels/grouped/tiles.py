@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,15 +46,6 @@ class Groups(NamedTuple):
     source: torch.Tensor | None = None
     gated: bool = False
     expected: float | None = None
-
-
-def rows_by_group(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Each group that has rows, and the slice of its rows, where groups lie one after the other; for references."""
-    first = 0
-    for group, count in enumerate(counts):
-        if count:
-            yield group, slice(first, first + count)
-        first += count
 
 
 def max_tiles(rows: int, groups: int, size: int) -> int:

@@ -46,49 +46,24 @@ def indexer_scores_reference(
 ) -> torch.Tensor:
     scores = torch.empty(q.shape[0], segments.longest, dtype=torch.float32, device=q.device)
     for s in segments:
-        rows = slice(s.row, s.row + s.length)
-        _score_segment(
-            q[rows],
-            weights[rows],
-            pool,
-            block_tables[s.sequence],
-            s.start,
-            key_format,
-            tile_bytes,
-            scores[rows, : s.end],
-        )
+        segment = slice(s.row, s.row + s.length)
+        queries, by_head, into = q[segment].float(), weights[segment].unsqueeze(1), scores[segment, None, : s.end]
+        heads = q.shape[1]
+        rows = min(s.length, max(1, tile_bytes // (4 * heads * _KEY_TILE)))
+        # Reused: fresh pages for every tile cost more than the product.
+        buffer = queries.new_empty(rows * heads * min(_KEY_TILE, s.end))
+        for first_key in range(0, s.end, _KEY_TILE):
+            last_key = min(first_key + _KEY_TILE, s.end)
+            keys = read_index_keys(pool, block_tables[s.sequence], first_key, last_key, key_format).t()
+            # Queries before this tile of keys see none of it.
+            for row in range(max(0, first_key - s.start) // rows * rows, s.length, rows):
+                tile = slice(row, min(row + rows, s.length))
+                flat = queries[tile].flatten(0, 1)
+                products = buffer[: flat.shape[0] * keys.shape[1]].view(flat.shape[0], keys.shape[1])
+                torch.mm(flat, keys, out=products).relu_()
+                of_head = products.view(-1, heads, keys.shape[1])
+                torch.bmm(by_head[tile], of_head, out=into[tile, :, first_key:last_key])
     return scores
-
-
-def _score_segment(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pool: torch.Tensor,
-    block_table: torch.Tensor,
-    start: int,
-    key_format: IndexKeyFormat,
-    tile_bytes: int,
-    scores: torch.Tensor,
-) -> None:
-    """``scores [n, start + n]`` of the n queries of one segment."""
-    count, heads, _ = q.shape
-    end = start + count
-    q, weights = q.float(), weights.unsqueeze(1)
-    rows = min(count, max(1, tile_bytes // (4 * heads * _KEY_TILE)))
-    # Reused: fresh pages for every tile cost more than the product.
-    buffer = q.new_empty(rows * heads * min(_KEY_TILE, end))
-    for first_key in range(0, end, _KEY_TILE):
-        last_key = min(first_key + _KEY_TILE, end)
-        keys = read_index_keys(pool, block_table, first_key, last_key, key_format).t()
-        # Queries before this tile of keys see none of it.
-        for row in range(max(0, first_key - start) // rows * rows, count, rows):
-            tile = slice(row, min(row + rows, count))
-            queries = q[tile].flatten(0, 1)
-            products = buffer[: queries.shape[0] * keys.shape[1]].view(queries.shape[0], keys.shape[1])
-            torch.mm(queries, keys, out=products).relu_()
-            torch.bmm(
-                weights[tile], products.view(-1, heads, keys.shape[1]), out=scores[tile, None, first_key:last_key]
-            )
 
 
 class _Config(NamedTuple):
@@ -174,7 +149,6 @@ def indexer_scores(
         weights: ``[T, heads]`` float32 head weights, all scales included, those of q's codes too.
         pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``, the queries' own keys stored.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: segments of the queries.
         key_format: format of the pool, of q's dtype.
         workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.grouped.product_formats import ProductFormat, Weight
+from dsa_engine.kernels.grouped.product_formats import ProductFormat, Weight, codes_of
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_order import expert_order
 from dsa_engine.kernels.rows.silu_mul import silu_mul
@@ -54,7 +54,7 @@ def _experts(
     masked: bool, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: Weight, down: Weight,
     product: ProductFormat, *, first: int | None = None, local_pairs: int | None = None, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    library, count, device = import_module("deep_gemm"), _part(down).shape[0], x.device
+    library, count, device = import_module("deep_gemm"), codes_of(down).shape[0], x.device
     tokens, row_ends, pair_rows = expert_order(topk_ids, count, first)
     pairs = topk_ids.numel() if local_pairs is None else local_pairs
     sizes = row_ends.diff(prepend=row_ends.new_zeros(1))
@@ -75,7 +75,7 @@ def _experts(
     layout = sizes if masked else torch.where(inside, expert, -1).int()
 
     def multiply(operand: tuple[torch.Tensor, torch.Tensor], weight: Weight) -> torch.Tensor:
-        codes, scales = _part(weight), weight[1]
+        codes, scales = codes_of(weight), weight[1]
         assert scales is not None
         codes, scales = codes.flatten(1, -2), scales.flatten(1, -2)
         out = operand[0].new_empty(rows, codes.shape[1], dtype=torch.bfloat16)
@@ -99,12 +99,6 @@ def _experts(
     of_pair = torch.searchsorted(row_ends, pair_rows, right=True, out_int32=True).clamp_(max=count - 1)
     far = torch.where(pair_rows < 0, -1, pair_rows + moved[of_pair])
     return combine(y, far, topk_weights)
-
-
-def _part(weight: Weight) -> torch.Tensor:
-    first = weight[0]
-    assert first is not None
-    return first
 
 
 for _few, _name in ((True, "DeepGEMM's masked experts"), (False, "DeepGEMM's grouped experts")):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.grouped.grouped_matmul_int8 import matmul_int8_reference
-from dsa_engine.kernels.grouped.product_formats import INT8, ProductFormat, Weight
+from dsa_engine.kernels.grouped.product_formats import INT8, ProductFormat, Weight, codes_of
 from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
 from dsa_engine.kernels.runtime import cpu
@@ -60,15 +59,12 @@ def quantized_linear(
     assert codes is not None
     one = [None if part is None else part[None] for part in weight]
     product.check(codes, x_scale, *one)
-    rows, matrix = len(codes), weight[0]
-    assert matrix is not None
-    if not runs_triton(codes):
-        if product is not INT8:  # whose sums are exact
-            cpu.refuse_variant(x, f"a weight of {[part if part is None else tuple(part.shape) for part in weight]}")
-        out = product.reference(codes, x_scale, *one, [rows], x.dtype)
-    elif product is INT8 and takes_int_mm(codes, matrix):
-        out = matmul_int8_reference(codes, x_scale, *weight, x.dtype)  # type: ignore[arg-type, call-arg]
+    matrix = codes_of(weight)
+    if product is not INT8:  # whose sums are exact
+        cpu.refuse_variant(x, f"a weight of {[part if part is None else tuple(part.shape) for part in weight]}")
+    if not runs_triton(codes) or (product is INT8 and takes_int_mm(codes, matrix)):
+        out = product.reference(codes, x_scale, *weight, x.dtype)
     else:
-        row_ends = torch.full((1,), rows, dtype=torch.int32, device=x.device)
+        row_ends = torch.full((1,), len(codes), dtype=torch.int32, device=x.device)
         out = product.product(codes, x_scale, *one, Groups(row_ends), x.dtype)
     return out.view(*x.shape[:-1], matrix.shape[0])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import dequantize_rows
-from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, ProductFormat, Weight
+from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, ProductFormat, Weight, codes_of
 from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_order import expert_order, local_topk_ids
@@ -47,7 +47,7 @@ def expert_mlp_reference(
     # A stable sort, with the pairs of other ranks first: the tail is sorted by expert and then by token.
     order = chosen.argsort(stable=True)[chosen.shape[0] - local :]
     tokens = order // topk_ids.shape[1]
-    counts = torch.bincount(chosen[order], minlength=_count(down)).tolist()
+    counts = torch.bincount(chosen[order], minlength=len(codes_of(down))).tolist()
     gated = product.multiply_reference(x.index_select(0, tokens), gate_up, counts, product.gate_dtype or dtype)
     y = product.multiply_reference(silu_mul_reference(gated), down, counts, dtype)
     out = torch.zeros(len(x), y.shape[1], dtype=torch.float32, device=x.device)
@@ -61,7 +61,7 @@ def _run_native(
 ) -> torch.Tensor:  # fmt: skip
     """Runs ``cpu/expert_mlp.cpp``: a thread takes an expert at a time."""
     x_type = cpu.ROUNDED if x.dtype == torch.int32 else cpu.TYPES[x.dtype]
-    (tokens, k), (count, hidden, packed) = topk_ids.shape, _part(down).shape
+    (tokens, k), (count, hidden, packed) = topk_ids.shape, codes_of(down).shape
     x = _made_rows(x, product, hidden) if x.dtype == torch.int32 else x.contiguous()
     intermediate = packed * product.packed
     library = cpu.kernels()
@@ -73,8 +73,8 @@ def _run_native(
     size = library.dsa_expert_mlp_scratch(tokens, topk_ids.numel(), count, hidden, intermediate)
     scratch = torch.empty(size, dtype=torch.uint8)
     outside = library.dsa_expert_mlp(
-        x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), _part(gate_up).data_ptr(), pointers[0],
-        _part(down).data_ptr(), pointers[1], out.data_ptr(), scratch.data_ptr(), x_type, cpu.TYPES[dtype],
+        x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), codes_of(gate_up).data_ptr(), pointers[0],
+        codes_of(down).data_ptr(), pointers[1], out.data_ptr(), scratch.data_ptr(), x_type, cpu.TYPES[dtype],
         product.native, cpu.TYPES[x.dtype if scales[0] is None else scales[0].dtype], *groups, product.power_of_two,
         tokens, k, count, hidden, intermediate, threads,
     )  # fmt: skip
@@ -126,7 +126,6 @@ def expert_mlp(
         gate_up: parts of a weight ``[experts, 2 · intermediate, hidden]``, in FP8 ``[experts, 2, intermediate,
             hidden]``, gate before up, as the kernel of the format takes them (:mod:`.product_formats`).
         down: parts of a weight ``[experts, hidden, intermediate]``.
-        product: the format of the weights.
         dtype: of the result; default: x's.
         first: number of this rank's first expert, if experts are numbered over all ranks; −1 need not mark others then.
         local_fraction: expected fraction of the pairs whose experts are here: chooses the kernel, never the result.
@@ -141,13 +140,13 @@ def expert_mlp(
         IndexError: on a CPU, experts that are not here.
     """
     _check(x, topk_ids, topk_weights, gate_up, down, product, dtype)
-    dtype, count = dtype or x.dtype, _count(down)
+    dtype, count = dtype or x.dtype, len(codes_of(down))
     if not runs_triton(x):
         topk_ids = local_topk_ids(topk_ids, count, first)
         few = cpu.takes(topk_ids.numel(), _FEW_ROWS_ON_A_CPU * count) and dtype in cpu.TYPES
         if few and cpu.serves(topk_weights, dtype=torch.float32) and product.on_a_cpu(dtype, gate_up, down):
             topk_ids, topk_weights = topk_ids.int().contiguous(), topk_weights.contiguous()
-            of_pair = _part(gate_up).shape[1:-1].numel() + _part(down).shape[1]
+            of_pair = codes_of(gate_up).shape[1:-1].numel() + codes_of(down).shape[1]
             step = max(1, _NATIVE_NUMBERS // (topk_ids.shape[1] * of_pair))
             parts = zip(x.split(step), topk_ids.split(step), topk_weights.split(step), strict=True)
             sums = [_run_native(*part, gate_up, down, product, dtype) for part in parts]
@@ -156,7 +155,7 @@ def expert_mlp(
         return expert_mlp_reference(x, topk_ids, topk_weights, gate_up, down, product, dtype)
 
     tokens, row_ends, pair_rows = expert_order(topk_ids, count, first)
-    row_bytes = product.copies * (_part(down).shape[2] * product.packed + _part(down).shape[1]) * dtype.itemsize
+    row_bytes = product.copies * (codes_of(down).shape[2] * product.packed + codes_of(down).shape[1]) * dtype.itemsize
     # Nothing is gained by counting where all are local.
     if local_pairs is None and local_fraction < 1 and topk_ids.numel() * row_bytes > uncounted_bytes:
         local_pairs = int(row_ends[-1])
@@ -167,16 +166,6 @@ def expert_mlp(
     return combine(y, pair_rows, topk_weights)
 
 
-def _part(weight: Weight) -> torch.Tensor:
-    first = weight[0]
-    assert first is not None
-    return first
-
-
-def _count(down: Weight) -> int:
-    return _part(down).shape[0]
-
-
 def _check(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: Weight, down: Weight,
     product: ProductFormat, dtype: torch.dtype | None,
@@ -185,11 +174,11 @@ def _check(
         raise ValueError(
             f"x {tuple(x.shape)}, topk_ids {tuple(topk_ids.shape)}, topk_weights {tuple(topk_weights.shape)} do not fit"
         )
-    up, (count, hidden, packed) = _part(gate_up), _part(down).shape
+    up, (count, hidden, packed) = codes_of(gate_up), codes_of(down).shape
     intermediate = packed * product.packed
     halves = (2, intermediate) if up.dim() == 4 else (2 * intermediate,)
     words = x.dtype == torch.int32
     if words and dtype is None:
         raise ValueError("quantised tokens do not say the dtype of the result; give dtype")
     if up.shape != (count, *halves, hidden // product.packed) or (x.shape[1] != hidden and not words):
-        raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(up.shape)}, down {tuple(_part(down).shape)} do not fit")
+        raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(up.shape)}, down {(count, hidden, packed)} do not fit")

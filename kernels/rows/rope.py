@@ -121,21 +121,6 @@ def check_angles(cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> None:
         )
 
 
-def _by_heads(x: torch.Tensor) -> torch.Tensor:
-    """``x [T, ..., dim]`` as a view ``[T, heads, dim]``."""
-    return x.view(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
-
-
-def _run_native(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
-    """Runs ``cpu/rows.cpp``; ``x, out [T, heads, dim]``."""
-    tokens, heads, dim = x.shape
-    cpu.kernels().dsa_rope(
-        x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), cpu.TYPES[x.dtype], tokens, heads, dim // 2,
-        x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0), sin.stride(0), interleaved,
-        cpu.row_threads(x.numel()),
-    )  # fmt: skip
-
-
 def rotate_first_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """RoPE on the first ``2 · cos.shape[-1]`` dimensions of ``x [T, ..., dim]``."""
     rotated = 2 * cos.shape[-1]
@@ -190,11 +175,15 @@ def apply_rope(
         turned = apply_rope_reference(x, cos, sin, interleaved)
         return turned if out is None else out.copy_(turned)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    target = _by_heads(result)
+    target = result.view(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
     source = x.reshape(target.shape)  # a copy where no view of x has these dimensions
     tokens, heads, dim = source.shape
     if native:
-        _run_native(source, target, cos, sin, interleaved)
+        cpu.kernels().dsa_rope(
+            source.data_ptr(), target.data_ptr(), cos.data_ptr(), sin.data_ptr(), cpu.TYPES[x.dtype], tokens, heads,
+            dim // 2, source.stride(0), source.stride(1), target.stride(0), target.stride(1), cos.stride(0),
+            sin.stride(0), interleaved, cpu.row_threads(x.numel()),
+        )  # fmt: skip
     elif source.numel():
         padded = next_power_of_2(dim // 2)
         at_once = max(1, _TILE // (2 * padded))

@@ -177,7 +177,6 @@ def store_index_keys(
         out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
             width and dtype are ``columns`` and ``pool_dtype`` of ``key_format``; plain FP8 rows are values and scale.
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
-        key_format: the format of the keys that are written.
         interleaved: see :mod:`.rope`.
 
     Raises:

@@ -114,7 +114,6 @@ def store_latent(
         out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
             width and dtype are ``columns`` and ``pool_dtype`` of ``row_format``.
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
-        row_format: the format of the rows that are written.
         interleaved: see :mod:`.rope`.
 
     Raises:

@@ -13,7 +13,6 @@ for each 128, a power of two. They are added in float32 as before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,10 +20,9 @@ import torch
 
 from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.moe.combine import combine as weighted_sum
-from dsa_engine.kernels.moe.combine_codes import combine_codes
-from dsa_engine.kernels.moe.expert_order import Order, expert_order
+from dsa_engine.kernels.moe.combine import combine_codes
+from dsa_engine.kernels.moe.expert_order import Order, expert_order, token_ranks
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
-from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import (
     CountedDispatcher,
@@ -49,7 +47,7 @@ class SendPlan(NamedTuple):
 
     @classmethod
     def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
-        """The plan for physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.moe.token_ranks.token_ranks`."""
+        """The plan for physical experts ``[T, k]``; see :func:`.token_ranks`."""
         ranks, first, counts = token_ranks(topk_ids, rank_of, size)
         return cls(expert_order(first, size), ranks, counts)
 
@@ -64,9 +62,7 @@ class Rounds(NamedTuple):
 
 def rounds_needed(pairs: int, max_pairs: int, size: int, k: int) -> int:
     """Number of rounds that keep every rank at ``max_pairs`` token-expert pairs a round, or at ``size · (k + 1)`` if
-    that is more.
-
-    The rows from one rank to another are cut evenly, up to one pair and the other pairs of its token.
+    that is more: rows from rank to rank are cut evenly, up to one pair and the other pairs of its token.
 
     Args:
         pairs: those of the most loaded rank.
@@ -99,25 +95,17 @@ def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
 
 
 class AllToAll(CountedDispatcher):
-    """Only what is needed travels. The counts depend on the routing, and the host waits for them. Sums add in float32,
-    in the order of a token's pairs: the same bits each time."""
-
     def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
         plan = SendPlan.of(routed.topk_ids, experts.placement.rank_of, experts.group.size)
-        return partial(self._counted, experts, routed, plan, experts.counts(plan.counts), max_pairs)
+        wait = experts.counts(plan.counts)
 
-    def _counted(
-        self,
-        experts: ExpertParallel,
-        routed: Routed,
-        plan: SendPlan,
-        wait: Callable[[], tuple[RecvPlan, int]],
-        max_pairs: int,
-    ) -> Dispatch:
-        whole, largest = wait()
-        rounds = rounds_needed(largest, max_pairs, experts.group.size, routed.topk_ids.shape[1])
-        quantized = experts.quantized_sum_bytes is not None
-        return send_in_rounds(experts.group, experts, routed, plan, whole, rounds, quantized)
+        def counted() -> Dispatch:
+            whole, largest = wait()
+            rounds = rounds_needed(largest, max_pairs, experts.group.size, routed.topk_ids.shape[1])
+            quantized = experts.quantized_sum_bytes is not None
+            return send_in_rounds(experts.group, experts, routed, plan, whole, rounds, quantized)
+
+        return counted
 
     def memory(self, sizes: PrefillSizes) -> Memory:
         """A further pair brings at most a token and a sum of its own, beside its rows between the products."""
@@ -174,8 +162,7 @@ class AllToAllDispatch(Dispatch):
     ):
         self._group, self._experts, self._routed = group, experts, routed
         self._source, self._pair_rows = source, pair_rows
-        self._plans = plans
-        self._quantized_sums = quantized_sums
+        self._plans, self._quantized_sums = plans, quantized_sums
         self._returned: torch.Tensor | None = None  # [rows, hidden or words]: at most k rows a token, under any routing
         self._first = [0, *accumulate(sum(plan.send) for plan in plans)]  # first row of each round
         self._returning: Callable[[], None] = lambda: None

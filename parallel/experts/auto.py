@@ -19,8 +19,7 @@ from dsa_engine.parallel.experts.dispatch import (
     Sends,
     StepSizes,
 )
-from dsa_engine.parallel.experts.placement import ExpertParallel
-from dsa_engine.parallel.experts.rails import has_two_levels
+from dsa_engine.parallel.experts.placement import ExpertParallel, has_two_levels
 from dsa_engine.parallel.experts.traffic import DispatchChoice, RouterShape, RowBytes
 
 

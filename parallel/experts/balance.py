@@ -34,9 +34,6 @@ def balance_layer(loads: Sequence[float], replicas: int, groups: int, nodes: int
         nodes: number of nodes, of consecutive devices. The plan is hierarchical if ``nodes`` divides ``groups`` and
             ``devices``, ``groups`` divides experts, and ``devices`` divides ``replicas``.
         devices: number of ranks that hold experts.
-
-    Raises:
-        ValueError: ``replicas`` are fewer than experts or devices, or more than there are if every device has all.
     """
     experts = len(loads)
     if not max(experts, devices) <= replicas <= experts * devices:

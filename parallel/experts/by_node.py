@@ -1,6 +1,6 @@
 """The dispatch by nodes: a token crosses to a node once, however many ranks there hold its experts.
 
-A token travels along its rail (`rails.py`) to each node with its experts, by an all-to-all (`all_to_all.py`), and is
+A token travels along its rail (`placement.py`) to each node with its experts by an all-to-all (`all_to_all.py`), and is
 passed on inside by another one. The sums of a node's ranks are added in float32, in the order of the token's
 pairs, and cross back as one row in the tokens' dtype; those of the nodes are added in float32 at home.
 
@@ -40,8 +40,15 @@ from dsa_engine.parallel.experts.dispatch import (
     Received,
     Routed,
 )
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, RecvPlan, Way
-from dsa_engine.parallel.experts.rails import NodeGroups, has_two_levels, largest_groups, peers_of
+from dsa_engine.parallel.experts.placement import (
+    ExpertParallel,
+    ExpertPlacement,
+    NodeGroups,
+    RecvPlan,
+    has_two_levels,
+    largest_groups,
+    peers_of,
+)
 from dsa_engine.parallel.group import Group
 
 logger = logging.getLogger(__name__)
@@ -60,7 +67,7 @@ class NodeTables:
     """
 
     def __init__(self, groups: NodeGroups, placement: ExpertPlacement):
-        rank_of, nodes, ranks = placement.rank_of, groups.nodes, range(placement.ranks)
+        rank_of, nodes, ranks = placement.rank_of, groups.nodes, range(len(placement.held))
         me = groups.rail.ranks[groups.rail.index]
         peers, home = peers_of(me, nodes), nodes[me]
         inner = [groups.node.ranks.index(rank) if rank in groups.node.ranks else -1 for rank in ranks]
@@ -75,8 +82,6 @@ class NodeTables:
 
 
 class ByNode(CountedDispatcher):
-    """As an all-to-all, in two levels: a token crosses to a node once."""
-
     def __init__(self, groups: NodeGroups):
         self._groups = groups
         self._tables: dict[ExpertPlacement, NodeTables] = {}
@@ -87,33 +92,27 @@ class ByNode(CountedDispatcher):
         return self._tables[placement]
 
     def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
-        tables, size = self.tables(experts.placement), experts.group.size
+        groups, tables = self._groups, self.tables(experts.placement)
+        size, k = experts.group.size, routed.topk_ids.shape[1]
         along = SendPlan.of(routed.topk_ids, tables.peers, size)
         final = SendPlan.of(routed.topk_ids, experts.placement.rank_of, size)
         sent = torch.cat((final.counts, along.counts), dim=1)[None]
-        wait = experts.ways(sent, self._groups, tables.takers)
-        return partial(self._counted, experts, routed, along, final, wait, max_pairs)
+        wait = experts.ways(sent, groups, tables.takers)
 
-    def _counted(
-        self,
-        experts: ExpertParallel,
-        routed: Routed,
-        along: SendPlan,
-        final: SendPlan,
-        wait: Callable[[], list[Way]],
-        max_pairs: int,
-    ) -> Dispatch:
-        groups, tables, k, ways = self._groups, self.tables(experts.placement), routed.topk_ids.shape[1], wait()
-        rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
-        source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
-        if rounds > 1:
-            cut = in_rounds(along, rows, rounds)
-            source, pair_rows, _ = cut
-            ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
-        plans, quantized = [way.along for way in ways], experts.quantized_sum_bytes is not None
-        rail = partial(AllToAllDispatch, groups.rail, tables.whole, routed, source, pair_rows, plans, quantized)
-        inside = [(way.inside, rounds_needed(way.busiest, max_pairs, tables.largest_node, k)) for way in ways]
-        return ByNodeDispatch(groups, experts, tables.inner, rail, inside)
+        def counted() -> Dispatch:
+            ways = wait()
+            rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
+            source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
+            if rounds > 1:
+                cut = in_rounds(along, rows, rounds)
+                source, pair_rows, _ = cut
+                ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
+            plans, quantized = [way.along for way in ways], experts.quantized_sum_bytes is not None
+            rail = partial(AllToAllDispatch, groups.rail, tables.whole, routed, source, pair_rows, plans, quantized)
+            inside = [(way.inside, rounds_needed(way.busiest, max_pairs, tables.largest_node, k)) for way in ways]
+            return ByNodeDispatch(groups, experts, tables.inner, rail, inside)
+
+        return counted
 
     def memory(self, sizes: PrefillSizes) -> Memory:
         """There are the results of a round inside, and the rows along the rail: even routing sends a token to few

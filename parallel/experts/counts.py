@@ -34,9 +34,6 @@ class ExpertCounts:
         model: name of the model that they were counted with.
         layers: numbers of the layers, ascending.
         loads: ``[layers, experts]``, at least 0. A layer without any load counts as one with equal loads.
-
-    Raises:
-        ValueError: sizes that differ, or numbers that cannot be.
     """
 
     model: str
@@ -65,11 +62,7 @@ class ExpertCounts:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> ExpertCounts:
-        """Reads a file.
-
-        Raises:
-            ValueError: the file is missing or is no such file; the text names it.
-        """
+        """Reads a file; ``ValueError`` with its name if it is missing or no such file."""
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
             if value["version"] != VERSION:

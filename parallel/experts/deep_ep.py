@@ -10,10 +10,10 @@ Signatures of release 1.2.1 (September 2025); its ``Buffer`` is still that of 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -34,10 +34,6 @@ from dsa_engine.parallel.experts.dispatch import (
     StepSizes,
 )
 from dsa_engine.parallel.experts.placement import ExpertParallel
-from dsa_engine.parallel.group import Group
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import ParallelConfig
 
 _DEVICE = "cuda"
 _HIDDEN = (2048, 2560, 4096, 5120, 6144, 7168, 8192)  # sizes of the low-latency kernels
@@ -49,17 +45,15 @@ _CAPACITY = 256  # tokens of a rank; its memory grows with experts · capacity, 
 class DeepEP(Dispatcher):
     """The normal mode, and the library's buffer on one rank, for all layers and both modes.
 
-    Args:
-        nodes: of all ranks.
-
     Attributes:
         capacity: tokens of a rank in an exchange of the low-latency mode.
         experts: number of physical experts.
     """
 
-    def __init__(self, config: ParallelConfig, group: Group, device: torch.device, nodes: Sequence[int]):
-        self._prefills, self._decodes = config.moe_dispatch == "deep_ep", config.decode_dispatch == "deep_ep"
-        self._group, self._device, self._nodes = group, device, [*nodes]
+    def __init__(self, mesh: Ranks):
+        self._prefills = mesh.config.moe_dispatch == "deep_ep"
+        self._decodes = mesh.config.decode_dispatch == "deep_ep"
+        self._group, self._device, self._nodes = mesh.ep, mesh.device, [*mesh.nodes]
         self._arrive: Callable[[], None] = lambda: None  # lets the low-latency exchange on its way arrive
 
     def prepare(self, sizes: ModelSizes) -> None:
@@ -150,12 +144,8 @@ class DeepEP(Dispatcher):
         −1, all int32, and a weight of 1 for every row of all experts ``[all, 1]``."""
         sizes = self._group.size * self.capacity, self.experts // self._group.size
         at, expert = (torch.arange(size, dtype=torch.int32, device=self._device) for size in sizes)
-        return (
-            at,
-            expert[:, None],
-            torch.full_like(at[0], -1),
-            torch.ones(len(at) * len(expert), 1, device=self._device),
-        )
+        ones = torch.ones(len(at) * len(expert), 1, device=self._device)
+        return at, expert[:, None], torch.full_like(at[0], -1), ones
 
     def exchange(self, call: Callable[..., Any], *args: Any, **options: Any) -> tuple[list[Any], Callable[[], None]]:
         """Begins a low-latency exchange, once the one before has arrived, as it clears the counts of that.
@@ -199,7 +189,7 @@ class LowLatency(Dispatcher):
 
 
 def make(mesh: Ranks) -> Dispatcher:
-    return DeepEP(mesh.config, mesh.ep, mesh.device, mesh.nodes)
+    return DeepEP(mesh)
 
 
 class LowLatencyDispatch(Dispatch):

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from dsa_engine.kernels.moe.expert_order import local_topk_ids
-from dsa_engine.parallel.experts.placement import ExpertParallel
-from dsa_engine.parallel.experts.rails import NodeGroups
+from dsa_engine.kernels.runtime.transfer import SideStream
+from dsa_engine.parallel.config import ParallelConfig
+from dsa_engine.parallel.experts.placement import ExpertParallel, NodeGroups
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.side_stream import SideStream
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import ParallelConfig
 
 Sends = list[Callable[[], None]]
 
@@ -59,11 +56,9 @@ class Received(NamedTuple):
 class Dispatch(ABC):
     """Tokens on their way to their experts and back, in one round or several.
 
-    A dispatch is made with the tokens of its first round on their way, but for :class:`OverlappedDispatch`. In each
-    round a rank calls :meth:`receive`, runs its experts, and calls :meth:`send_back`; after the last one it calls
-    :meth:`combine`. What travels does so beside the work that is launched between these calls, on the stream of the
-    collective. Every rank of the group takes part in each transfer, and makes all calls of all its dispatches in the
-    same order.
+    A dispatch is made with the tokens of its first round on their way, but for :class:`OverlappedDispatch`. They travel
+    beside the work that is launched between the calls, on the stream of the collective. Every rank of the group takes
+    part in each transfer, and makes all calls of all its dispatches in the same order.
     """
 
     @property
@@ -143,11 +138,7 @@ class Dispatcher(ABC):
     by_size = False
 
     def prepare(self, sizes: ModelSizes) -> None:  # noqa: B027
-        """Called once, before any layer is made.
-
-        Raises:
-            ValueError: it does not take such a model here; the text says what was given, and what is possible.
-        """
+        """Called once, before any layer is made; ``ValueError`` if it does not take such a model here."""
 
     def for_decode(self) -> Dispatcher:
         """The dispatcher of decode steps."""
@@ -158,8 +149,7 @@ class Dispatcher(ABC):
         return True
 
     @abstractmethod
-    def memory(self, sizes: PrefillSizes) -> Memory:
-        """See :class:`Memory`."""
+    def memory(self, sizes: PrefillSizes) -> Memory: ...
 
     @abstractmethod
     def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
@@ -177,17 +167,10 @@ class Ranks(Protocol):
     @property
     def config(self) -> ParallelConfig: ...
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def nodes(self) -> Sequence[int]: ...
-
-    @property
-    def node_groups(self) -> NodeGroups | None: ...
-
-    @property
-    def ep(self) -> Group: ...
+    device: torch.device
+    nodes: tuple[int, ...]
+    node_groups: NodeGroups | None
+    ep: Group
 
     @property
     def is_leader(self) -> bool: ...
@@ -210,8 +193,6 @@ class Alone(Dispatcher):
 
 
 class NoDispatch(Dispatch):
-    """The tokens of a rank that holds all experts."""
-
     rounds = 1
 
     def __init__(self, received: Received):

@@ -9,18 +9,15 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from dsa_engine.kernels.runtime.transfer import SideStream
+from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.balance import balance_layer, imbalance
 from dsa_engine.parallel.experts.counts import ExpertCounts
 from dsa_engine.parallel.experts.dispatch import Alone, Dispatcher, ModelSizes, Ranks
 from dsa_engine.parallel.experts.movement import with_fewest_moves
 from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, Held, contiguous
-from dsa_engine.parallel.side_stream import SideStream
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import ParallelConfig
 
 _GAIN = 0.02  # experts move if the largest load of a rank falls by at least this part of the mean
 
@@ -34,9 +31,6 @@ class LayerPlacements:
         redundant: number of physical experts more than logical ones.
         loads: of each layer, or the path of their file (`counts.py`), or loads of each expert, the same in all
             layers; None: equal loads.
-
-    Raises:
-        ValueError: the file is missing or damaged.
     """
 
     def __init__(
@@ -60,11 +54,7 @@ class LayerPlacements:
         return cls(ranks, count, config.redundant_experts, config.expert_loads)
 
     def loads(self, experts: int, layer: int) -> tuple[float, ...] | None:
-        """The loads of a layer; None: equal ones.
-
-        Raises:
-            ValueError: there are not as many as experts.
-        """
+        """The loads of a layer; None: equal ones."""
         given = self._loads
         if given is None:
             return None
@@ -82,9 +72,6 @@ class LayerPlacements:
         Args:
             groups: number of groups of consecutive experts in the model's router.
             shared: load of one more expert, over the load of all others together; 0: there is none.
-
-        Raises:
-            ValueError: the numbers of experts, replicas and ranks do not fit.
         """
         if not shared and self._loads is None and not self._redundant:
             return contiguous(experts, self._ranks)
@@ -142,11 +129,8 @@ class ExpertDivision:
             groups: number of groups of consecutive experts in the model's router.
             shared: load of one more expert, over the load of all others together; 0: there is none.
             top_groups: number of groups from which a token takes experts.
-
-        Raises:
-            ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
         """
-        held = self._placements.held(experts, layer, groups, shared)
+        held = self.placements.held(experts, layer, groups, shared)
         changes = self._mesh.config.rebalance_every is not None
         key = held, layer if changes else None
         if key not in self._made:
@@ -154,10 +138,6 @@ class ExpertDivision:
             made.groups, made.top_groups, made.side_stream = groups, top_groups, self._side_stream
             self._made[key] = made
         return self._made[key]
-
-    def better(self, now: Held, loads: Sequence[float], groups: int) -> Held:
-        """See :meth:`.LayerPlacements.better`."""
-        return self._placements.better(now, loads, groups)
 
     @contextmanager
     def even_routing(self) -> Iterator[None]:
@@ -173,7 +153,7 @@ class ExpertDivision:
                 one.even = even
 
     @cached_property
-    def _placements(self) -> LayerPlacements:
+    def placements(self) -> LayerPlacements:
         return LayerPlacements.of(self._mesh.config, self._mesh.nodes)
 
     def _make(self, placement: ExpertPlacement) -> ExpertParallel:

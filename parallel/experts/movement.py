@@ -8,7 +8,7 @@ the staged weights go into their slots. So a slot is never read after it is over
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -98,9 +98,6 @@ def plan_movement(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], st
     Args:
         old, new: the logical experts of each rank; the order of ``new`` within a rank does not matter.
         staged: maximum number of experts that a rank receives in a round.
-
-    Raises:
-        ValueError: the placements have other ranks or slots, or no rank has an expert that is needed.
     """
     sizes = [len(experts) for experts in old], [len(experts) for experts in new]
     if sizes[0] != sizes[1]:
@@ -111,10 +108,8 @@ def plan_movement(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], st
     if missing:
         raise ValueError(f"no rank holds the experts {sorted(missing)!r:.200}")
     order = _Order(old, new)
-    groups = order.groups()
-    holders = _Holders(old)
-    rounds = [holders.sources(wants) for wants in _packed(groups, old, staged)]
-    return Movement(tuple(tuple(slots) for slots in order.now), rounds)
+    rounds = [*_with_sources(_packed(order.groups(), old, staged), old)]
+    return Movement(tuple(map(tuple, order.now)), rounds)
 
 
 class _Order:
@@ -207,29 +202,22 @@ def _packed(groups: Sequence[Sequence[_Want]], old: Sequence[Sequence[int]], sta
         remaining = later
 
 
-class _Holders:
-    """What the slots hold, and how much each rank has sent."""
-
-    def __init__(self, old: Sequence[Sequence[int]]):
-        self.slots: dict[int, dict[int, int]] = {}  # for each expert, a slot by rank
-        self.now = [list(slots) for slots in old]
-        self.sent: Counter[int] = Counter()
-
-    def sources(self, wants: Sequence[_Want]) -> list[Move]:
-        """The moves of a round: from the rank itself if it has the expert, else from the rank that has sent least."""
-        slots: dict[int, dict[int, int]] = {}
-        for rank, experts in enumerate(self.now):
+def _with_sources(rounds: Iterable[Sequence[_Want]], old: Sequence[Sequence[int]]) -> Iterator[list[Move]]:
+    """The moves of each round: from the rank itself if it has the expert, else from the rank that has sent least."""
+    held, sent = old, Counter[int]()
+    for wants in rounds:
+        slots: dict[int, dict[int, int]] = {}  # for each expert, a slot by rank
+        for rank, experts in enumerate(held):
             for slot, expert in enumerate(experts):
                 slots.setdefault(expert, {})[rank] = slot
         moves = []
         for want in wants:
             ranks = slots[want.expert]
-            source = want.rank if want.rank in ranks else min(ranks, key=lambda rank: (self.sent[rank], rank))
-            self.sent[source] += source != want.rank
+            source = want.rank if want.rank in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
+            sent[source] += source != want.rank
             moves.append(Move(source, ranks[source], want.rank, want.slot))
-        for want in wants:
-            self.now[want.rank][want.slot] = want.expert
-        return moves
+        held = after_round(held, moves)
+        yield moves
 
 
 def expert_bytes(tensors: Sequence[torch.Tensor]) -> int:

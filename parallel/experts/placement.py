@@ -1,5 +1,5 @@
-"""The placement of experts on ranks, and one rank's view of it: its experts, and what ranks tell each other of tokens
-that are to come.
+"""The placement of experts on ranks, and one rank's view of it: its experts, what ranks tell each other of tokens that
+are to come, and the groups on which tokens travel by node.
 
 The model's router chooses *logical* experts. Ranks hold *physical* experts, numbered rank after rank. A logical expert
 has one physical expert or several, its replicas, which have the same weights. A dispatch sees only physical experts.
@@ -7,18 +7,19 @@ has one physical expert or several, its replicas, which have the same weights. A
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
-from dsa_engine.kernels.runtime.transfer import download, upload
-from dsa_engine.parallel.experts.rails import NodeGroups
+from dsa_engine.kernels.moe.expert_order import Replicas, choose_replicas
+from dsa_engine.kernels.runtime.transfer import SideStream, download, upload
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.side_stream import SideStream
 
 Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the order of its weights
 
@@ -35,36 +36,26 @@ class ExpertPlacement:
         held: as given.
         experts: number of logical experts.
         physical: number of physical experts.
+        first: the first physical expert of each rank.
         rank_of: int32 ``[physical]``, the rank of each physical expert.
 
-    Raises:
-        ValueError: an expert is missing, or a rank has none.
     """
 
     def __init__(self, held: Sequence[Sequence[int]], device: torch.device, changes: bool = False):
         self.held = _checked(held)
         self.experts = 1 + max(max(experts) for experts in self.held)
-        self._first = [0, *accumulate(len(experts) for experts in self.held)]  # physical experts before each rank's
-        self.physical = self._first[-1]
+        *self.first, self.physical = 0, *accumulate(map(len, self.held))
         ranks = [rank for rank, experts in enumerate(self.held) for _ in experts]
         self.rank_of = torch.tensor(ranks, dtype=torch.int32, device=device)
         # Each rank's first physical expert and their number; made here, as a CUDA graph may read them.
-        self._spans = torch.tensor([*zip(self._first, map(len, self.held))], device=device)
+        self._spans = torch.tensor([*zip(self.first, map(len, self.held))], device=device)
         self._replicas: torch.Tensor | None = None  # [experts, 1 + n]: see choose_replicas
         if changes or [*chain(*self.held)] != list(range(self.physical)):
             self._replicas = self._table().to(device)
 
-    @classmethod
-    def contiguous(cls, experts: int, ranks: int, device: torch.device) -> ExpertPlacement:
-        """See :func:`contiguous`."""
-        return cls(contiguous(experts, ranks), device)
-
     def change(self, held: Sequence[Sequence[int]]) -> None:
         """Replaces ``held``, for the work that is given to the device from now on; CUDA graphs stay valid. The host
-        does not wait.
-
-        Raises:
-            ValueError: a rank would hold another number of experts, or see the class.
+        does not wait. Each rank keeps its number of experts.
         """
         assert self._replicas is not None, "made with changes=True"
         changed = _checked(held)
@@ -75,22 +66,6 @@ class ExpertPlacement:
             )
         self.held = changed
         upload(self._table(), self._replicas.device, out=self._replicas)
-
-    @property
-    def ranks(self) -> int:
-        return len(self.held)
-
-    def count(self, rank: int) -> int:
-        """Number of physical experts of a rank."""
-        return len(self.held[rank])
-
-    def fraction(self, rank: int) -> float:
-        """The fraction of all physical experts that a rank holds."""
-        return self.count(rank) / self.physical
-
-    def first(self, rank: int) -> int:
-        """The first physical expert of a rank."""
-        return self._first[rank]
 
     def replicas(self) -> list[list[int]]:
         """The physical experts of each logical one, ascending."""
@@ -119,14 +94,9 @@ class ExpertPlacement:
         equally often.
         """
         numbers = torch.arange(first, first + topk_ids.numel(), device=topk_ids.device).view(topk_ids.shape)
-        rank, turn = numbers % self.ranks, numbers // self.ranks
+        rank, turn = numbers % len(self.held), numbers // len(self.held)
         spans = self._spans[rank]
         return (spans[..., 0] + turn % spans[..., 1]).to(topk_ids.dtype).where(topk_ids >= 0, topk_ids)
-
-    def local(self, physical: torch.Tensor, rank: int) -> torch.Tensor:
-        """The same experts counted within those of ``rank``, −1 for experts of other ranks."""
-        local = physical - self._first[rank]
-        return local.masked_fill((local < 0) | (local >= self.count(rank)), -1)
 
     def _table(self) -> torch.Tensor:
         """It is as wide as for the placement with the most replicas of one expert."""
@@ -137,19 +107,14 @@ class ExpertPlacement:
 
 
 def contiguous(experts: int, ranks: int) -> Held:
-    """Consecutive experts on each rank, divided evenly; the first ranks hold one more if there is a remainder.
-
-    Raises:
-        ValueError: there are more ranks than experts.
-    """
+    """Consecutive experts on each rank, divided evenly; the first ranks hold one more if there is a remainder."""
     if ranks > experts:
         raise ValueError(
             f"n_routed_experts {experts} cannot be divided over {ranks} ranks: each holds at least one; "
             f"start at most {experts}"
         )
     counts = [experts // ranks + (rank < experts % ranks) for rank in range(ranks)]
-    firsts = [0, *accumulate(counts)]
-    return tuple(tuple(range(first, last)) for first, last in zip(firsts, firsts[1:], strict=False))
+    return tuple(tuple(range(last - count, last)) for count, last in zip(counts, accumulate(counts), strict=True))
 
 
 def _checked(held: Sequence[Sequence[int]]) -> Held:
@@ -157,6 +122,55 @@ def _checked(held: Sequence[Sequence[int]]) -> Held:
     if experts != set(range(len(experts))) or not all(held) or not held:
         raise ValueError(f"every expert lies on a rank, and every rank holds one; not {held!r:.200}")
     return tuple(tuple(of_rank) for of_rank in held)
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The groups of one rank for tokens that travel by node: along its rail to each node with experts of them, and from
+    there to their ranks.
+
+    Attributes:
+        node: the ranks of its node.
+        rail: the ranks of its rail, at least one of every node (more, where nodes differ in size).
+        nodes: the node of every rank.
+        there, back: the streams on which tokens and sums change from rail to node and from node to rail.
+    """
+
+    node: Group
+    rail: Group
+    nodes: tuple[int, ...]
+    there: SideStream
+    back: SideStream
+
+
+@lru_cache(maxsize=64)
+def rails_of(nodes: tuple[int, ...]) -> list[list[int]]:
+    """The ranks of each rail, where every rank has one of ``nodes``: there are as many rails as the smallest node has
+    ranks, and each node has a rank in every rail."""
+    rails: list[list[int]] = [[] for _ in range(min(Counter(nodes).values()))]
+    taken: Counter[int] = Counter()
+    for rank, node in enumerate(nodes):
+        rails[taken[node] % len(rails)].append(rank)
+        taken[node] += 1
+    return rails
+
+
+def largest_groups(nodes: tuple[int, ...]) -> tuple[int, int]:
+    """Number of ranks of the largest rail, and of the largest node."""
+    return max(map(len, rails_of(nodes))), max(Counter(nodes).values())
+
+
+def peers_of(rank: int, nodes: tuple[int, ...]) -> dict[int, int]:
+    """By node, the rank that takes the tokens of ``rank`` there: one of its rail; ``rank`` itself at home."""
+    (rail,) = [rail for rail in rails_of(nodes) if rank in rail]
+    by_node = {node: [one for one in rail if nodes[one] == node] for node in set(nodes)}
+    home = by_node[nodes[rank]].index(rank)
+    return {node: there[home % len(there)] for node, there in by_node.items()}
+
+
+def has_two_levels(nodes: Sequence[int]) -> bool:
+    """Whether there are several nodes, one of them with several ranks. Else a dispatch by node is an all-to-all."""
+    return 1 < len(set(nodes)) < len(nodes)
 
 
 class RecvPlan(NamedTuple):
@@ -240,7 +254,7 @@ class ExpertParallel:
     @property
     def fraction(self) -> float:
         """The fraction of all physical experts that this rank holds."""
-        return self.placement.fraction(self.group.index)
+        return len(self.held) / self.placement.physical
 
     def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """The physical experts ``[T, k]`` for this rank's logical ones."""
@@ -259,7 +273,7 @@ class ExpertParallel:
         Args:
             local_pairs: number of pairs with experts of this rank, if the host knows it.
         """
-        return topk_ids, self.placement.first(self.group.index)
+        return topk_ids, self.placement.first[self.group.index]
 
     def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
         """Tells every rank what comes to it. In a dispatch of one round, the host waits for nothing else.

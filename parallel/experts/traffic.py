@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts import DispatchMethod
-from dsa_engine.parallel.experts.rails import has_two_levels
+from dsa_engine.parallel.experts.placement import has_two_levels
 from dsa_engine.parallel.links import Links
 
 logger = logging.getLogger(__name__)

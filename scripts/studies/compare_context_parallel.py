@@ -1,8 +1,9 @@
 """Forms of context parallelism compared: bytes sent, work, memory and time of one prefill.
 
 Cache rows by all-gather with tokens head-tail (the engine's way) or contiguous, heads by all-to-all (Ulysses, through
-DeepSpeed's sequence layer), and a ring of blocks in two passes: one layer of DSA, the same weights and tokens. All
-outputs are compared with those of a single process before anything is timed. Start it on two ranks or more:
+DeepSpeed's sequence layer), and a ring of blocks in two passes: one layer of DSA between its projections, the same
+weights and tokens. Every token selects. All outputs are compared with those of a single process before anything is
+timed. Start it on two ranks or more:
 
     torchrun --nproc-per-node 2 scripts/studies/compare_context_parallel.py
 """
@@ -11,37 +12,259 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from context_parallel.forms import Contiguous, HeadTail, Ulysses
-from context_parallel.layer import SIZES, Division, Layer
-from context_parallel.ring import Ring
 from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, reported, run
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import latent_format
 from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.group import Group
+from dsa_engine.reference import dsa
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes
-
-FORMS = {"head-tail": HeadTail, "contiguous": Contiguous, "ulysses": Ulysses, "ring": Ring}
+from random_layer import SIZES, Size
 
 # Relative errors: of all rows together, and of the median row. Rounding sometimes changes the last selected token at a
 # near tie, which changes single rows by a hundredth.
 MAX_ERRORS = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (5e-2, 5e-2)}
+WORKSPACE = 256 << 20  # bytes of scores at a time
+Tokens = tuple[Tensor, Tensor, Tensor, Tensor]  # of T tokens, see Layer.tokens
+Blocks = Iterable[tuple[Tensor, Tensor]]  # positions [n], ascending, and cache rows [n, width]
 
 
-def give_back_free_memory() -> None:
-    """Makes the C library return unused memory to the system. On a CPU the memory that a call adds to the resident set
-    then does not depend on earlier calls. Without effect if the library is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+class Layer:
+    """Weights of one layer, and what every form does with them; with the same ``seed`` all ranks have the same."""
+
+    def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, seed: int = 0):
+        self.size, self.c, self.seed, self.latent = size, size.config(), seed, size.kv_rank + size.rope
+        self.w_uk, self.w_uv = dsa.up_projections(size.weights(dtype, device, seed), self.c)
+
+    def tokens(self, length: int) -> Tokens:
+        """Of a whole sequence: ``q [T, heads, nope + rope]``, rotated, W_UK not yet absorbed; ``rows [T, latent +
+        index_dim]`` of the caches; ``index_q [T, index_heads, index_dim]``; float32 ``weights [T, index_heads]``."""
+        s, like = self.size, self.w_uk
+        shapes = (
+            (s.heads, s.nope + s.rope),
+            (self.latent + s.index_dim,),
+            (s.index_heads, s.index_dim),
+            (s.index_heads,),
+        )
+        torch.manual_seed(self.seed + 1)
+        q, rows, index_q, weights = (
+            torch.randn(length, *shape, dtype=like.dtype, device=like.device) for shape in shapes
+        )
+        return q, rows, index_q, weights.float() * (s.index_heads * s.index_dim) ** -0.5
+
+    def absorb(self, q: Tensor, heads: slice = slice(None)) -> Tensor:
+        """Queries ``[T, heads, nope + rope]`` of ``heads`` to ``[T, heads, latent]``, for latent rows."""
+        plain, rotated = q.split((self.size.nope, self.size.rope), -1)
+        return torch.cat((torch.einsum("thd,hdr->thr", plain, self.w_uk[heads]), rotated), -1)
+
+    def values(self, summed: Tensor, heads: slice = slice(None)) -> Tensor:
+        """``[T, heads, kv_rank]`` to ``[T, heads, value]``."""
+        return torch.einsum("thr,hvr->thv", summed, self.w_uv[heads])
+
+    def select(self, tokens: Tokens, own: Tensor, blocks: Blocks) -> Tensor:
+        """Positions ``[T, topk]`` that tokens at positions ``own [T]`` attend to, the best of all blocks; −1 after the
+        last. A selection is final only after the last key has been scored."""
+        _, _, index_q, weights = tokens
+        scores = torch.full((len(own), self.size.topk), float("-inf"), device=own.device)
+        best = torch.full_like(scores, -1, dtype=torch.int64)
+        for positions, keys in blocks:
+            visible = torch.searchsorted(positions, own, right=True)  # keys of the block that a token sees
+            rows = min(256, max(1, WORKSPACE // (4 * len(keys) * self.size.index_heads)))
+            for first in range(0, len(own), rows):
+                part = slice(first, first + rows)
+                seen = int(visible[part][-1])
+                new = dsa.index_scores(index_q[part], weights[part], keys[:seen], visible[part] - 1)
+                scores[part], chosen = torch.cat((scores[part], new), 1).topk(scores.shape[1])
+                best[part] = torch.cat((best[part], positions[:seen].expand(len(new), -1)), 1).gather(1, chosen)
+        return best.masked_fill_(scores == float("-inf"), -1)
+
+    def attend(self, q: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention ``[T, heads, kv_rank]`` of absorbed queries over ``rows [n, latent]`` in ``slots [T, k]``, −1 after
+        the last, and its log-sum-exp ``[T, heads]``."""
+        form = latent_format(self.size.kv_rank, self.size.rope, q.dtype)
+        pool, scale = rows[:, None].contiguous(), self.c.softmax_scale  # pages of one row
+        return sparse_attention(q, pool, slots.int(), row_format=form, scale=scale, workspace=WORKSPACE)
+
+    def expected(self, tokens: Tokens) -> Tensor:
+        """``[T, heads, value]`` of a whole sequence: the reference, in a single process."""
+        q, rows, index_q, weights = tokens
+        latent, keys = rows.split((self.latent, self.size.index_dim), 1)
+        positions = torch.arange(len(q), device=q.device)
+        chosen = dsa.select(index_q, weights, keys, positions, self.size.topk)
+        q, rank, scale = self.absorb(q), self.size.kv_rank, self.c.softmax_scale
+        return self.values(dsa.attend(q, latent, positions, chosen, rank, scale))
+
+
+class HeadTail:
+    """Rank r has the pieces r and ``2 · ranks − 1 − r`` of ``2 · ranks``: the same causal work on all ranks.
+
+    Each rank gets all latent rows and index keys, packed side by side, and computes all heads of its own tokens. The
+    gather is issued first and overlaps with work on local tokens.
+    """
+
+    def __init__(self, layer: Layer, group: Group, length: int):
+        self.layer, self.group, self.length = layer, group, length
+        device, ranks = layer.w_uk.device, range(group.size)
+        self.positions = [torch.tensor(self.of_rank(r), dtype=torch.int64, device=device) for r in ranks]
+        self.own = self.positions[group.index]
+        self.rows = max(map(len, self.positions))  # of each rank in a collective, padding included
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Positions of a rank's tokens, ascending."""
+        return dsa.head_tail(0, self.length, rank, self.group.size)
+
+    def run(self, tokens: Tokens) -> Tensor:
+        """``[T, heads, value]`` of this rank's tokens; every rank calls it."""
+        gathering = self.group.all_gather_async(padded(tokens[1], self.rows))
+        q = self.layer.absorb(tokens[0])
+        latent, slots = self.latent_and_slots(tokens, gathering())
+        return self.layer.values(self.layer.attend(q, latent, slots)[0])
+
+    def latent_and_slots(self, tokens: Tokens, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """All latent rows in order, and what this rank's tokens select, of gathered rows ``[ranks * rows, width]``."""
+        all_rows = gathered.new_empty(self.length, gathered.shape[1])
+        for positions, rows in zip(self.positions, gathered.split(self.rows), strict=True):
+            all_rows[positions] = rows[: len(positions)]
+        latent, keys = all_rows.split((self.layer.latent, self.layer.size.index_dim), 1)
+        order = torch.arange(self.length, device=keys.device)
+        return latent, self.layer.select(tokens, self.own, [(order, keys)])
+
+    def work(self) -> list[float]:
+        """Operations of each rank: two for a multiply-add."""
+        return [scored + attended for scored, attended in self.scored_and_attended()]
+
+    def scored_and_attended(self) -> Iterator[tuple[float, float]]:
+        s = self.layer.size
+        for positions in self.positions:
+            scored, attended = int((positions + 1).sum()), int((positions + 1).clamp(max=s.topk).sum())
+            yield 2.0 * scored * s.index_heads * s.index_dim, 2.0 * attended * s.heads * (self.layer.latent + s.kv_rank)
+
+
+class Contiguous(HeadTail):
+    """The same with one contiguous piece per rank: the tokens of the last rank see the most."""
+
+    def of_rank(self, rank: int) -> list[int]:
+        return list(range(*(self.length * r // self.group.size for r in (rank, rank + 1))))
+
+
+class Ulysses(HeadTail):
+    """Tokens are divided outside of the attention and heads within it, by all-to-all (DeepSpeed, 2023).
+
+    MLA has one latent row for all heads, so every rank still needs all rows, by the gather. DSA selects once for all
+    heads of a token. So each rank selects for its own tokens, and every selection is sent to every rank: ``topk``
+    numbers of 4 bytes, more than the token's cache row. Queries are sent before W_UK is absorbed, results after W_UV.
+    """
+
+    def __init__(self, layer: Layer, group: Group, length: int):
+        super().__init__(layer, group, length)
+        each, rest = divmod(layer.size.heads, group.size)
+        if rest:
+            raise ValueError(f"ulysses divides heads: {layer.size.heads} heads, {group.size} ranks; name other --forms")
+        self.heads = slice(group.index * each, (group.index + 1) * each)
+        self.over_ranks = None if group.alone else sequence_layer(group, layer.w_uk.device)
+
+    def run(self, tokens: Tokens) -> Tensor:
+        latent, own = self.latent_and_slots(tokens, self.group.all_gather(padded(tokens[1], self.rows)))
+        slots = self.group.all_gather(padded(own.int(), self.rows, -1))
+
+        def some_heads(q: Tensor, *_: Tensor) -> Tensor:
+            """``[ranks * rows, 1, heads / ranks, nope + rope]``, of all tokens, to the same with ``value`` columns."""
+            out, _lse = self.layer.attend(self.layer.absorb(q[:, 0], self.heads), latent, slots)
+            return self.layer.values(out, self.heads)[:, None]
+
+        q = padded(tokens[0], self.rows)[:, None]
+        if self.over_ranks is None:
+            return some_heads(q)[:, 0]
+        nothing = q[..., :0]  # keys and values have been sent as latent rows
+        return self.over_ranks(some_heads)(q, nothing, nothing, 1)[: len(self.own), 0]
+
+    def work(self) -> list[float]:
+        """Scores of its own tokens, and some heads of all tokens."""
+        scored, attended = zip(*self.scored_and_attended(), strict=True)
+        return [own + sum(attended) / len(attended) for own in scored]
+
+
+def sequence_layer(group: Group, device: torch.device) -> Callable[[Callable[..., Tensor]], Any]:
+    """DeepSpeed's ``DistributedAttention`` over a group, for any attention function."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # otherwise it searches for every known device, and warns
+    try:
+        import deepspeed
+        from deepspeed.sequence.layer import DistributedAttention
+    except ImportError as error:
+        raise ValueError(
+            "ulysses needs DeepSpeed's sequence layer, which is not installed; install it with: "
+            "pip install --no-build-isolation 'dsa-engine[deepspeed]', or name other --forms"
+        ) from error
+    # On a CPU it would first compile an all-reduce in C++ for minutes, which is not used here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if device.type == "cuda" else "gloo"  # it takes the existing process group
+    deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+    return lambda attention: DistributedAttention(attention, group.handle, scatter_idx=2, gather_idx=0)
+
+
+class Ring(HeadTail):
+    """Blocks of cache rows go from neighbour to neighbour, and no rank holds more than two. Head-tail, so that a rank
+    scores equally many pairs with each block. Softmax can be merged, by its log-sum-exp; a selection cannot. So the
+    ring runs twice: index keys arrive in the first pass, latent rows in the second."""
+
+    def run(self, tokens: Tokens) -> Tensor:
+        latent, keys = tokens[1].split((self.layer.latent, self.layer.size.index_dim), 1)
+        selected = self.layer.select(tokens, self.own, self.blocks(keys))
+        q = self.layer.absorb(tokens[0])
+        out = torch.zeros(*q.shape[:2], self.layer.size.kv_rank, device=q.device)
+        lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
+        for positions, block in self.blocks(latent):
+            row_at = torch.full((self.length + 1,), -1, device=q.device)  # the last one: of -1
+            row_at[positions] = torch.arange(len(positions), device=q.device)
+            slots = row_at[selected].sort(descending=True).values  # -1: not in this block
+            width = int((slots >= 0).sum(1).max()) if len(slots) else 0
+            if width:
+                more, more_lse = self.layer.attend(q, block, slots[:, :width])
+                both = torch.logaddexp(lse, more_lse)
+                top = both.masked_fill(both == float("-inf"), 0.0)
+                out.mul_((lse - top).exp()[..., None]).addcmul_(more.float(), (more_lse - top).exp()[..., None])
+                lse = both
+        return self.layer.values(out.to(q.dtype))
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every rank's rows ``[n, width]``, this rank's first. The next block is sent during the work on one."""
+        index, size, handle = self.group.index, self.group.size, self.group.handle
+        here = padded(own, self.rows).contiguous()
+        coming = torch.empty_like(here)
+        for step in range(size):
+            moving = []
+            if step < size - 1:
+                send = dist.P2POp(dist.isend, here, group=handle, group_peer=(index + 1) % size)
+                receive = dist.P2POp(dist.irecv, coming, group=handle, group_peer=(index - 1) % size)
+                moving = dist.batch_isend_irecv([send, receive])
+            positions = self.positions[(index - step) % size]
+            if len(positions):
+                yield positions, here[: len(positions)]
+            for work in moving:
+                work.wait()
+            here, coming = coming, here
+
+
+def padded(rows: Tensor, count: int, value: float = 0) -> Tensor:
+    """``rows [T, ...]`` with padding after them: ``[count, ...]``."""
+    return torch.cat((rows, rows.new_full((count - len(rows), *rows.shape[1:]), value)))
+
+
+FORMS = {"head-tail": HeadTail, "contiguous": Contiguous, "ulysses": Ulysses, "ring": Ring}
 
 
 class SentBytes(TorchDispatchMode):
@@ -63,33 +286,29 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def parse() -> argparse.Namespace:
+@torch.inference_mode()
+def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--size", choices=SIZES, help="size of the layer (default: v3.2 on a GPU, small on a CPU)")
+    parser.add_argument("--size", choices=("v3.2", "small"), help="of the layer (default: v3.2; small on a CPU)")
     parser.add_argument("--seq-len", type=lengths, default=[2048, 4096, 8192], help="tokens of the sequence")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="some of them (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each, in turn")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     add_json_argument(parser)
-    return parser.parse_args()
-
-
-@torch.inference_mode()
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     check_outputs(args.json)
     mesh = Mesh.create(ParallelConfig(), args.device, same=lambda: {"options": str(vars(args))})
     if mesh.world_size == 1:
         raise ValueError("one rank has nothing to divide; start several: torchrun --nproc-per-node 2 …")
     cuda = mesh.device.type == "cuda"
     args.size = args.size or ("v3.2" if cuda else "small")
-    layer = Layer(SIZES[args.size], torch.bfloat16 if cuda else torch.float32, mesh.device)
-    forms = {name: FORMS[name](layer, mesh.world) for name in args.forms}
-    results = [result for length in args.seq_len for result in compare(forms, layer, mesh, length, args)]
+    dtype = torch.bfloat16 if cuda else torch.float32
+    layer = Layer(SIZES[args.size], dtype, mesh.device)
+    results = [result for length in args.seq_len for result in compare(layer, mesh, length, args)]
     if not mesh.is_leader:
         return
     if args.json:
-        about = environment(mesh.device, layer.dtype, mesh.world_size)
+        about = environment(mesh.device, dtype, mesh.world_size)
         write_json(args.json, about | {"options": reported(args), "results": results})
     print(f"One layer of size {args.size}, {mesh.world_size} ranks; values of the slowest rank:\n")
     rows = [
@@ -108,9 +327,7 @@ def main() -> None:
     print(format_table(header, rows))
 
 
-def compare(
-    forms: dict[str, HeadTail], layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs every form once for its output, then all in turn for their times; the same results on every rank.
 
     Raises:
@@ -118,51 +335,41 @@ def compare(
     """
 
     def of_all(value: float) -> list[float]:
-        mine = torch.tensor([value], dtype=torch.float64, device=mesh.device)
-        return mesh.world.all_gather(mine).tolist()
-
-    def seconds(run: Callable[[], torch.Tensor]) -> float:
-        of_all(0.0)  # all ranks begin together
-        begin = time.perf_counter()
-        run()
-        if mesh.device.type == "cuda":
-            torch.cuda.synchronize(mesh.device)
-        return time.perf_counter() - begin
+        return mesh.world.all_gather(torch.tensor([value], dtype=torch.float64, device=mesh.device)).tolist()
 
     whole, results, runs = layer.tokens(length), [], []
-    for name, form in forms.items():
-        division = Division(length, mesh.world_size, form.layout)
-        positions = division.positions[mesh.world.index]
-        tokens = whole.at(positions)
-        expected = layer.single_process(whole, positions).double()
-        give_back_free_memory()
+    of_whole = layer.expected(whole).double()
+    for name in args.forms:
+        form = FORMS[name](layer, mesh.world, length)
+        q, rows, index_q, weights = (tensor[form.own] for tensor in whole)
+        tokens = q, rows, index_q, weights
+        expected = of_whole[form.own]
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)  # glibc returns free memory, so that what a run adds does not depend on earlier ones
         reset_peak(mesh.device)
         before = peak_bytes(mesh.device)
         with SentBytes(mesh.world_size) as sent:
-            out = form.run(division, tokens)
+            out = form.run(tokens)
         added = peak_bytes(mesh.device) - before
-        difference, norm = ((x.flatten(1)).norm(dim=1) for x in (out.double() - expected, expected))
+        difference, norm = (x.flatten(1).norm(dim=1) for x in (out.double() - expected, expected))
         errors = [sum(of_all(float(x.square().sum()))) for x in (difference, norm)]
         error, median = (errors[0] / errors[1]) ** 0.5, float((difference / norm).median()) if len(norm) else 0.0
-        allowed, allowed_median = MAX_ERRORS[layer.dtype]
+        allowed, allowed_median = MAX_ERRORS[out.dtype]
         if not (error <= allowed and max(of_all(median)) <= allowed_median):
             raise RuntimeError(f"{name} differs from the single process by {error:.1e} at {length} tokens: not timed")
-        work = form.work(division, layer.size)
-        results.append(
-            {
-                "form": name,
-                "length": length,
-                "seconds": [],
-                "sent_bytes": int(max(of_all(sent.total))),
-                "imbalance": max(work) * len(work) / sum(work),
-                "added_bytes": int(max(of_all(added))),
-                "relative_error": error,
-            }
-        )
-        runs.append(lambda form=form, division=division, tokens=tokens: form.run(division, tokens))
+        work = form.work()
+        about = {"form": name, "length": length, "seconds": [], "relative_error": error}
+        most = {"sent_bytes": int(max(of_all(sent.total))), "added_bytes": int(max(of_all(added)))}
+        results.append(about | most | {"imbalance": max(work) * len(work) / sum(work)})
+        runs.append((form, tokens))
     for _ in range(args.repeat):
-        for result, run_form in zip(results, runs, strict=True):
-            result["seconds"].append(max(of_all(seconds(run_form))))
+        for result, (form, tokens) in zip(results, runs, strict=True):
+            of_all(0.0)  # all ranks begin together
+            begin = time.perf_counter()
+            form.run(tokens)
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            result["seconds"].append(max(of_all(time.perf_counter() - begin)))
     for result in results:
         result["ratio"] = statistics.median(result["seconds"]) / statistics.median(results[0]["seconds"])
     return results

@@ -1,133 +1,240 @@
 """Forms of Multi-head Latent Attention in decode: cached bytes, operations and time of each.
 
-Cache decompressed (CD) and compressed (CC), W_UK and W_UV absorbed (A_CC), without copying the cache rows together
-(A_CC_ME), weights multiplied beforehand (AM_CC_ME), and the engine's kernel: one layer, one new token per sequence, the
-same weights. All outputs are compared before anything is timed.
+CD        caches keys and values of every head, decompressed: plain multi-head attention
+CC        caches the latent row and the rotated key part, and decompresses both in every step
+A_CC      the same cache; W_UK absorbed into the query, W_UV after the sum: attention over latent rows, whose two parts
+          are first copied into one
+A_CC_ME   the same without the copy: two products whose scores are added ("move elision")
+AM_CC_ME  the same with W_UQ · W_UK and W_UV · W_O multiplied beforehand
+engine    both parts in one row of a paged pool; absorbed
+
+One layer, one new token per sequence, the same weights. All outputs are compared before anything is timed. The five
+names are those of the published study of these forms with DeepSeek-V2's sizes (MADSys group, Tsinghua, 2024).
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, reported, run
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.formats.cache_format import latent_format
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.reference import dsa
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes
-from mla_forms import FORMS, PAGE_SIZE, SIZES, Cache, EngineForm, MLAForm, MLASize, MLAWeights
+from random_layer import SIZES, Size
+
+PAGE_SIZE = 64
+Cache = tuple[Any, ...]  # tensors; of the engine also the segments of the queries
+Turn = tuple[Tensor, Tensor]  # cos and sin [B, rope / 2]
 
 
-def parse() -> argparse.Namespace:
+class Absorbed:
+    """The reference's attention, of which other forms replace parts; ``weights`` are the tensors that a step reads."""
+
+    def __init__(self, size: Size, w: dsa.Weights):
+        self.size, self.c, self.w = size, size.config(), w
+        self.w_uk, self.w_uv = dsa.up_projections(w, self.c)  # [heads, nope, kv_rank], [heads, value, kv_rank]
+        self.weights: tuple[Tensor, ...] = (w.q_b_proj, w.kv_b_proj, w.o_proj)
+
+    def cache(self, latent: Tensor, rotated: Tensor) -> Cache:
+        """This form's cache for ``latent [B, S, kv_rank]`` and ``rotated [B, S, rope]``."""
+        return latent.clone(), rotated.clone()
+
+    def decode(self, compressed: Tensor, turn: Turn, cache: Cache) -> Tensor:
+        """The layer's output ``[B, hidden]`` for compressed queries ``[B, q_rank]`` over all cached tokens."""
+        plain, rotated = self.queries(compressed, turn)
+        return dsa.output(self.w, self.c, self.attend(torch.einsum("bhd,hdr->bhr", plain, self.w_uk), rotated, cache))
+
+    def queries(self, compressed: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """``[B, heads, nope]`` and, rotated, ``[B, heads, rope]``."""
+        q = F.linear(compressed, self.w.q_b_proj).unflatten(-1, (self.size.heads, -1))
+        return q[..., : self.size.nope], dsa.rotate(q[..., self.size.nope :], turn, interleaved=True)
+
+    def attend(self, q: Tensor, q_rotated: Tensor, cache: Cache) -> Tensor:
+        """Weighted latent rows ``[B, heads, kv_rank]`` for ``q [B, heads, kv_rank]`` and ``[B, heads, rope]``."""
+        rows, last = torch.cat(cache, -1), torch.full((1,), cache[0].shape[1] - 1, device=q.device)
+        one_each = zip(torch.cat((q, q_rotated), -1).split(1), rows, strict=True)
+        rank, scale = self.size.kv_rank, self.c.softmax_scale
+        return torch.cat([dsa.attend(one, of_one, last, None, rank, scale) for one, of_one in one_each])
+
+
+class Compressed(Absorbed):
+    def decompress(self, latent: Tensor, rotated: Tensor) -> Cache:
+        """Keys ``[B, heads, S, nope + rope]`` and values ``[B, heads, S, value]`` of every head."""
+        keys = torch.einsum("bsr,hdr->bhsd", latent, self.w_uk)
+        keys = torch.cat((keys, rotated[:, None].expand(-1, self.size.heads, -1, -1)), -1)
+        return keys, torch.einsum("bsr,hvr->bhsv", latent, self.w_uv).contiguous()
+
+    def decode(self, compressed: Tensor, turn: Turn, cache: Cache) -> Tensor:
+        return self.over_heads(compressed, turn, self.decompress(*cache))
+
+    def over_heads(self, compressed: Tensor, turn: Turn, cache: Cache) -> Tensor:
+        keys, values = cache
+        scores = (keys @ torch.cat(self.queries(compressed, turn), -1)[..., None])[..., 0] * self.c.softmax_scale
+        return F.linear((scores.softmax(-1)[:, :, None] @ values).flatten(1), self.w.o_proj)
+
+
+class Decompressed(Compressed):
+    cache, decode = Compressed.decompress, Compressed.over_heads
+
+    def __init__(self, size: Size, w: dsa.Weights):
+        super().__init__(size, w)
+        self.weights = (w.q_b_proj, w.o_proj)  # kv_b_proj is needed once per token, not in every step
+
+
+class MoveElision(Absorbed):
+    def attend(self, q: Tensor, q_rotated: Tensor, cache: Cache) -> Tensor:
+        latent, rotated = cache
+        scores = q @ latent.mT
+        scores += q_rotated @ rotated.mT
+        return (scores * self.c.softmax_scale).softmax(-1) @ latent
+
+
+class Materialized(MoveElision):
+    def __init__(self, size: Size, w: dsa.Weights):
+        super().__init__(size, w)
+        uq, qr = w.q_b_proj.unflatten(0, (size.heads, -1)).split((size.nope, size.rope), 1)
+        q = torch.einsum("hdr,hdq->hrq", self.w_uk, uq).flatten(0, 1)  # [heads * kv_rank, q_rank]
+        o = torch.einsum("hvr,ohv->ohr", self.w_uv, w.o_proj.unflatten(1, (size.heads, -1)))
+        self.weights = (q, qr.flatten(0, 1), o.flatten(1))  # o: [hidden, heads * kv_rank]
+
+    def decode(self, compressed: Tensor, turn: Turn, cache: Cache) -> Tensor:
+        q, rotated = (F.linear(compressed, w).unflatten(1, (self.size.heads, -1)) for w in self.weights[:2])
+        summed = self.attend(q, dsa.rotate(rotated, turn, interleaved=True), cache)
+        return F.linear(summed.flatten(1), self.weights[2])
+
+
+class Engine(Absorbed):
+    """The engine's :func:`~dsa_engine.kernels.attention.dense_mla.dense_mla`; on a CPU its reference."""
+
+    def cache(self, latent: Tensor, rotated: Tensor) -> Cache:
+        batch, count, _ = latent.shape
+        pages = cdiv(count, PAGE_SIZE)
+        rows = F.pad(torch.cat((latent, rotated), -1), (0, 0, 0, pages * PAGE_SIZE - count))
+        tables = torch.arange(batch * pages, dtype=torch.int32, device=latent.device).view(batch, pages)
+        last = Segments.of((Segment(i, 1, i, count - 1) for i in range(batch)), latent.device)
+        return rows.view(batch * pages, PAGE_SIZE, -1), tables, last
+
+    def attend(self, q: Tensor, q_rotated: Tensor, cache: Cache) -> Tensor:
+        form, scale = latent_format(self.size.kv_rank, self.size.rope, q.dtype), self.c.softmax_scale
+        return dense_mla(torch.cat((q, q_rotated), -1), *cache, row_format=form, scale=scale)[0]
+
+
+FORMS = {
+    "CD": Decompressed,
+    "CC": Compressed,
+    "A_CC": Absorbed,
+    "A_CC_ME": MoveElision,
+    "AM_CC_ME": Materialized,
+    "engine": Engine,
+}
+
+
+@torch.inference_mode()
+def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--size", choices=SIZES, default="v3.2", help="whose attention")
+    parser.add_argument("--size", choices=("v2", "v3.2"), default="v3.2", help="whose attention")
     parser.add_argument("--context", type=lengths, default=[512, 2048], help="cached tokens of a sequence")
     parser.add_argument("--batch-size", type=lengths, default=[1, 4], help="sequences at once")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each, in turn")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add_json_argument(parser)
-    return parser.parse_args()
-
-
-@torch.inference_mode()
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     check_outputs(args.json)
-    device = torch.device(args.device)
+    device, size = torch.device(args.device), SIZES[args.size]
     dtype, max_error = (torch.bfloat16, 5e-2) if device.type == "cuda" else (torch.float32, 1e-4)
-    counts = {form.name: count(form, SIZES[args.size]) for form in FORMS}
-    header = ("form", "cache kB a token", "MFLOP a cached token", "weights read")
+    counts = {name: count(name, size) for name in FORMS}
     rows: list[tuple[Any, ...]] = [
-        (name, f"{c.cache_bytes / 1e3:.3f}", f"{c.flops / 1e6:.2f}", format_bytes(c.weight_bytes))
+        (name, f"{c['cache_bytes'] / 1e3:.3f}", f"{c['flops'] / 1e6:.2f}", format_bytes(int(c["weight_bytes"])))
         for name, c in counts.items()
     ]
+    header = ("form", "cache kB a token", "MFLOP a cached token", "weights read")
     print("Counted, one layer, bfloat16:\n\n" + format_table(header, rows))
-    weights = MLAWeights.random(SIZES[args.size], dtype, device)
-    forms = [form(weights) for form in FORMS]
+    weights = size.weights(dtype, device)
+    forms = {name: form(size, weights) for name, form in FORMS.items()}
     results = []
     for batch in args.batch_size:
         for context in args.context:
-            seconds, errors = measure(forms, batch, context, args.repeat, max_error)
-            engine = statistics.median(seconds["engine"])
             rows = []
-            for name, times in seconds.items():
-                ms, ratio = statistics.median(times) * 1e3, statistics.median(times) / engine
-                rows.append((name, ms, f"{ratio:.2f}", f"{errors[name]:.1e}"))
-                about = {"form": name, "batch_size": batch, "context": context, "relative_error": errors[name]}
-                results.append(about | {"seconds": times, "ratio_to_engine": ratio})
+            for about in measure(forms, batch, context, args.repeat, max_error):
+                ms = statistics.median(about["seconds"]) * 1e3
+                rows.append((about["form"], ms, f"{about['ratio_to_engine']:.2f}", f"{about['relative_error']:.1e}"))
+                results.append(about)
             print(f"\nMeasured, batch {batch}, {context:,} cached tokens each:\n")
             print(format_table(("form", "median ms", "/ engine", "difference to CD"), rows))
     if args.json:
-        about = environment(device, dtype, 1) | {"options": reported(args)}
-        write_json(args.json, about | {"counted": {n: c._asdict() for n, c in counts.items()}, "results": results})
+        about = environment(device, dtype, 1) | {"options": reported(args), "counted": counts, "results": results}
+        write_json(args.json, about)
 
 
-class Counts(NamedTuple):
-    """One step of a form in bfloat16: cached bytes and operations per cached token, and bytes of weights."""
-
-    cache_bytes: float
-    flops: float
-    weight_bytes: int
-
-
-def count(form: type[MLAForm], size: MLASize) -> Counts:
-    """Counted from the products and tensors of two steps with different contexts."""
-    device = "cpu" if form is EngineForm else "meta"  # the kernel's loops need values of sizes, the others only shapes
-    made = form(MLAWeights.random(size, torch.bfloat16, device))
-    counted = []
+def count(name: str, size: Size) -> dict[str, float]:
+    """Cached bytes and operations per cached token, and bytes of weights, of one step of a form in bfloat16: counted
+    from the products and tensors of two steps with different contexts. Block tables are not counted."""
+    device = "cpu" if name == "engine" else "meta"  # the kernel's loops need values of sizes, the others only shapes
+    form = FORMS[name](size, size.weights(torch.bfloat16, device))
+    cached, operations = [], []
     for tokens in (PAGE_SIZE, 2 * PAGE_SIZE):
         shapes = ((1, tokens, size.kv_rank), (1, tokens, size.rope), (1, size.q_rank))
         latent, rotated, q = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
         angles = torch.zeros(1, size.rope // 2, device=device)
-        cache = made.cache(latent, rotated)
+        cache = form.cache(latent, rotated)
         with FlopCounterMode(display=False) as counter:
-            made.decode(q, angles, angles, cache)
-        counted.append((cache_bytes(cache), counter.get_total_flops()))
-    per_token = [(more - few) / PAGE_SIZE for few, more in zip(*counted, strict=True)]
-    return Counts(per_token[0], per_token[1], sum(weight.nbytes for weight in made.weights))
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of the rows in a form's cache; block tables are not counted."""
-    return sum(part.nbytes for part in cache if isinstance(part, torch.Tensor) and part.is_floating_point())
+            form.decode(q, (angles, angles), cache)
+        cached.append(sum(part.nbytes for part in cache if isinstance(part, Tensor) and part.is_floating_point()))
+        operations.append(counter.get_total_flops())
+    per_token = [(more - few) / PAGE_SIZE for few, more in (cached, operations)]
+    weights = sum(weight.nbytes for weight in form.weights)
+    return {"cache_bytes": per_token[0], "flops": per_token[1], "weight_bytes": weights}
 
 
 def measure(
-    forms: list[MLAForm], batch: int, context: int, repeat: int, max_error: float
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of every form's runs, which take turns, and the difference of its output to the first form's.
+    forms: dict[str, Absorbed], batch: int, context: int, repeat: int, max_error: float
+) -> list[dict[str, Any]]:
+    """Of every form: seconds of its runs, which take turns, and the difference of its output to the first form's.
 
     Raises:
         RuntimeError: outputs differ by more than ``max_error``, relative; then nothing is timed.
     """
-    size, like = forms[0].size, forms[0].qr
+    size, like = forms["engine"].size, forms["engine"].w_uk
     shapes = ((batch, context, size.kv_rank), (batch, context, size.rope), (batch, size.q_rank))
     latent, rotated, q = (torch.randn(shape, dtype=like.dtype, device=like.device) for shape in shapes)
     angle = torch.arange(size.rope // 2, device=like.device).float().expand(batch, -1)
-    caches = {form.name: form.cache(latent, rotated) for form in forms}
-    seconds: dict[str, list[float]] = {form.name: [] for form in forms}
-    outputs: dict[str, torch.Tensor] = {}
-    errors: dict[str, float] = {}
-    for number in range(repeat + 1):
-        for form in forms:
+    caches = {name: form.cache(latent, rotated) for name, form in forms.items()}
+
+    def decode(name: str) -> Tensor:
+        return forms[name].decode(q, (angle.cos(), angle.sin()), caches[name])
+
+    outputs = {name: decode(name).double() for name in forms}
+    expected = outputs["CD"]
+    errors = {name: float((out - expected).norm() / expected.norm()) for name, out in outputs.items()}
+    if bad := [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= max_error]:
+        raise RuntimeError(f"these differ from CD: {', '.join(bad)}; not timed")
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(repeat):
+        for name, times in seconds.items():
             begin = time.perf_counter()
-            out = form.decode(q, angle.cos(), angle.sin(), caches[form.name])
+            decode(name)
             if like.is_cuda:
                 torch.cuda.synchronize()
-            if number:
-                seconds[form.name].append(time.perf_counter() - begin)
-            else:
-                outputs[form.name] = out.double()
-        if not number:
-            expected = outputs[forms[0].name]
-            errors = {name: float((out - expected).norm() / expected.norm()) for name, out in outputs.items()}
-            if bad := [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= max_error]:
-                raise RuntimeError(f"these differ from {forms[0].name}: {', '.join(bad)}; not timed")
-    return seconds, errors
+            times.append(time.perf_counter() - begin)
+    median = statistics.median(seconds["engine"])
+    about = {"batch_size": batch, "context": context}
+    return [
+        {"form": name} | about | {"relative_error": errors[name], "seconds": times}
+        | {"ratio_to_engine": statistics.median(times) / median}
+        for name, times in seconds.items()
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

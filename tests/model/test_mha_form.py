@@ -40,8 +40,7 @@ def test_memory_stays_within_the_workspace(
         q = torch.randn(requests * rows, engine.config.num_attention_heads, engine.config.qk_head_dim, generator=g)
         out = torch.empty(*q.shape[:2], engine.config.v_head_dim)
         with torch.inference_mode():
-            row_format = engine.cache.format.latent
-            peaks.append(peak_memory(partial(attention._mha, q, engine.cache.latent[0], batch, out, row_format)))
+            peaks.append(peak_memory(partial(attention._mha, q, batch, engine.cache, out)))
         results.append(out)
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
     print(f"{peaks[0]:,} and {peaks[1]:,} bytes")

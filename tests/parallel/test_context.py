@@ -9,15 +9,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from context_parallel.layer import CpLayout, split_sequence
 from dsa_engine import SamplingParams
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.parallel.context_parallel import pieces_of
 from dsa_engine.parallel.group import Group
 
-LAYOUTS: list[CpLayout] = ["head_tail", "contiguous"]
+
+def split_sequence(start: int, length: int, ranks: int) -> list[list[tuple[int, int]]]:
+    """The pieces ``(start, length)`` of every rank; empty ones are omitted."""
+    one_each = torch.ones(ranks, dtype=torch.int64)
+    starts, lengths = pieces_of(start * one_each, length * one_each, torch.arange(ranks), ranks * one_each)
+    of_ranks = (zip(*pair, strict=True) for pair in zip(starts.tolist(), lengths.tolist(), strict=True))
+    return [[piece for piece in pieces if piece[1]] for pieces in of_ranks]
 
 
 def pairs(runs: list[tuple[int, int]]) -> int:
@@ -30,13 +36,13 @@ def imbalance(work: list[int]) -> float:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 5000), st.integers(0, 3000), st.integers(1, 70), st.sampled_from(LAYOUTS))
-@example(0, 0, 4, "head_tail")
-@example(0, 1, 64, "head_tail")
-@example(7, 2 * 5 - 1, 5, "head_tail")
-@example(7, 2 * 5 + 1, 5, "head_tail")
-def test_every_token_has_one_rank(start: int, length: int, ranks: int, layout: CpLayout) -> None:
-    divided = split_sequence(start, length, ranks, layout)
+@given(st.integers(0, 5000), st.integers(0, 3000), st.integers(1, 70))
+@example(0, 0, 4)
+@example(0, 1, 64)
+@example(7, 2 * 5 - 1, 5)
+@example(7, 2 * 5 + 1, 5)
+def test_every_token_has_one_rank(start: int, length: int, ranks: int) -> None:
+    divided = split_sequence(start, length, ranks)
     assert len(divided) == ranks
     owned = [position for runs in divided for first, count in runs for position in range(first, first + count)]
     assert sorted(owned) == list(range(start, start + length))
@@ -45,29 +51,28 @@ def test_every_token_has_one_rank(start: int, length: int, ranks: int, layout: C
     for runs in divided:
         assert all(count > 0 for _, count in runs)
         assert all(a + n < b for (a, n), (b, _) in pairwise(runs)), "in order, and joined where they meet"
-        assert len(runs) <= (2 if layout == "head_tail" else 1)
+        assert len(runs) <= 2
 
 
 @settings(deadline=None)
-@given(st.integers(0, 5000), st.integers(0, 3000), st.integers(1, 70), st.sampled_from(LAYOUTS))
-def test_pieces_follow_from_counts(start: int, length: int, ranks: int, layout: CpLayout) -> None:
+@given(st.integers(0, 5000), st.integers(0, 3000), st.integers(1, 70))
+def test_pieces_follow_from_counts(start: int, length: int, ranks: int) -> None:
     """The pieces that are found one after the other from the head and from the tail."""
     counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
     head, tail, divided = start, start + length, []
     for count in counts:
-        at_tail = count // 2 if layout == "head_tail" else 0
+        at_tail = count // 2
         tail -= at_tail
         joined = head + count - at_tail == tail
         segments = [(head, count)] if joined else [(head, count - at_tail), (tail, at_tail)]
         divided.append([segment for segment in segments if segment[1]])
         head += count - at_tail
-    assert split_sequence(start, length, ranks, layout) == divided
+    assert split_sequence(start, length, ranks) == divided
 
 
 def test_head_tail_pairs_a_head_with_a_tail_piece() -> None:
     assert split_sequence(0, 16, 4) == [[(0, 2), (14, 2)], [(2, 2), (12, 2)], [(4, 2), (10, 2)], [(6, 4)]]
     assert split_sequence(100, 3, 4) == [[(100, 1)], [(101, 1)], [(102, 1)], []]
-    assert split_sequence(0, 16, 4, "contiguous") == [[(0, 4)], [(4, 4)], [(8, 4)], [(12, 4)]]
 
 
 @settings(deadline=None)
@@ -80,12 +85,6 @@ def test_head_tail_is_balanced_from_8k_on(ranks: int, length: int) -> None:
     work = [pairs(runs) for runs in split_sequence(0, length, ranks)]
     assert sum(work) == length * (length + 1) // 2
     assert imbalance(work) < 0.01
-
-
-@pytest.mark.parametrize(("ranks", "expected"), [(2, 1.5), (4, 1.75), (8, 1.875)])
-def test_contiguous_is_not_balanced(ranks: int, expected: float) -> None:
-    work = [pairs(runs) for runs in split_sequence(0, 8192, ranks, "contiguous")]
-    assert 1 + imbalance(work) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 64])

@@ -15,7 +15,6 @@ from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.commands.bench.report import BenchReport
 from dsa_engine.commands.early import Early
 from dsa_engine.engine.calls.jobs import prefill
-from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.arguments import measured_llm
 from dsa_engine.measure.plots import check_plot
@@ -26,9 +25,7 @@ from dsa_engine.system.output_files import check_outputs, whole_file
 
 
 def run_prefill(args: argparse.Namespace) -> None:
-    """Prefills every prompt. The files have each result as soon as it is measured; after Ctrl-C the tables show the
-    results so far.
-    """
+    """Prefills every prompt. Files have each result once it is measured; tables have them also after Ctrl-C."""
     if args.repeat < 1 or args.warmup < 0:
         raise ValueError(f"--repeat must be at least 1 and --warmup at least 0, not {args.repeat} and {args.warmup}")
     if args.emulate_world is not None and args.dump_logits:
@@ -45,8 +42,7 @@ def run_prefill(args: argparse.Namespace) -> None:
     prompts = [random_prompt(engine, n, args.seed) for n in args.seq_len]
     if text is not None:
         prompts = [llm.tokenizer.encode(text)]
-    for prompt in prompts:
-        engine.limits.check(prompt)  # check all before measuring any
+    engine.limits.check(max(prompts, key=len))  # before any is measured
     report = BenchReport(llm, args, "ttft")
     try:
         for number, prompt in enumerate(prompts, 1):
@@ -65,12 +61,7 @@ def run_prefill(args: argparse.Namespace) -> None:
 
 
 def _run_latency(metric: str, args: argparse.Namespace) -> None:
-    """Measures every length and batch size. The JSON has each result as soon as it is measured; after Ctrl-C the tables
-    show the results so far.
-
-    Args:
-        metric: "ttft" or "tpot": which time the table shows; the JSON holds both.
-    """
+    """Measures every length and batch size, as :func:`run_prefill`; the table shows ``metric``, the JSON both."""
     fewest = 2 if metric == "tpot" else 1
     if args.output_len < fewest or args.repeat < 1 or args.warmup < 0:
         raise ValueError(
@@ -107,7 +98,9 @@ def _run_latency(metric: str, args: argparse.Namespace) -> None:
             )
             report.add(result, last=number == len(cases))
         if args.profile:
-            _profile(engine, args, fill_cache)
+            prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
+            with chrome_trace(args.profile if engine.mesh.is_leader else None):  # the other ranks run too
+                generate_batch(engine, prompts, args.output_len, fill_cache=fill_cache)
     finally:
         report.show()
 
@@ -123,11 +116,3 @@ def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance 
             raise ValueError(f"--acceptance {args.acceptance}: {error}") from error
     meaningless = getattr(args, "fill_cache", None) is not None or args.emulate_world is not None
     return AssumedAcceptance.default(num_drafts) if meaningless and num_drafts else None
-
-
-def _profile(engine: Engine, args: argparse.Namespace, fill_cache: bool) -> None:
-    """Traces one more run of the last length and batch size; the other ranks run it too."""
-    input_len, batch_size = args.input_len[-1], args.batch_size[-1]
-    prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
-    with chrome_trace(args.profile if engine.mesh.is_leader else None):
-        generate_batch(engine, prompts, args.output_len, fill_cache=fill_cache)

@@ -44,11 +44,7 @@ def depth_factors(measured: ModelConfig, full: ModelConfig) -> dict[str, float]:
 
 
 class FullDepth:
-    """Latencies of the whole model, scaled from those of a run with fewer layers.
-
-    Args:
-        changed: keys of config.json, other than those of layers, that the run has changed: it is another model.
-    """
+    """The scaling. ``changed``: keys of config.json, other than those of layers, that the run has changed."""
 
     def __init__(self, measured: ModelConfig, full: ModelConfig, **changed: Any):
         self.measured = measured.num_hidden_layers
@@ -58,11 +54,7 @@ class FullDepth:
 
     @classmethod
     def of(cls, llm: LLM) -> FullDepth | None:
-        """The scaling of an engine's run; None if it has as many layers as config.json says.
-
-        Raises:
-            ValueError: a kind of layer is missing in the run.
-        """
+        """The scaling of an engine's run; None if it has as many layers as config.json says."""
         engine = llm.engine
         overrides = {key: v for key, v in engine.options.hf_overrides.items() if key not in _LAYER_KEYS}
         full = ModelConfig.from_pretrained(llm.folder, overrides)
@@ -80,13 +72,11 @@ class FullDepth:
         return scaled
 
     def to_json(self, result: Result) -> dict[str, Any]:
-        """The key of a report."""
         times = {f"{metric}_ms": ms for metric, ms in self.scale(result).items()}
         about = {"num_hidden_layers": self.layers, "measured_layers": self.measured}
         return {"scaled_to_full_depth": about | times}
 
     def line(self, result: Result, metric: str) -> str:
-        """The scaled time of ``metric``, for people."""
         depth = f"with all {self.layers} layers instead of {self.measured}{self.changed}"
         ms = self.scale(result).get(metric, float("nan"))
         return f"SCALED, not measured: {result.size} {depth}: {metric.upper()} {ms:,.1f} ms"

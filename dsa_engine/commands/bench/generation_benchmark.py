@@ -24,11 +24,7 @@ def check_lengths(input_len: int, output_len: int, max_model_len: int) -> None:
 
 
 def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> None:
-    """Raises the errors that :func:`measure_latency` would raise for this length and batch; runs nothing.
-
-    Raises:
-        ValueError, CapacityError: the length, or the whole batch at once, is not possible.
-    """
+    """Raises the errors that :func:`measure_latency` would raise for this length and batch; runs nothing."""
     max_tokens = max_output_tokens(engine, input_len, output_len, batch_size, fill_cache)
     check_lengths(input_len, max_tokens, engine.max_model_len)
     check_batch(engine.scheduler.capacity, batch_size, input_len, max_tokens, fill_cache)

@@ -15,14 +15,9 @@ def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
     prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
-    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
-    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    add_json_argument(parser)
     parser.add_argument("--dump-logits", metavar="PATH", help="write the last position's logits (.npy) here")
     parser.add_argument("--plot", metavar="PATH", help="draw TTFT and stages here (.png)")
-    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
-    add_engine_arguments(parser)
-    add_emulation_arguments(parser)
+    _add_common_arguments(parser)
 
 
 def _add_latency_arguments(metric: str, parser: argparse.ArgumentParser) -> None:
@@ -31,10 +26,6 @@ def _add_latency_arguments(metric: str, parser: argparse.ArgumentParser) -> None
         "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
     )
     parser.add_argument("--output-len", type=int, default=OUTPUT_LEN[metric], help="tokens per request")
-    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
-    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    add_json_argument(parser)
-    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
     if metric == "tpot":
         parser.add_argument(
             "--fill-cache",
@@ -53,15 +44,19 @@ def _add_latency_arguments(metric: str, parser: argparse.ArgumentParser) -> None
         help="with drafts: assume that so many are accepted, by position, such as 0.9,0.8; default: what the model "
         "says, or where caches are random or ranks emulated 0.85 and falling",
     )
-    add_engine_arguments(parser)
-    add_emulation_arguments(parser)
+    _add_common_arguments(parser)
 
 
 add_ttft_arguments, add_tpot_arguments = (partial(_add_latency_arguments, metric) for metric in OUTPUT_LEN)
 
 
-def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options; ``dsa_engine.measure.emulation.arguments.measured_llm`` reads them."""
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the runs and of the engine; ``dsa_engine.measure.emulation.arguments.measured_llm`` reads these."""
+    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
+    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
+    add_json_argument(parser)
+    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
+    add_engine_arguments(parser)
     group = parser.add_argument_group("one rank of many (in one process, without torchrun)")
     group.add_argument(
         "--emulate-world",

@@ -15,6 +15,8 @@ from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, Stages, Wor
 from dsa_engine.measure.report import format_table
 from dsa_engine.system.sizes import format_bytes
 
+_READ = ("weights", "index_keys", "latent_rows")
+
 
 class PeakFractions:
     """Fractions for one engine's runs. Create it on every rank at the same time, as it measures the ceilings.
@@ -40,11 +42,10 @@ class PeakFractions:
         step = Decode(cdiv(result.batch_size, ranks), result.batch_size, context, drafts)
         stages, seconds = self._costs.decode(step), statistics.median(result.itl)
         work = total(stages)
-        read = {"weights": work.weights, "index_keys": work.index_keys, "latent_rows": work.latent_rows}
         rate = work.bytes_read / seconds
         return {
             "decode_step": {
-                "bytes_read": {name: round(n) for name, n in read.items()},
+                "bytes_read": {name: round(getattr(work, name)) for name in _READ},
                 "flops": round(work.flops),
                 "gb_per_s": rate / 1e9,
                 "share_of_copy": rate / self.ceilings.bytes_per_s,
@@ -86,26 +87,18 @@ def total(stages: Stages) -> Work:
 
 def print_peak_fractions(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceilings: Ceilings) -> None:
     """Prints the results of :class:`PeakFractions` as tables, a row per size, where they were measured."""
-    decodes = [(size, one["decode_step"]) for size, one in zip(sizes, listed, strict=True) if "decode_step" in one]
+    decodes, prefills = [], []
+    for size, one in zip(sizes, listed, strict=True):
+        if step := one.get("decode_step"):
+            read = [format_bytes(step["bytes_read"][name]) for name in _READ]
+            decodes.append((size, *read, f"{step['gb_per_s']:.3g}", f"{step['share_of_copy']:.1%}"))
+        if work := one.get("prefill_work"):
+            rate = f"{work['tflops_per_s']:.3g}", f"{work['share_of_peak']:.1%}"
+            prefills.append((size, f"{work['flops'] / 1e12:.3g}", *rate))
+    copy = f"of a copy ({ceilings.bytes_per_s / 1e9:.3g} GB/s)"
+    peak = f"of the peak ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
     if decodes:
-        rows = [
-            (
-                size,
-                *(format_bytes(d["bytes_read"][name]) for name in ("weights", "index_keys", "latent_rows")),
-                f"{d['gb_per_s']:.3g}",
-                f"{d['share_of_copy']:.1%}",
-            )
-            for size, d in decodes
-        ]
-        column = f"of a copy ({ceilings.bytes_per_s / 1e9:.3g} GB/s)"
-        print(
-            "\n" + format_table(("a decode step reads", "weights", "index keys", "latent rows", "GB/s", column), rows)
-        )
-    prefills = [(size, one["prefill_work"]) for size, one in zip(sizes, listed, strict=True) if "prefill_work" in one]
+        header = ("a decode step reads", "weights", "index keys", "latent rows", "GB/s", copy)
+        print("\n" + format_table(header, decodes))
     if prefills:
-        column = f"of the peak ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
-        made = [
-            (size, f"{p['flops'] / 1e12:.3g}", f"{p['tflops_per_s']:.3g}", f"{p['share_of_peak']:.1%}")
-            for size, p in prefills
-        ]
-        print("\n" + format_table(("prefill", "TFLOP a rank", "TFLOP/s", column), made))
+        print("\n" + format_table(("prefill", "TFLOP a rank", "TFLOP/s", peak), prefills))

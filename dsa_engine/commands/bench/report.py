@@ -43,7 +43,6 @@ class BenchReport:
         self._listed: list[dict[str, Any]] = []
 
     def add(self, result: Result, last: bool) -> None:
-        """Adds a result, and writes all so far, so that a later failure loses none of them."""
         scaled = self._depth.to_json(result) if self._depth else {}
         self._results.append(result)
         self._listed.append(result.to_json() | self._fractions.of(result) | scaled)
@@ -53,7 +52,6 @@ class BenchReport:
             write_so_far(self._path, self._about | facts, self._listed, complete=last)
 
     def plot(self, path: str) -> None:
-        """Draws the prefills so far into a PNG."""
         plot_prefill(self._results, path, caption(self._about, described(self._engine, TITLE)))
 
     def show(self) -> None:

@@ -55,16 +55,14 @@ class Result:
         if not self.ttft:
             result["cache"] = "filled with random rows"
         if self.speculation:
-            result |= self._speculation_json(self.speculation)
+            names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+            result["num_speculative_tokens"] = self.num_speculative_tokens
+            for name in (*names, "acceptance_rates", "mean_acceptance_length"):
+                result[name] = getattr(self.speculation, name)
+            if self.assumed_acceptance:
+                result["assumed_acceptance"] = list(self.assumed_acceptance.rates)
         stage_ms = {
             phase: [{name: s * 1e3 for name, s in rank.items()} for rank in ranks]
             for phase, ranks in self.stages.items()
         }
         return result | {"peak_memory_bytes": self.peak_memory_bytes, "stage_ms": stage_ms}
-
-    def _speculation_json(self, counts: SpeculationMetrics) -> dict[str, Any]:
-        names = ["num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"]
-        names += ["acceptance_rates", "mean_acceptance_length"]
-        result = {"num_speculative_tokens": self.num_speculative_tokens}
-        result |= {name: getattr(counts, name) for name in names}
-        return result | ({"assumed_acceptance": list(self.assumed_acceptance.rates)} if self.assumed_acceptance else {})

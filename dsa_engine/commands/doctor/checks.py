@@ -76,11 +76,8 @@ def doctor_mesh(device: str) -> Mesh:
 
 
 def findings(mesh: Mesh, model: str | None = None) -> Iterator[Finding]:
-    """Makes all checks, one after the other. Every rank calls it and gets the common findings of all ranks.
-
-    Args:
-        model: a model that every node must have, named as for other commands; None: none is compared.
-    """
+    """Makes all checks, one after the other. Every rank calls it and gets the common findings of all ranks. Every node
+    must have ``model``, if it is given."""
     checks = dict(CHECKS)
     if mesh.world_size > 1:
         checks = {"nodes": partial(check_nodes, model=model), **checks}
@@ -169,7 +166,9 @@ def check_kernels(mesh: Mesh) -> str:
         with _engine(mesh) as engine, operation.compared(operation.Comparison(about_to_run)) as comparison:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
                 for _ in try_steps(engine.model, engine.cache.format, rows * mesh.cp_size):
-                    _wait(mesh)
+                    if mesh.device.type == "cuda":
+                        torch.cuda.synchronize(mesh.device)
+                    mesh.all_gather_int(0)  # waits for all ranks
             in_use = [f"{name} runs {calls}" for calls, name in libraries.choices().items()]
     except RuntimeError as error:
         raise Unwell(f"while {running} ran: {error_line(error, 300)}", "report it, with `dsa-engine env`") from error
@@ -245,11 +244,7 @@ def check_nodes(mesh: Mesh, model: str | None) -> str:
 
 
 def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """A line for each fact in which ranks differ: the rarer values and their nodes, then the commonest one.
-
-    Args:
-        by_rank: host name and facts of each rank.
-    """
+    """A line for each fact in which ranks, each a host name and its facts, differ: the rarer values, the commonest."""
     lines = []
     for name in by_rank[0][1]:
         hosts: dict[str, list[str]] = {}
@@ -268,12 +263,6 @@ def _driver() -> str:
     except OSError:
         version = None
     return version[0] if version else "not known"
-
-
-def _wait(mesh: Mesh) -> None:
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
-    mesh.all_gather_int(0)
 
 
 CHECKS: dict[str, Callable[[Mesh], str]] = {

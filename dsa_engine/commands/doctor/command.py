@@ -21,9 +21,7 @@ _MARKS = {True: "✓", False: "✗", None: "–"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--json", metavar="PATH", help="write the findings here too; '-': to standard output")
-    parser.add_argument(
-        "--model", metavar="DIR", help="under torchrun: also compare the files of this model on all nodes"
-    )
+    parser.add_argument("--model", metavar="DIR", help="under torchrun: compare this model's files on all nodes too")
 
 
 def show(finding: Finding, width: int = 9) -> None:

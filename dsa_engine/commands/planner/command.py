@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsa_engine.commands.arguments import json_object
 from dsa_engine.commands.planner.demand import ACCEPTANCE, CACHES, DRAFTS, WEIGHTS, Demand
@@ -57,13 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(args: argparse.Namespace) -> None:
     """Prints the best plan."""
-    from dsa_engine.commands.planner.launch import commands
+    from dsa_engine.commands.planner.launch import commands, shell_lines
     from dsa_engine.commands.planner.predict import BEST, OWN
     from dsa_engine.commands.planner.search import Planner
     from dsa_engine.weights.model_folder import model_config
 
     check_outputs(args.json)
-    acceptance = ACCEPTANCE if args.acceptance is None else _rates(args.acceptance)
+    try:
+        acceptance = tuple(map(float, args.acceptance.split(","))) if args.acceptance is not None else ACCEPTANCE
+    except ValueError as error:
+        raise ValueError(f"--acceptance {args.acceptance}: {error}") from error
     asked = (args.devices, args.input_len, args.output_len, args.ttft, args.tpot, args.requests)
     demand, device = Demand(*asked, acceptance), device_named(args.device)
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
@@ -75,15 +78,29 @@ def run_plan(args: argparse.Namespace) -> None:
     best = planner.best()
     plan, fast = planner.again(best, OWN), planner.again(best, BEST)
     print(f"{args.model} on {args.devices} × {device.name} ({device.source}), {args.input_len:,} tokens in, ", end="")
-    print(
-        f"{args.output_len:,} out; modelled\n\n"
-        + format_table(("", "best"), _rows(planner, plan, fast, best.misses(demand)))
-    )
+    print(f"{args.output_len:,} out; modelled\n")
+    print(format_table(("", "best"), _rows(planner, plan, fast, best.misses(demand))))
     runs = commands(planner, plan, args.model, args.hf_overrides, args.load_format == "dummy")
-    print(f"\n{NOT_KNOWN}\n\n{_launches(plan, runs)}")
+    where = "Commands that run it"
+    if "--nnodes" in runs["serve"]:
+        where += ", on every node; all reach FIRST_HOST"
+    if plan.instances > 1:
+        where += f"; {plan.instances} times, with devices and ports of its own for each instance"
+    print("", NOT_KNOWN, "", f"{where}:", *(f"\n{shell_lines(words)}" for words in runs.values()), sep="\n")
     if args.json:
         about = {"modelled": True, "model": args.model, "device": device.name, "demand": vars(demand), "commands": runs}
-        write_json(args.json, about | _to_json(planner, plan, fast))
+        about |= {
+            "ttft_s": [fast.ttft, plan.ttft],
+            "tpot_ms": [1e3 * fast.tpot, 1e3 * plan.tpot],
+            "output_tokens_per_s_per_device": [plan.tokens_per_s, fast.tokens_per_s],
+            "concurrent_requests": plan.requests,
+            "misses_by": plan.misses(demand),
+            "weight_bytes": planner.placed(plan.decode.how).weight_bytes,
+            "instances": plan.instances,
+            "prefill": {**vars(plan.prefill), "how": vars(plan.prefill.how)},
+            "decode": {**vars(plan.decode), "how": vars(plan.decode.how)},
+        }
+        write_json(args.json, about)
 
 
 def _rows(planner: Planner, plan: Plan, fast: Plan, missed: float) -> list[tuple[str, str]]:
@@ -115,40 +132,6 @@ def _rows(planner: Planner, plan: Plan, fast: Plan, missed: float) -> list[tuple
         when, device = ("and then", "beside")[phase == "decode"], total - one.stages["host"]
         rows.append((f"host in {phase}, ms", f"{_rough(1e3 * one.host)}, {when} {_rough(1e3 * device)} of the device"))
     return rows
-
-
-def _launches(plan: Plan, runs: dict[str, list[str]]) -> str:
-    from dsa_engine.commands.planner.launch import shell_lines
-
-    where = "Commands that run it"
-    if "--nnodes" in runs["serve"]:
-        where += ", on every node; all reach FIRST_HOST"
-    if plan.instances > 1:
-        where += f"; {plan.instances} times, with devices and ports of its own for each instance"
-    return "\n\n".join([f"{where}:", *map(shell_lines, runs.values())])
-
-
-def _to_json(planner: Planner, plan: Plan, fast: Plan) -> dict[str, Any]:
-    return {
-        "ttft_s": [fast.ttft, plan.ttft],
-        "tpot_ms": [1e3 * fast.tpot, 1e3 * plan.tpot],
-        "output_tokens_per_s_per_device": [plan.tokens_per_s, fast.tokens_per_s],
-        "concurrent_requests": plan.requests,
-        "misses_by": plan.misses(planner.demand),
-        "weight_bytes": planner.placed(plan.decode.how).weight_bytes,
-        "instances": plan.instances,
-        **{
-            name: {**vars(one), "how": vars(one.how)}
-            for name, one in (("prefill", plan.prefill), ("decode", plan.decode))
-        },
-    }
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(rate) for rate in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"--acceptance {text}: {error}") from error
 
 
 def _range(low: float, high: float) -> str:

@@ -49,11 +49,7 @@ class Deployment:
 
 
 class Placed:
-    """A deployment of a model on a device.
-
-    Raises:
-        ValueError: sizes that do not divide, or formats that the model or the device does not have.
-    """
+    """A deployment of a model on a device."""
 
     def __init__(self, config: ModelConfig, device: Device, how: Deployment):
         self.config, self.device, self.how = config, device, how

@@ -13,7 +13,7 @@ from dsa_engine.weights.formats.choose import NAMES
 if TYPE_CHECKING:
     from dsa_engine.commands.planner.search import Plan, Planner
 
-# Hub ids of the released configurations, whose FP8 checkpoints they are.
+# FP8 checkpoints of the released configurations.
 HUB_IDS = {
     "deepseek_v32": "deepseek-ai/DeepSeek-V3.2",
     "deepseek_v3": "deepseek-ai/DeepSeek-V3",

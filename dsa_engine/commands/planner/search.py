@@ -74,9 +74,6 @@ class Planner:
 
     Attributes:
         stored: formats of weights for which the checkpoint need not be converted.
-
-    Raises:
-        ValueError: the model has no such prompts, no drafts, or weights that cannot be converted.
     """
 
     def __init__(
@@ -106,11 +103,7 @@ class Planner:
 
     def best(self) -> Plan:
         """The plan with the lowest latency of a request, of those that meet the demand with a rate within :data:`NEAR`
-        of the highest; if none meets the demand, the one that misses it least.
-
-        Raises:
-            NothingFits: there is no room for a single request, or no instance divides the devices.
-        """
+        of the highest; if none meets the demand, the one that misses it least."""
         demand, plans = self.demand, list(self._plans())
         if not plans:
             raise NothingFits(self._reason())

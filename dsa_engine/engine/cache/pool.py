@@ -117,24 +117,16 @@ class PagePool:
     """Pages of one rank.
 
     Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted in
-    the order of their last use.
-
-    Args:
-        index: learns which pages the rank loses; what it gains is recorded by the caller, for all ranks of a group.
-
-    Attributes:
-        unused: pages that hold nothing, the next one last.
-        copies: copies between both that the next step begins with, in their order.
-        evicted: digests of pages that :meth:`take` has evicted and that are nowhere else here; the caller tells the
-            index, at once for all ranks that lose the same ones.
+    the order of their last use. The caller tells the index what the rank gains, at once for all ranks of a group, and
+    what :meth:`take` has ``evicted``, at once for all ranks that lose the same pages.
     """
 
     def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, rank: int = 0):
         self._index, self._rank, self._slots = index or PageIndex(), rank, slots
         self.host = HostSlots(slots, self._index, rank, self._lost)
-        self.copies: list[PageCopy] = []
-        self.evicted: list[bytes] = []
-        self.unused = array("i", range(pages - 1, -1, -1))
+        self.copies: list[PageCopy] = []  # to and from the host, with which the next step begins, in their order
+        self.evicted: list[bytes] = []  # digests of pages that are nowhere else here
+        self.unused = array("i", range(pages - 1, -1, -1))  # pages that hold nothing, the next one last
         self._shared: dict[int, int] = {}  # number of further requests that hold a page
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}

@@ -21,7 +21,6 @@ class CacheSteps:
     """In a step :meth:`begin_step`, and :meth:`moving` around the forward pass.
 
     Args:
-        transfer: moves pages to and from host memory and other ranks; None: all stay where they are.
         folder: the pages on the disk, which pass through ``transfer.host``; None: there are none.
         sender: sends the pages that steps fill to the ranks that decode; None: this rank decodes.
 

@@ -118,16 +118,11 @@ class MessageQueue(Protocol):
 
 
 class CallQueue:
-    """The messages of this process's callers on their way to the loop, and where their results go.
-
-    Attributes:
-        here: whether this is rank 0, or the only process.
-        ids: gives requests and jobs their numbers; a request without a seed gets one made from its number.
-    """
+    """The messages of this process's callers on their way to the loop, and where their results go."""
 
     def __init__(self, here: bool):
-        self.here = here
-        self.ids: Iterator[int] = count()
+        self.here = here  # whether this is rank 0, or the only process
+        self.ids: Iterator[int] = count()  # of requests and jobs; a request without a seed gets one made from its own
         self.closed = False
         self._messages: SimpleQueue[tuple[Sent, ...]] = SimpleQueue()
         self._mailboxes: dict[int, Mailbox] = {}  # by id: of requests (receivers) and jobs whose callers wait

@@ -64,14 +64,8 @@ class Receiver(ABC):
 
 
 class Reply(Receiver):
-    """One request as its caller sees it.
-
-    Args:
-        stream_interval: the caller gets pieces: the first token, then so many tokens each; None: it waits for the end.
-
-    Attributes:
-        record: what is known of a request that runs in another process; set with its last tokens.
-    """
+    """One request as its caller sees it. With a ``stream_interval`` the caller gets pieces: the first token, then so
+    many tokens each; with None it waits for the end."""
 
     def __init__(
         self,
@@ -85,7 +79,7 @@ class Reply(Receiver):
         self.index = index
         self._stream_interval = stream_interval
         self.output: list[int] = []
-        self.record: RequestRecord | None = None
+        self.record: RequestRecord | None = None  # of a request in another process; set with its last tokens
         self._logprobs: list[Logprobs] = []
         self._given = 0  # number of tokens in earlier pieces
         self._first_token_time: float | None = None

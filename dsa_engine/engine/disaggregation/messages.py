@@ -53,16 +53,11 @@ class Reset:
 
 
 class Reserved(NamedTuple):
-    """There are pages for a request.
-
-    Attributes:
-        rank: the rank that will decode it, numbered in the run.
-        first: number of its first pages that the rank has already.
-    """
+    """There are pages for a request."""
 
     id: int
-    rank: int
-    first: int
+    rank: int  # that will decode it, numbered in the run
+    first: int  # number of its first pages that the rank has already
 
 
 class TransferDone(NamedTuple):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dsa_engine.config.fields import plain
-from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.link import PageReceiver, PageSender
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
-from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions, options_of_decode
 from dsa_engine.parallel import Mesh, ParallelConfig
@@ -38,11 +36,7 @@ class Side:
 
     @classmethod
     def of(cls, options: EngineOptions, mesh: Mesh, modules: int) -> Side | None:
-        """Makes the groups of both parts; None if the run has one part. All ranks of the run call it.
-
-        Raises:
-            ValueError: an option is not possible with ``prefill_ranks``.
-        """
+        """Makes the groups of both parts; None if the run has one part. All ranks of the run call it."""
         prefill = options.parallel.prefill_ranks
         if prefill is None or not mesh.has_counterpart:
             return None
@@ -62,12 +56,7 @@ class Side:
 
     @property
     def scheduler(self) -> type[PrefillScheduler] | type[DecodeScheduler]:
-        """The kind of scheduler."""
         return PrefillScheduler if self.prefills else DecodeScheduler
-
-    def device_bytes(self, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
-        """Device memory of the buffer; ``config`` with its MTP modules."""
-        return PageSender.device_bytes(config, format, page_size)
 
     def connect(self, cache: KVCache, layers: int) -> None:
         """Makes what sends or receives the pages of a cache.
@@ -88,11 +77,7 @@ class Side:
 
 
 def own_options(options: EngineOptions) -> EngineOptions:
-    """The options in force on this rank: those of its part, if the run has two.
-
-    Raises:
-        ValueError: there are not enough ranks, or a part cannot be divided as its options say.
-    """
+    """The options in force on this rank: those of its part, if the run has two."""
     prefill = options.parallel
     if prefill.prefill_ranks is None:
         return options

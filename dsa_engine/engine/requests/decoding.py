@@ -57,26 +57,22 @@ class Table(NamedTuple):
 
 
 class Decoding:
-    """A table with a row for every request that decodes.
-
-    Attributes:
-        requests: the object of each row. While it is here, the table knows its length and its number of pages, and
-            only this rank's requests and those whose tokens are delivered as they come have a current ``output``.
-        num_taken: number of tokens read so far, without those that :meth:`take` returned.
-    """
+    """A table with a row for every request that decodes. While a request is here, the table knows its length and its
+    number of pages; only this rank's requests and those whose tokens are delivered as they come have a current
+    ``output``."""
 
     def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
         self._rank, self._world, self._page_size = rank, capacity.world_size, capacity.page_size
         self._eos_token_ids, self._num_drafts = eos_token_ids, num_drafts
         self._set_ends(eos_token_ids)
-        self.requests: list[Request] = []
+        self.requests: list[Request] = []  # of each row
         self._cells = np.empty((len(Table._fields), 0), np.int64)  # [columns, requests]
         # Each has a row for every slot.
         self._tokens = np.empty((0, _BUFFERED + num_drafts), np.int64)
         self._buffered = np.empty(0, np.int64)  # number of tokens in each
         self._accepted = np.empty((0, num_drafts + 1, num_drafts + 1), np.int64)  # [slot, offered, accepted]: steps
         self._free_slots: list[int] = []
-        self.num_taken = 0
+        self.num_taken = 0  # tokens read so far, without those that `take` returned
         self._changed()
 
     def __len__(self) -> int:

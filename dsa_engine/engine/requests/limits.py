@@ -79,7 +79,8 @@ class Limits:
     no_selection: str | None = None  # why ``SamplingParams.selection`` is not possible; None: it is
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Checks that a prompt can be prefilled, without room for an output; raises what :func:`new_requests` does."""
+        """Checks that a prompt can be prefilled, without room for an output: raises ``ValueError`` or, if it does not
+        fit in the caches even alone, ``CapacityError``, as :func:`new_requests` does."""
         check_prompt(prompt, 0, self.max_model_len, self.vocab_size)
         self.capacity.check(len(prompt), max_tokens=1)
 

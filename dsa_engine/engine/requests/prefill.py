@@ -1,5 +1,5 @@
 """The prefill of requests: the group that prefills a request, and its owner, which decodes it and keeps its pages; the
-chunks of a step; how often steps prefill, and for how long while streams decode."""
+chunks of a step; how long steps prefill while streams decode."""
 
 from __future__ import annotations
 
@@ -84,12 +84,8 @@ def choose_owner(
 
 
 class PrefillStep:
-    """A prefill step that is being planned: the requests added first have the first choice of tokens.
-
-    Args:
-        tokens: maximum number of tokens that a group prefills in the step.
-        least_computed: fewest tokens of a request's last chunk.
-    """
+    """A prefill step that is being planned: the requests added first have the first choice of a group's ``tokens``. A
+    request's last chunk has at least ``least_computed`` tokens."""
 
     def __init__(self, groups: Sequence[range], tokens: int, ledger: PageLedger, least_computed: int):
         self.chunks: list[Chunk] = []
@@ -128,31 +124,6 @@ class PrefillStep:
         self._sent[fetch.source] += fits
         self._received[fetch.rank] += fits
         return fits
-
-
-class PrefillShare:
-    """Lets at most a fraction of the steps prefill that are taken while any request decodes.
-
-    Every such step earns a part of a prefill step. What is earned and not used is capped at one step: a late request is
-    prefilled at once, but no burst of prefills follows. A step counts once it has been launched. With a ``maximum`` of
-    1 prefill comes first.
-    """
-
-    def __init__(self, maximum: float):
-        self._maximum = maximum
-        self._credit = 0.0  # prefill steps that may be taken while any request decodes
-        self._credit_after = 0.0  # the same after the step scheduled last
-
-    def may_prefill(self, decoding: bool) -> bool:
-        """Begins a step; returns whether it may prefill. ``decoding``: whether any request decodes."""
-        self._credit_after = min(1.0, self._credit) + self._maximum if decoding else self._credit
-        return not decoding or self._credit_after > 1 - 1e-9
-
-    def prefills(self, decoding: bool) -> None:
-        self._credit_after -= 1.0 if decoding else 0.0
-
-    def launched(self) -> None:
-        self._credit = self._credit_after
 
 
 class PrefillPace:

@@ -59,16 +59,12 @@ class PageDigests:
     A digest covers the salt, all tokens up to the end of the page and, with MTP modules, the next tokens: the k-th
     module embeds the token k positions later, so its last rows in a page depend on the first tokens after the page.
 
-    Args:
-        lookahead: number of tokens after a page that its rows depend on.
-        salt: requests with different salts have no digest in common; None: no salt.
-
-    Attributes:
-        values: 128-bit BLAKE2b digests of the pages so far.
+    Requests with different salts have no digest in common. ``lookahead``: number of tokens after a page that its rows
+    depend on.
     """
 
     def __init__(self, page_size: int, lookahead: int = 0, salt: str | None = None):
-        self.values: list[bytes] = []
+        self.values: list[bytes] = []  # 128-bit BLAKE2b digests of the pages so far
         self._page_size, self._lookahead = page_size, lookahead
         start = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
         # The digest of the salt and of all tokens of the pages: the salt's own has one length, whatever the salt.

@@ -30,7 +30,7 @@ from dsa_engine.engine.cache.disk import DiskLoads
 from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
 from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.limits import Capacity, pages_for
-from dsa_engine.engine.requests.prefill import PrefillShare, PrefillStep, RankLoad, choose_group, choose_owner
+from dsa_engine.engine.requests.prefill import PrefillStep, RankLoad, choose_group, choose_owner
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Ints, Samples
 from dsa_engine.errors import CapacityError
@@ -57,11 +57,6 @@ class Scheduler:
         max_prefill_share: maximum fraction of prefill steps among the steps taken while some request decodes, in
             (0, 1]; 1 puts prefill first.
         max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
-
-    Attributes:
-        max_prefill_tokens: maximum number of tokens of a group's prefill step.
-        max_prefill_beside: the same while any request decodes; the same on all ranks.
-        preemptions: number of times that a running request has lost its pages to an older one.
     """
 
     def __init__(
@@ -81,8 +76,11 @@ class Scheduler:
         cp_size = capacity.cp_size
         self._groups = [range(first, first + cp_size) for first in range(0, capacity.world_size, cp_size)]
         self._max_num_seqs = max_num_seqs
+        # Of a group's prefill step, and of one while any request decodes; the same on all ranks.
         self.max_prefill_tokens = self.max_prefill_beside = max_num_batched_tokens * cp_size
-        self._share = PrefillShare(max_prefill_share)
+        # Prefill steps that may be taken while any request decodes, now and after the step scheduled last: each step
+        # earns a part of one. What is not used is capped at one: a late request is prefilled at once, without a burst.
+        self._max_prefill_share, self._credit, self._credit_after = max_prefill_share, 0.0, 0.0
         self._rank, self._eos_token_ids = rank, eos_token_ids
         self.capacity = capacity
         forgotten = None if events is None else events.forgotten
@@ -91,7 +89,7 @@ class Scheduler:
         self.page_sources: list[DiskLoads] = []
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._prefilling: list[Request] = []
-        self.preemptions = 0
+        self.preemptions = 0  # times that a running request has lost its pages to an older one
         self.set_num_drafts(0)
 
     def set_num_drafts(self, num_drafts: int) -> None:
@@ -158,11 +156,11 @@ class Scheduler:
         effect: requests that entered for it keep their pages.
         """
         decoding = self.decoding.decodes
-        if self._share.may_prefill(decoding):
-            chunks = self._prefill()
-            if chunks:
-                self._share.prefills(decoding)
-                return Step(chunks)
+        credit = min(1.0, self._credit) + self._max_prefill_share if decoding else self._credit
+        self._credit_after = credit
+        if (not decoding or credit > 1 - 1e-9) and (chunks := self._prefill()):
+            self._credit_after = credit - decoding
+            return Step(chunks)
         # All requests that decode may be preempted if an older one in prefill holds the last pages; then prefill.
         decode = self._decode()
         return Step(self._prefill()) if decode is None else Step(decode.chunks, decode)
@@ -170,7 +168,7 @@ class Scheduler:
     def launched(self, step: Step, samples: Samples | None = None, rows_by_form: Ints | int | None = None) -> None:
         """Records that the step scheduled last has been launched, which tokens it samples, and in which form of
         attention it computes (:meth:`.StepPlan.rows_by_form`)."""
-        self._share.launched()
+        self._credit = self._credit_after
         for number, chunk in enumerate([] if step.decode else step.chunks):
             request = chunk.request
             if rows_by_form is not None and not isinstance(rows_by_form, int):

@@ -42,13 +42,9 @@ class LogitsProcessors:
         self._counts = PenaltyCounts()
 
     def inputs(self, wanted: Sequence[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None) -> Inputs:
-        """The inputs of the chain, without masks and drafts.
-
-        Args:
-            wanted: one for each row of logits; those of a request are in order of position.
-            logits: float32 ``[n, vocab]``.
-            sampled: tokens of the step before, if they have not been read (``batch.known_ids``).
-        """
+        """The inputs of the chain, without masks and drafts, for ``logits``, float32 ``[n, vocab]``; those of a request
+        are in order of position. ``sampled``: tokens of the step before, if they have not been read
+        (``batch.known_ids``)."""
         of_each, vocab, asks = [request.asks for request, *_ in wanted], logits.shape[1], 0
         for asked in of_each:
             asks |= asked

@@ -4,6 +4,7 @@ to log-probabilities of these and of prompts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,29 +26,22 @@ from dsa_engine.parallel import Mesh
 PutDrafts = Callable[[Sequence[Wanted], torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@dataclass
 class Sampler:
     """Chooses tokens and exchanges them between the ranks."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        relaxed: PutDrafts | None = None,
-        grammars: GrammarMasks | None = None,
-    ):
-        self._config = config
-        self._mesh = mesh
-        self._relaxed, self._grammars = relaxed, grammars
-        self._processors = LogitsProcessors(config.eos_token_ids)
+    _config: ModelConfig
+    _mesh: Mesh
+    _relaxed: PutDrafts | None
+    _grammars: GrammarMasks | None
+
+    def __post_init__(self) -> None:
+        self._processors = LogitsProcessors(self._config.eos_token_ids)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor, before: StepResult | None = None) -> StepResult:
         """Chooses the tokens of this rank's rows and gathers those of all ranks. It does not wait for the device, but
-        for the tokens of the step before if a request with a grammar has some.
-
-        Args:
-            plan: the step; the rows of logits of a request are on one rank.
-            logits: float32 ``[tokens to choose on this rank, vocab]``; overwritten.
-            before: the step before, if its tokens have not been read.
+        for the tokens of the step ``before``, if they have not been read and a request with a grammar has some.
+        ``logits``: float32 ``[tokens to choose on this rank, vocab]``, overwritten; those of a request are on one rank.
         """
         samples, sampled = plan.samples, None if before is None else before.tokens
         if samples.max_rows == 0:

@@ -13,6 +13,7 @@ holds. The host knows whether a request thinks up to the tokens that it has read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -40,16 +41,16 @@ def count_equal(tokens: torch.Tensor, drafts: torch.Tensor, *_: torch.Tensor) ->
     return (tokens[:, :-1] == drafts).long().cumprod(dim=1).sum(dim=1)
 
 
+@dataclass(eq=False)
 class RelaxedAcceptance:
-    """Replaces chosen tokens by likely drafts, in eager steps and in graphs. ``begin``, ``end``: tokens that begin and
-    end the thinking."""
+    """Replaces chosen tokens by likely drafts, in eager steps and in graphs."""
 
-    def __init__(self, topk: int, delta: float, begin: int, end: int):
-        self._topk = topk
-        self._delta = delta
-        self._begin = begin
-        self._end = end
-        self._seen: WeakKeyDictionary[Request, tuple[int, bool]] = WeakKeyDictionary()  # length, thinks there
+    _topk: int
+    _delta: float
+    _begin: int  # this and the next: the tokens that begin and end the thinking
+    _end: int
+    # By request, a length and whether it thinks there.
+    _seen: WeakKeyDictionary[Request, tuple[int, bool]] = field(default_factory=WeakKeyDictionary, init=False)
 
     @classmethod
     def of(
@@ -74,13 +75,8 @@ class RelaxedAcceptance:
         return cls(speculation.relaxed_topk, speculation.relaxed_delta, begin, end)
 
     def __call__(self, wanted: Sequence[Wanted], logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens of an eager step, some of them replaced by drafts.
-
-        Args:
-            wanted: request and position of every row's token.
-            logits: float32 ``[rows, vocab]``, -inf for forbidden tokens.
-            tokens: int64 ``[rows]``, the choices; negative codes of errors stay.
-        """
+        """The ``tokens`` of an eager step, int64 ``[rows]``, some of them replaced by drafts; negative codes of errors
+        stay. ``logits``: float32 ``[rows, vocab]``, -inf for forbidden tokens."""
         drafts = [self._draft(request, position - len(request)) for request, position, _ in wanted]
         if max(drafts, default=-1) < 0:
             return tokens

@@ -125,15 +125,8 @@ class Drafter:
     def draft(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: StepResult, count: int
     ) -> StepResult:
-        """Accepts drafts after an eager step and makes new ones; every rank takes part.
-
-        Args:
-            hidden: its normed hidden states ``[T, hidden]``.
-            count: number of drafts to make for every request.
-
-        Returns:
-            the result with its drafts; after prefills the next step may follow before it is read.
-        """
+        """Accepts drafts after an eager step with normed states ``hidden [T, hidden]`` and makes ``count`` new ones for
+        every request; every rank takes part. After prefills the next step may follow before the result is read."""
         samples, rank = step.samples, self._mesh.rank
         chosen = {request for request, *_ in step.own.wanted}
         chunks = [chunk for chunk in step.own.chunks if chunk.request in chosen]
@@ -171,12 +164,9 @@ class Drafter:
     def run(
         self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs, masks: torch.Tensor | None = None
     ) -> StepResult:
-        """Launches a padded step without waiting for the device.
-
-        Args:
-            before: outcome of the step before, for chunks that start on the device.
-            masks: for the bucket's rows, see :meth:`.GrammarMasks.masks`; None: no request of this rank has a grammar.
-        """
+        """Launches a padded step without waiting for the device. ``before``: outcome of the step before, for chunks
+        that start on the device. ``masks``: for the bucket's rows, see :meth:`.GrammarMasks.masks`; None: no request of
+        this rank has a grammar."""
         key = self.key(step)
         bucket = key.bucket
         buffers = self._buffers.get(bucket)

@@ -51,11 +51,8 @@ def check_kernels(
     launch.use_references(always=options.kernels == "reference")
     operation.replace({})
     libraries.use({})
-    if options.kernels != "checked":
+    if options.kernels != "checked" or not _has_kernels(model):
         return options.kernels == "reference"
-    has_kernels = mesh.device.type == "cuda" or INTERPRETED or cpu.serves(torch.empty(0, dtype=model.runtime.dtype))
-    if not max(mesh.all_gather_int(int(has_kernels))):
-        return False
     tokens = trial_tokens(model.config)
     if mesh.device.type == "cuda":  # so many on each rank: with fewer a library is judged by its overhead
         tokens = min(tokens * mesh.cp_size, model.config.max_position_embeddings - 1)
@@ -89,6 +86,13 @@ def check_kernels(
     if waiting := operation.waiting():
         logger.warning("decode runs without CUDA graphs, as these references wait: %s", ", ".join(sorted(waiting)))
     return bool(max(mesh.all_gather_int(len(waiting))))
+
+
+def _has_kernels(model: Model) -> bool:
+    """Whether any rank would run kernels; a CPU has compiled ones."""
+    mesh, dtype = model.runtime.mesh, model.runtime.dtype
+    own = mesh.device.type == "cuda" or INTERPRETED or cpu.serves(torch.empty(0, dtype=dtype))
+    return bool(max(mesh.all_gather_int(int(own))))
 
 
 def trial_tokens(config: ModelConfig) -> int:

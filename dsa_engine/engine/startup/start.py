@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsa_engine.config.model import DTYPES, ModelConfig
+from dsa_engine.engine.cache.link import PageSender
 from dsa_engine.engine.cache.sizes import TierSizes, affordable_pages, page_folder
 from dsa_engine.engine.cache.steps import CacheSteps
 from dsa_engine.engine.disaggregation.side import Side, own_options
@@ -213,7 +214,7 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
         for_steps = step_bytes(*dummies)
         logger.info("set aside for steps and graphs: %s", format_bytes(for_steps))
     others = [for_steps or 0, tiers.device_bytes(mesh, cached, format, options.page_size)]
-    others += [side.device_bytes(cached, format, options.page_size)] if side else []
+    others += [PageSender.device_bytes(cached, format, options.page_size)] if side else []
     token_bytes = cache_bytes_per_token(cached, format)
     pages = affordable_pages(options, mesh, prepared.max_model_len, token_bytes, sum(others))
     return Sized(pages, tiers, side, captures, for_steps)

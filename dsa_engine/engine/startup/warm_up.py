@@ -200,10 +200,7 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
     has one round; and pairs of a token and an expert beyond an even round, if ``moe_chunk_size`` allows them.
 
     A further pair takes its rows between the products, and the tokens and sums that :class:`.dispatch.Memory` names.
-
-    Args:
-        tokens: those of a rank.
-        words: whether tokens travel to experts in another form than sums travel back.
+    ``tokens``: those of a rank; ``words``: whether tokens travel to experts in another form than sums travel back.
     """
     ranks, k, chunk = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.config.moe_chunk_size
     if config.batch_invariant:  # each pair travels by itself

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 
-# Shorter contexts gain nothing from another graph.
-MIN_CONTEXT = 4096
-
 
 @dataclass(frozen=True)
 class ContextBuckets:
@@ -20,14 +17,14 @@ class ContextBuckets:
 
     Attributes:
         max_model_len: maximum number of tokens of a request; None: powers of two only.
-        fewest: the smallest length, if it is below ``max_model_len``.
+        fewest: the smallest length, if it is below ``max_model_len``: shorter ones gain nothing from another graph.
         exact_rows: steps of at most this many rows keep their number of requests, and larger ones are not padded; None:
             every step is padded to a power of two of requests.
     """
 
     max_model_len: int | None = None
     page_size: int = 1
-    fewest: int = MIN_CONTEXT
+    fewest: int = 4096
     exact_rows: int | None = None
 
     def of(self, tokens: int, num_drafts: int = 0) -> int:

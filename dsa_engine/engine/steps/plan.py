@@ -205,7 +205,6 @@ class SegmentTable(NamedTuple):
         return Samples.of(requests, ranks, counts, world_size)
 
     def of_rank(self, rank: int, chunks: Seq[Chunk]) -> RankPlan:
-        """The plan of a rank."""
         numbers = [number for number, chunk in enumerate(chunks) if rank in chunk.ranks]
         sequence = {number: i for i, number in enumerate(numbers)}
         plan = RankPlan([chunks[number] for number in numbers])
@@ -221,23 +220,17 @@ class SegmentTable(NamedTuple):
 class StepPlan:
     """One rank's plan of a step.
 
-    Attributes:
-        own: the rows of this rank.
-        rows: number of rows of each rank, padding included.
-        samples: the rows with logits of all ranks.
-        chunks: those of all ranks, in a step that prefills.
-        segments: those of all ranks, in a step that prefills.
-        decode: the step, if all requests decode.
+    ``chunks`` and ``segments`` are those of all ranks, in a step that prefills.
     """
 
     rank: int
-    own: RankPlan
-    rows: np.ndarray
-    samples: Samples
+    own: RankPlan  # the rows of this rank
+    rows: np.ndarray  # int64 [ranks], number of rows, padding included
+    samples: Samples  # the rows with logits of all ranks
     decodes: bool  # whether this is a decode step: every chunk has few tokens, perhaps of a prompt, on one rank
     chunks: Seq[Chunk] = ()
     segments: SegmentTable | None = None
-    decode: DecodeStep | None = None
+    decode: DecodeStep | None = None  # the step, if all requests decode
     bucket: Bucket | None = None  # set if the step is padded
     micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if a step that is not padded is cut
 

@@ -39,17 +39,8 @@ TURN_BYTES = 64 << 20  # a rank receives no more in a turn, unless a single expe
 
 
 def count_loads(model: Model, name: str) -> CountRecorder | None:
-    """Lets the MoE layers of a model and of its MTP modules count their `topk_ids`, if an option needs that.
-
-    Args:
-        name: the model's.
-
-    Returns:
-        what writes the loads to a file, if the options ask for one.
-
-    Raises:
-        ValueError: loads are to be recorded, but the model has no routed experts.
-    """
+    """Lets the MoE layers of the model ``name`` and of its MTP modules count their `topk_ids`, if an option needs that;
+    returns what writes the loads to a file, if the options ask for one."""
     mesh, layers = model.runtime.mesh, moe_layers(model)
     path = mesh.config.record_expert_loads
     if path is None and mesh.config.rebalance_every is None:
@@ -165,7 +156,7 @@ class Rebalancing:
         """Placements of no more layers than there are ranks, by their loads; each rank plans one."""
         layer, loads = loaded[min(self._ranks.index, len(loaded) - 1)]  # with fewer layers some plan the last one again
         held = layer.expert_parallel.placement.held
-        planned = self._mesh.experts.better(held, loads, self._groups)
+        planned = self._mesh.experts.placements.better(held, loads, self._groups)
         flat = upload(torch.tensor([[*chain(*planned)]], dtype=torch.int32), self._mesh.device)
         rows = download(self._ranks.all_gather(flat))()
         firsts = [0, *accumulate(map(len, held))]

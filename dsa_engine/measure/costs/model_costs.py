@@ -220,9 +220,8 @@ def prefill_plans(
         world_size: number of ranks that have a plan; default: those of the group.
     """
     request, maximum = Request(-1, array("i", bytes(4 * tokens)), SamplingParams()), chunk * cp_size
-    chunks = [
-        Chunk(request, first, min(maximum, tokens - first), range(cp_size)) for first in range(0, tokens, maximum)
-    ]
+    each = [(first, min(maximum, tokens - first)) for first in range(0, tokens, maximum)]
+    chunks = [Chunk(request, first, count, range(cp_size)) for first, count in each]
     return [StepPlan.of([one], 0, world_size or cp_size, config) for one in chunks]
 
 
@@ -237,7 +236,6 @@ def _decode_shape(config: ModelConfig, step: Decode, rows: int) -> Shape:
     """The requests of a step, of one length, each with ``rows`` rows at its end."""
     request = Request(-1, array("i", bytes(4 * step.context)), SamplingParams())
     alone = Shape.of(StepPlan.of([Chunk(request, step.context - rows, rows, range(1), rows)], 0, 1, config).own)
-    mha, dense, sparse = (
-        Attended(*(n * step.requests for n in form)) for form in (alone.mha, alone.dense, alone.sparse)
-    )
+    forms = (alone.mha, alone.dense, alone.sparse)
+    mha, dense, sparse = (Attended(*(n * step.requests for n in form)) for form in forms)
     return Shape(mha, dense, sparse, step.requests * rows)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
-from dsa_engine.commands.arguments import llm_from, parallel_from
+from dsa_engine.commands.arguments import llm_from, options_from
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
+from dsa_engine.parallel import ParallelConfig
 
 
 def measured_llm(args: argparse.Namespace) -> LLM:
     """The model that the options describe, on the ranks of the run or as one emulated rank. It computes every prompt in
-    full.
-
-    Raises:
-        ValueError, OSError: an option or a file is not possible; then nothing has been loaded.
-    """
+    full."""
     if args.emulate_world is None:
         if args.emulate_rank is not None:
             raise ValueError("--emulate-rank needs --emulate-world, the number of ranks to emulate")
         return llm_from(args, enable_prefix_caching=False)
-    parallel = EmulatedConfig(
-        **asdict(parallel_from(args)), emulate_world=args.emulate_world, emulate_rank=args.emulate_rank or 0
-    )
+    emulated = {"emulate_world": args.emulate_world, "emulate_rank": args.emulate_rank or 0}
+    parallel = EmulatedConfig(**options_from(args, ParallelConfig), **emulated)
     return llm_from(args, parallel=parallel, enable_prefix_caching=False)
 
 

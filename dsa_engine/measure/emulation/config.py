@@ -74,7 +74,7 @@ class EmulatedExpertParallel(ExpertParallel):
     def received(self, topk_ids: torch.Tensor, local_pairs: int | None = None) -> tuple[torch.Tensor, int | None]:
         """Pairs that choose this rank's experts one after the other, if their number is known."""
         if local_pairs is None:
-            return self.placement.spread(topk_ids), self.placement.first(self.group.index)
+            return self.placement.spread(topk_ids), self.placement.first[self.group.index]
         dealt = torch.full_like(topk_ids, -1)
         rows, pairs = max(1, len(dealt)), torch.arange(local_pairs, device=dealt.device)
         column = pairs // rows
@@ -133,11 +133,6 @@ class EmulatedMesh(Mesh):
 def _emulated(
     config: EmulatedConfig, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None
 ) -> EmulatedMesh:
-    """The mesh of the emulated rank.
-
-    Raises:
-        ValueError: the process is one of several, or see :meth:`Mesh.create`.
-    """
     if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"emulate_world {config.emulate_world} runs one rank in one process; start it without torchrun"

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.parallel.group import Group
-
-# dtypes whose copies can be made different by a factor.
-_SCALED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -25,10 +23,7 @@ class EmulatedGroup(Group):
     """A group of which only ``ranks[index]`` exists. Its collectives return copies of this rank's rows for all ranks,
     which take the time of a copy in the memory of this device."""
 
-    # Made once, and kept: CUDA graphs read them.
-    _factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
-    _signs: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict)
-    _numbers: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = field(default_factory=dict)
+    _made: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)  # kept: CUDA graphs read them
 
     @property
     def alone(self) -> bool:
@@ -41,33 +36,28 @@ class EmulatedGroup(Group):
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks. Equal rows would have equal scores, and a selection among ties is other work: other ranks'
         floats have a factor, and their bytes, which are FP8 cache rows, other signs."""
-        if rows.dtype in _SCALED:
-            return (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
+        if rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return (self._others(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
         gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
         if rows.dtype == torch.uint8:
-            gathered.view(self.size, len(rows), -1).bitwise_xor_(self._signs_for(rows)[:, None])
+            gathered.view(self.size, len(rows), -1).bitwise_xor_(self._others(rows)[:, None])
         if rows.dtype == torch.int64:
             gathered.clamp_(min=0)  # negative numbers are error codes or invalid token ids
         return gathered
 
-    def _factors_for(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[size]``, 1 for this rank."""
-        key = (rows.dtype, rows.device)
-        if key not in self._factors:
+    def _others(self, rows: torch.Tensor) -> torch.Tensor:
+        """Factors ``[size]``, 1 for this rank, or for bytes signs ``[size, bytes of a row]``, 0 for this rank."""
+        key = (rows.dtype, rows.device, rows[0].numel() if rows.dtype == torch.uint8 else 0)
+        if key not in self._made:
             away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
-            self._factors[key] = (1 + away / (4 * self.size)).to(rows.dtype)
-        return self._factors[key]
-
-    def _signs_for(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[size, bytes of a row]``, 0 for this rank."""
-        key = (rows.device, rows[0].numel())
-        if key not in self._signs:
-            away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
-            column = torch.arange(key[1], device=rows.device)
-            # Not in the last byte of a float32: scales stay positive.
-            bit = torch.where(column % 4 < 3, (column // 4 * 3 + column % 4) % 9, 62)
-            self._signs[key] = ((away[:, None] >> bit) & 1).to(torch.uint8) << 7
-        return self._signs[key]
+            if rows.dtype == torch.uint8:
+                column = torch.arange(key[2], device=rows.device)
+                # Not in the last byte of a float32: scales stay positive.
+                bit = torch.where(column % 4 < 3, (column // 4 * 3 + column % 4) % 9, 62)
+                self._made[key] = ((away[:, None] >> bit) & 1).to(torch.uint8) << 7
+            else:
+                self._made[key] = (1 + away / (4 * self.size)).to(rows.dtype)
+        return self._made[key]
 
     def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         part = rows.chunk(self.size)[self.index]
@@ -78,11 +68,11 @@ class EmulatedGroup(Group):
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
         """Different rows in the shape of ``like [R, n]``, as large as embeddings; they overlap in memory."""
         count = next_power_of_2(like.shape[0] + like.shape[1])
-        key = (like.dtype, like.device, count)
-        if key not in self._numbers:
+        key = ("numbers", like.dtype, like.device, count)
+        if key not in self._made:
             numbers = torch.arange(count, device=like.device)
-            self._numbers[key] = ((numbers * numbers * 0.618).sin() * 0.02).to(like.dtype)
-        return self._numbers[key].unfold(0, like.shape[1], 1)[: like.shape[0]]
+            self._made[key] = ((numbers * numbers * 0.618).sin() * 0.02).to(like.dtype)
+        return self._made[key].unfold(0, like.shape[1], 1)[: like.shape[0]]
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
         count = rows.shape[0] if receive is None else sum(receive)

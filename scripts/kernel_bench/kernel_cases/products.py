@@ -93,7 +93,7 @@ def _plain_product(make: Inputs, groups: int, rows: int) -> KernelCase:
     return KernelCase(
         "gate and up, bfloat16",
         f"{rows:,} rows, {groups} experts",
-        ours if runs_triton(x) else partial(PLAIN.reference, x[source], weight, counts, x.dtype),
+        ours if runs_triton(x) else partial(PLAIN.multiply_reference, x[source], (weight,), counts, x.dtype),
         bytes=x.nbytes + weight.nbytes + rows * INTERMEDIATE * x.element_size(),
         flops=4.0 * rows * INTERMEDIATE * HIDDEN,
         baselines=theirs if takes_torch_grouped_mm(x, weight) else {},
@@ -132,11 +132,10 @@ def _fp8_product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> 
     weight = make.fp8(out, inner), make.scales(cdiv(out, BLOCK), cdiv(inner, BLOCK))
     ours = partial(block_scaled_matmul_triton, x, x_scale, *weight, make.dtype)
     there = hasattr(F, "scaled_mm") and x.is_cuda and fits(weight[0], make.dtype)
-    one = FORMATS["FP8"].reference
     return KernelCase(
         f"product {name}, FP8",
         f"{tokens} x {inner} x {out}",
-        ours if runs_triton(x) else partial(one, x, x_scale, *(part[None] for part in weight), [tokens], make.dtype),
+        ours if runs_triton(x) else partial(FORMATS["FP8"].reference, x, x_scale, *weight, make.dtype),
         bytes=x.nbytes + weight[0].nbytes + tokens * out * make.dtype.itemsize,
         flops=2.0 * tokens * out * inner,
         baselines={"torch scaled_mm": partial(by_torch, x, x_scale, *weight)} if there else {},
@@ -155,7 +154,7 @@ def _int8_product(make: Inputs, tokens: int) -> KernelCase:
     return KernelCase(
         "product o, INT8",
         f"{tokens} x {inner} x {out}",
-        ours if runs_triton(x) else partial(INT8.reference, x, x_scale, weight, scale, [tokens], make.dtype),
+        ours if runs_triton(x) else partial(INT8.reference, x, x_scale, weight[0], scale[0], make.dtype),
         bytes=x.nbytes + weight.nbytes + tokens * out * make.dtype.itemsize,
         flops=2.0 * tokens * out * inner,
         baselines={"torch _int_mm alone": partial(torch._int_mm, x, weight[0].t())},

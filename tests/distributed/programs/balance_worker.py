@@ -37,7 +37,7 @@ class Counted:
         self.takes_words, self.blockwise = self.dispatcher.takes_words, self.experts.blockwise
         self.chosen = torch.zeros(len(layer.bias), dtype=torch.int64)
         self.local_pairs = 0
-        self.sent = [0] * self.parallel.placement.ranks
+        self.sent = [0] * self.parallel.group.size
         self.crossing = [0, 0]
         layer.dispatcher, layer.experts = lambda decodes: self, self  # type: ignore[assignment]
 

@@ -97,7 +97,7 @@ class Layers:
 
     @property
     def model(self) -> Any:
-        is_leader, experts = self.group.index == 0, SimpleNamespace(better=self.placements.better)
+        is_leader, experts = self.group.index == 0, SimpleNamespace(placements=self.placements)
         mesh = SimpleNamespace(ep=self.group, device=CPU, is_leader=is_leader, experts=experts)
         layers = [SimpleNamespace(moe=self.moe.get(number)) for number in range(5)]
         modules = [SimpleNamespace(layer=SimpleNamespace(moe=self.moe[5]))]

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped import grouped_matmul as module
 from dsa_engine.kernels.grouped.grouped_matmul import (
-    grouped_matmul_reference,
     grouped_matmul_triton,
     takes_torch_grouped_mm,
 )
+from dsa_engine.kernels.grouped.product_formats import PLAIN
 from dsa_engine.kernels.grouped.tiles import Groups, max_tiles
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 from fake_cuda import FakeDevice
@@ -43,7 +43,7 @@ def ends_of(counts: list[int], device: str) -> torch.Tensor:
 def test_reference(counts: list[int], dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(sum(counts), 8, generator=g).to(dtype), torch.randn(5, 16, 8, generator=g).to(dtype)
-    out = grouped_matmul_reference(x.to(device), weight.to(device), counts, dtype)
+    out = PLAIN.multiply_reference(x.to(device), (weight.to(device),), counts, dtype)
     assert out.dtype == dtype and out.shape == (sum(counts), 16)
     if sum(counts):
         assert relative_error(out, naive(x, weight, counts)) < bound

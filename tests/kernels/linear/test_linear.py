@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_reference
+from dsa_engine.kernels.grouped.grouped_matmul import matmul_reference
 from dsa_engine.kernels.grouped.product_formats import INT8, W4A8, W4A16, ProductFormat
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_linear
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, linear
@@ -87,7 +87,7 @@ def test_many_rows_are_float32_where_a_cpu_has_no_products_of_halves(
     x, weight = make(2, 20, 96).bfloat16(), make(200, 96, seed=1).bfloat16()
     heads = make(2, 72, 96, seed=2).bfloat16().transpose(1, 2)
     with Products(), torch.no_grad():
-        plain, of_group = linear(x, weight), grouped_matmul_reference(x[0], weight[None], [20], x.dtype)
+        plain, of_group = linear(x, weight), matmul_reference(x[0], weight, x.dtype)
         per_head_matmul(x.transpose(0, 1), heads, out := torch.empty(20, 2, 72, dtype=x.dtype))
     assert set(multiplied) == {torch.float32} and len(multiplied) == 3 + 3 + 2
     wanted = x.double() @ weight.double().t()

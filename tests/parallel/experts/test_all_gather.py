@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dsa_engine.parallel.experts.all_gather import AllGather, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, contiguous
 from dsa_engine.parallel.group import Group
 
 
@@ -57,7 +57,7 @@ def test_every_token_is_served_once(rank: int, max_pairs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens, topk_weights = torch.randn(count, hidden, generator=generator), torch.rand(count, k, generator=generator)
     topk_ids = torch.randint(0, 7, (count, k), generator=generator, dtype=torch.int32)
-    placement = ExpertPlacement.contiguous(12, size, torch.device("cpu"))
+    placement = ExpertPlacement(contiguous(12, size), torch.device("cpu"))
     parallel = ExpertParallel(AllRanks(tuple(range(size)), rank, None), placement)
     dispatch = AllGather().start(parallel, Routed(tokens, topk_ids, topk_weights), StepSizes(count + 2, max_pairs))
     local_pairs = []

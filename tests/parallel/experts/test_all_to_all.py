@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.parallel.experts.all_to_all import AllToAll, SendPlan, in_rounds, rounds_needed
 from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, contiguous
 from dsa_engine.parallel.group import Group
 
 
@@ -120,7 +120,7 @@ def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype, quan
     """Three ranks with different numbers of tokens, most of which want the same rank; experts that only scale. Also
     if the combine is quantized."""
     size, k, hidden = 3, 4, 132 if quantized else 5
-    placement = ExpertPlacement.contiguous(10, size, torch.device("cpu"))
+    placement = ExpertPlacement(contiguous(10, size), torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     counts = (40, 0, 7)
     tokens = [torch.randn(n, hidden, generator=generator).to(dtype) for n in counts]

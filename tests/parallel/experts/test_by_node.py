@@ -13,16 +13,23 @@ import torch.distributed as dist
 from collectives import Collective, record
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.quantize import FP8
+from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.all_gather import AllGather
 from dsa_engine.parallel.experts.all_to_all import AllToAll
 from dsa_engine.parallel.experts.by_node import ByNode
 from dsa_engine.parallel.experts.dispatch import Dispatch, Routed, StepSizes
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, Held
-from dsa_engine.parallel.experts.rails import NodeGroups, peers_of, rails_of
+from dsa_engine.parallel.experts.placement import (
+    ExpertParallel,
+    ExpertPlacement,
+    Held,
+    NodeGroups,
+    contiguous,
+    peers_of,
+    rails_of,
+)
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.side_stream import SideStream
 from dsa_engine.weights.formats.base import GroupedExperts, StoredFormat
 from dsa_engine.weights.formats.block_fp8 import BlockFP8
 from dsa_engine.weights.formats.int4 import Int4
@@ -36,10 +43,10 @@ CPU = torch.device("cpu")
 
 
 def test_rails_of_uneven_nodes() -> None:
-    assert rails_of([0, 0, 1, 1]) == [[0, 2], [1, 3]]
-    assert rails_of([0, 0, 0, 1, 1]) == [[0, 2, 3], [1, 4]]
-    assert peers_of(2, [0, 0, 0, 1, 1]) == {0: 2, 1: 3}
-    assert peers_of(3, [0, 0, 0, 1, 1]) == {0: 0, 1: 3}
+    assert rails_of((0, 0, 1, 1)) == [[0, 2], [1, 3]]
+    assert rails_of((0, 0, 0, 1, 1)) == [[0, 2, 3], [1, 4]]
+    assert peers_of(2, (0, 0, 0, 1, 1)) == {0: 2, 1: 3}
+    assert peers_of(3, (0, 0, 0, 1, 1)) == {0: 0, 1: 3}
 
 
 def inputs(rank: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,7 +88,7 @@ class Case:
 
     def placement(self) -> ExpertPlacement:
         if self._held is None:
-            return ExpertPlacement.contiguous(EXPERTS, self.size, CPU)
+            return ExpertPlacement(contiguous(EXPERTS, self.size), CPU)
         return ExpertPlacement(self._held, CPU, changes=True)
 
     def run(self, work: Callable[[OnNodes, list[Collective]], Any]) -> list[Any]:

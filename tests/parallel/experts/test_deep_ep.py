@@ -15,7 +15,7 @@ from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.experts import deep_ep
 from dsa_engine.parallel.experts.all_to_all import AllToAll
 from dsa_engine.parallel.experts.dispatch import Dispatch, ModelSizes, Received, Routed, StepSizes
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, contiguous
 from dsa_engine.parallel.group import Group
 from gloo_ranks import on_ranks
 from library_stubs import install
@@ -38,7 +38,7 @@ def mesh_of(ranks: int, group: Any = None, device: torch.device = CPU, nodes: An
 
 
 def library_of(mesh: Any, **given: Any) -> deep_ep.DeepEP:
-    library = deep_ep.DeepEP(mesh.config, mesh.ep, mesh.device, mesh.nodes)
+    library = deep_ep.DeepEP(mesh)
     library.prepare(ModelSizes(HIDDEN, EXPERTS, TOP_K, 9, torch.bfloat16)._replace(**given))
     return library
 
@@ -66,7 +66,7 @@ def both_sums(
     and rounds."""
 
     def work(group: Group) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        placement = ExpertPlacement.contiguous(EXPERTS, ranks, CPU)
+        placement = ExpertPlacement(contiguous(EXPERTS, ranks), CPU)
         parallel, library = ExpertParallel(group, placement), library_of(mesh_of(ranks, group))
         dispatcher = library.for_decode() if method == "low_latency" else library
         sizes = StepSizes(tokens, max_pairs)
@@ -79,10 +79,10 @@ def both_sums(
             ids[1:2] = EXPERTS - 1 - torch.arange(TOP_K)  # experts of one rank
             given = Routed(x, ids, torch.rand(count, TOP_K, generator=g))
             right = AllToAll().start(parallel, given, StepSizes(tokens))
-            wanted.append(finish(right, placement.count(group.index))[0])
+            wanted.append(finish(right, len(placement.held[group.index]))[0])
             begun.append(dispatcher.start(parallel, given, sizes))
-        done = [finish(one, placement.count(group.index)) for one in begun]
-        done.append(finish(dispatcher.start(parallel, given, sizes), placement.count(group.index)))
+        done = [finish(one, len(placement.held[group.index])) for one in begun]
+        done.append(finish(dispatcher.start(parallel, given, sizes), len(placement.held[group.index])))
         wanted.append(wanted[-1])
         return [(sums, right, rounds) for (sums, rounds), right in zip(done, wanted, strict=True)]
 

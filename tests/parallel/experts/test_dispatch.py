@@ -10,7 +10,7 @@ import torch
 from dsa_engine.parallel.experts.all_gather import AllGather
 from dsa_engine.parallel.experts.all_to_all import AllToAll
 from dsa_engine.parallel.experts.dispatch import Dispatcher, Routed, StepSizes
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, contiguous
 from dsa_engine.parallel.group import Group
 from gloo_ranks import on_ranks, watch_transfers
 
@@ -24,7 +24,7 @@ def test_tokens_and_sums_travel_beside_other_work(dispatcher: Dispatcher, there:
     """Each exchange is begun by one call of a dispatch and waited for in a later one."""
 
     def work(group: Group) -> list[tuple[str, str, str]]:
-        placement = ExpertPlacement.contiguous(2, 2, torch.device("cpu"))
+        placement = ExpertPlacement(contiguous(2, 2), torch.device("cpu"))
         tokens, experts = torch.ones(8, 4), torch.arange(2, dtype=torch.int32).expand(8, 2)
         call, seen = "dispatch", list[tuple[str, str, str]]()
         watch_transfers(group, lambda what, kind, _: seen.append((what, kind, call)))

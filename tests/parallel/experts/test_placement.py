@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsa_engine.kernels.moe.expert_order import local_topk_ids
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.experts.dispatch import Alone, Routed, StepSizes
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, contiguous
 from dsa_engine.parallel.group import Group
 
 CPU = torch.device("cpu")
+
+
+def local(placement: ExpertPlacement, physical: torch.Tensor, rank: int) -> torch.Tensor:
+    return local_topk_ids(physical, len(placement.held[rank]), placement.first[rank])
 
 
 @pytest.mark.parametrize(
@@ -24,9 +29,9 @@ CPU = torch.device("cpu")
     ],
 )
 def test_contiguous(experts: int, ranks: int, counts: list[int]) -> None:
-    placement = ExpertPlacement.contiguous(experts, ranks, CPU)
-    assert (placement.experts, placement.ranks) == (experts, ranks)
-    assert [placement.count(rank) for rank in range(ranks)] == counts
+    placement = ExpertPlacement(contiguous(experts, ranks), CPU)
+    assert (placement.experts, len(placement.held)) == (experts, ranks)
+    assert [*map(len, placement.held)] == counts
     assert [expert for held in placement.held for expert in held] == list(range(experts))
     logical = torch.tensor([[0, experts - 1], [-1, experts // 2]], dtype=torch.int32)
     assert placement.to_physical(logical) is logical, "logical and physical numbers are the same: nothing is launched"
@@ -34,14 +39,14 @@ def test_contiguous(experts: int, ranks: int, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("experts, ranks", [(24, 5), (24, 4), (9, 9)])
 def test_every_expert_is_served_once(experts: int, ranks: int) -> None:
-    placement = ExpertPlacement.contiguous(experts, ranks, CPU)
+    placement = ExpertPlacement(contiguous(experts, ranks), CPU)
     topk_ids = torch.arange(-1, experts, dtype=torch.int32)
     rank_of = torch.cat((torch.tensor([-1]), placement.rank_of))  # expert −1 first
     for rank in range(ranks):
-        local = placement.local(topk_ids, rank)
-        assert local.dtype == torch.int32
-        assert torch.equal(local >= 0, rank_of == rank)
-        assert local[local >= 0].tolist() == list(range(placement.count(rank)))
+        own = local(placement, topk_ids, rank)
+        assert own.dtype == torch.int32
+        assert torch.equal(own >= 0, rank_of == rank)
+        assert own[own >= 0].tolist() == list(range(len(placement.held[rank])))
 
 
 def test_any_order() -> None:
@@ -51,9 +56,9 @@ def test_any_order() -> None:
     physical = placement.to_physical(logical)
     assert physical.dtype == torch.int32 and physical.tolist() == [[1, 3, 4], [0, 2, -1]]
     assert placement.rank_of.tolist() == [0, 1, 1, 1, 2]
-    assert placement.local(physical, 1).tolist() == [[0, 2, -1], [-1, 1, -1]]
+    assert local(placement, physical, 1).tolist() == [[0, 2, -1], [-1, 1, -1]]
     for rank, held in enumerate(placement.held):
-        own = placement.local(placement.to_physical(torch.tensor([held], dtype=torch.int32)), rank)
+        own = local(placement, placement.to_physical(torch.tensor([held], dtype=torch.int32)), rank)
         assert own.tolist() == [list(range(len(held)))], "the order of the weights"
 
 
@@ -77,7 +82,7 @@ def test_placements_that_cannot_be(held: list[list[int]]) -> None:
 
 def test_more_ranks_than_experts() -> None:
     with pytest.raises(ValueError, match="n_routed_experts 4 cannot be divided over 5 ranks: each holds at least one"):
-        ExpertPlacement.contiguous(4, 5, CPU)
+        ExpertPlacement(contiguous(4, 5), CPU)
 
 
 def test_layers_share_one_division() -> None:
@@ -89,7 +94,7 @@ def test_layers_share_one_division() -> None:
 @pytest.mark.parametrize("ranks", [3, 6])
 def test_even_routing_adds_up_over_the_ranks(ranks: int) -> None:
     """Each rank computes as many pairs as one sends, also where a rank's pairs do not divide."""
-    placement = ExpertPlacement.contiguous(24, ranks, CPU)
+    placement = ExpertPlacement(contiguous(24, ranks), CPU)
     topk_ids = torch.zeros(7, 4, dtype=torch.int32)
     parts = [ExpertParallel(Group(tuple(range(ranks)), rank, None), placement) for rank in range(ranks)]
     for part in parts:
@@ -105,7 +110,8 @@ def test_replicas_serve_equally_many() -> None:
     placement = ExpertPlacement(HELD, CPU)
     assert (placement.experts, placement.physical) == (4, 7)
     assert placement.replicas() == [[1, 2, 6], [3], [5], [0, 4]]
-    assert [placement.fraction(rank) for rank in range(3)] == [2 / 7, 3 / 7, 2 / 7]
+    parts = [ExpertParallel(Group((0, 1, 2), rank, None), placement) for rank in range(3)]
+    assert [part.fraction for part in parts] == [2 / 7, 3 / 7, 2 / 7]
     logical = torch.tensor([[0, 3, 1, -1]], dtype=torch.int32).expand(60, 4)
     physical = placement.to_physical(logical)
     assert torch.equal(physical, placement.to_physical(logical)) and physical.dtype == torch.int32

@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from context_parallel.forms import Contiguous, HeadTail, Ulysses
-from context_parallel.layer import Division, Layer, Size
-from context_parallel.ring import Ring
+from compare_context_parallel import FORMS, Contiguous, HeadTail, Layer, Ulysses
 from dsa_engine.parallel.group import Group
+from random_layer import Size
 
 TINY = Size(heads=3, kv_rank=32, nope=24, rope=8, value=20, index_heads=12, index_dim=16, topk=20)
 CPU = torch.device("cpu")
@@ -17,17 +16,16 @@ CPU = torch.device("cpu")
 
 def naive(layer: Layer, length: int) -> torch.Tensor:
     """Equations 1 and 2 of DeepSeek-V3.2-Exp in float64, token by token, head by head, keys and values expanded."""
-    size, tokens = layer.size, layer.tokens(length)
-    rows = tokens.cache_rows.double()
-    latent, rotated, keys = rows.split((size.kv_rank, size.rope, size.index_dim), dim=1)
+    size, (queries, cache_rows, index_q, index_weights) = layer.size, layer.tokens(length)
+    latent, rotated, keys = cache_rows.double().split((size.kv_rank, size.rope, size.index_dim), dim=1)
     out = torch.zeros(length, size.heads, size.value, dtype=torch.float64)
     for t in range(length):
-        products = (tokens.index_q[t].double() @ keys[: t + 1].t()).relu()
-        scores = tokens.index_weights[t].double() @ products
+        products = (index_q[t].double() @ keys[: t + 1].t()).relu()
+        scores = index_weights[t].double() @ products
         chosen = scores.topk(min(size.topk, t + 1)).indices
         for h in range(size.heads):
             expanded = torch.cat((latent[chosen] @ layer.w_uk[h].double().t(), rotated[chosen]), dim=1)
-            p = (expanded @ tokens.q[t, h].double() * (size.nope + size.rope) ** -0.5).softmax(0)
+            p = (expanded @ queries[t, h].double() * (size.nope + size.rope) ** -0.5).softmax(0)
             out[t, h] = p @ (latent[chosen] @ layer.w_uv[h].double().t())
     return out
 
@@ -36,22 +34,28 @@ def test_the_layer_and_every_form_alone_are_the_paper_s() -> None:
     length = 150
     layer = Layer(TINY, torch.float32, CPU, seed=3)
     expected, tokens = naive(layer, length), layer.tokens(length)
-    outputs = {"single process": layer.single_process(tokens, torch.arange(length))}
-    for form in (HeadTail, Contiguous, Ulysses, Ring):
-        division = Division(length, 1, form.layout)
-        outputs[form.__name__] = form(layer, Group((0,), 0, None)).run(division, tokens)
+    outputs = {"single process": layer.expected(tokens)}
+    for name, form in FORMS.items():
+        outputs[name] = form(layer, Group((0,), 0, None), length).run(tokens)
     for name, out in outputs.items():
         assert (out.double() - expected).norm() / expected.norm() < 1e-5, name
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(1, 3), (7, 4), (64, 4), (101, 3), (200, 8)])
 def test_work_is_what_counting_token_by_token_gives(length: int, ranks: int) -> None:
-    for form in (HeadTail, Contiguous, Ulysses):
-        division = Division(length, ranks, form.layout)
-        assert sorted(torch.cat(division.positions).tolist()) == list(range(length))
-        work = form.work(division, TINY)
-        scored = [sum(2 * (p + 1) * 12 * 16 for p in part.tolist()) for part in division.positions]
-        attended = [sum(2 * min(p + 1, 20) * 3 * (40 + 32) for p in part.tolist()) for part in division.positions]
-        if form is Ulysses:
+    layer = Layer(TINY._replace(heads=24), torch.float32, CPU)
+    for kind in (HeadTail, Contiguous, Ulysses):
+        form = kind(layer, Group(tuple(range(ranks)), 0, None), length)
+        assert sorted(torch.cat(form.positions).tolist()) == list(range(length))
+        scored = [sum(2 * (p + 1) * 12 * 16 for p in part.tolist()) for part in form.positions]
+        attended = [sum(2 * min(p + 1, 20) * 24 * (40 + 32) for p in part.tolist()) for part in form.positions]
+        if kind is Ulysses:
             attended = [sum(attended) / ranks] * ranks
-        assert work == pytest.approx([a + b for a, b in zip(scored, attended, strict=True)])
+        assert form.work() == pytest.approx([a + b for a, b in zip(scored, attended, strict=True)])
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(2, 1.5), (4, 1.75), (8, 1.875)])
+def test_contiguous_is_not_balanced(ranks: int, expected: float) -> None:
+    form = Contiguous(Layer(TINY, torch.float32, CPU), Group(tuple(range(ranks)), 0, None), 8192)
+    pairs = [int((positions + 1).sum()) for positions in form.positions]
+    assert max(pairs) / (sum(pairs) / ranks) == pytest.approx(expected, abs=1e-3)

@@ -13,8 +13,7 @@ from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, RecvPlan, Way
-from dsa_engine.parallel.experts.rails import NodeGroups
+from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, NodeGroups, RecvPlan, Way
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
 from fake_cuda.events import Launch

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.errors import CheckpointError
+from dsa_engine.kernels.formats.int8 import quantize_rows_int8_reference
 from dsa_engine.weights.convert import quantize_checkpoint
-from dsa_engine.weights.formats import Matrix, weight_format
+from dsa_engine.weights.formats import GroupedExperts, Matrix, weight_format
 from dsa_engine.weights.formats.int4 import Int4Experts
 from dsa_engine.weights.formats.int8 import Int8Experts, Int8Linear
 
@@ -58,29 +59,73 @@ def plain_weights(folder: Path) -> dict[str, torch.Tensor]:
     return dequantized
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Each row through INT8 and back."""
-    scale = x.abs().amax(dim=-1, keepdim=True) / 127
-    return (x / scale).round() * scale
+class Rounding:
+    """Rounds what the float64 model has to the codes that the engine has, where those are nearest but for a tie: beside
+    the middle of two codes float32 and float64 may take different ones, and all that follows would differ."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.inputs: dict[str, torch.Tensor] = {}  # by the path of a module, of its last call
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.other_rows = 0  # those which are not the engine's, for instance as it has selected other tokens
+        linear, experts = Int8Linear.__call__, GroupedExperts.__call__
+
+        def watched_linear(made: Int8Linear, x: torch.Tensor) -> torch.Tensor:
+            self.inputs |= {source.name.removesuffix(".weight"): x.clone() for source in made.sources}
+            return linear(made, x)
+
+        def watched_experts(made: GroupedExperts, received: Any, uncounted_bytes: int) -> torch.Tensor:
+            path = made.sources[0].name.split(".experts.")[0] + ".experts"
+            self.inputs[path], self.outputs[path] = received.tokens.clone(), experts(made, received, uncounted_bytes)
+            return self.outputs[path].clone()
+
+        patch.setattr(Int8Linear, "__call__", watched_linear)
+        patch.setattr(GroupedExperts, "__call__", watched_experts)
+
+    def __call__(self, path: str, x: torch.Tensor) -> torch.Tensor:
+        """The rows that the module at ``path`` gets, through INT8 and back."""
+        scale = x.abs().amax(dim=-1, keepdim=True) / 127
+        if path.endswith("indexer.wq_b"):  # in the engine only of rows that select
+            return (x / scale).round() * scale
+        codes = quantize_rows_int8_reference(self.inputs[path])[0].double().view(x.shape)
+        same = (codes - x / scale).abs().amax(dim=-1, keepdim=True) < 0.5 + 1e-3
+        self.other_rows += int((~same).sum())
+        return codes.where(same, (x / scale).round()) * scale
+
+    def summed(self, path: str, own: torch.Tensor, codes_beside_ties: torch.Tensor) -> torch.Tensor:
+        """The experts' sum: the engine's in rows where a code between their products is another, which may be off by
+        no more than ``codes_beside_ties``."""
+        theirs = self.outputs[path].double()
+        off, bound = (theirs - own).abs(), 1e-5 * own.abs().amax(dim=-1, keepdim=True)
+        rounded = (off > bound).any(dim=-1, keepdim=True) & (off <= bound + codes_beside_ties).all(dim=-1, keepdim=True)
+        self.other_rows += int(((off > bound).any(dim=-1, keepdim=True) & ~rounded).sum())
+        return theirs.where(rounded, own)
 
 
-def naive_experts(module: Any, weights: dict[str, torch.Tensor], prefix: str, through: Callable[..., Any]) -> Any:
+def naive_experts(module: Any, weights: dict[str, torch.Tensor], path: str, rounding: Rounding | None) -> Any:
     def forward(self: Any, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(x)
+        out, beside = torch.zeros_like(x), torch.zeros_like(x)
+        x = x if rounding is None else rounding(path, x)
         for expert in chosen.unique().tolist():
             token, choice = torch.where(chosen == expert)
-            gate, up, down = (weights[f"{prefix}.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
-            rows = through(x[token])
-            hidden = through(torch.nn.functional.silu(rows @ gate.t()) * (rows @ up.t()))
-            out.index_add_(0, token, hidden @ down.t() * factors[token, choice, None])
-        return out
+            gate, up, down = (weights[f"{path}.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
+            hidden = torch.nn.functional.silu(x[token] @ gate.t()) * (x[token] @ up.t())
+            factor = factors[token, choice, None]
+            if rounding is not None:
+                scale = hidden.abs().amax(dim=-1, keepdim=True) / 127
+                values = hidden / scale
+                ties = ((values - values.floor() - 0.5).abs() < 2e-4) * scale
+                beside.index_add_(0, token, ties @ down.t().abs() * factor)
+                hidden = values.round() * scale
+            out.index_add_(0, token, hidden @ down.t() * factor)
+        return out if rounding is None else rounding.summed(path, out, beside)
 
     return MethodType(forward, module)
 
 
 @torch.no_grad()
-def naive_logits(model: Any, folder: Path, name: str, ids: list[int]) -> torch.Tensor:
-    """``transformers`` in float64 with the weights of ``folder``, inputs of quantised layers rounded on their way."""
+def naive_logits(model: Any, folder: Path, name: str, ids: list[int], rounding: Rounding) -> torch.Tensor:
+    """``transformers`` in float64 with the weights of ``folder``, inputs of quantised layers rounded on their way as
+    in the engine's last call."""
     import copy
 
     model = copy.deepcopy(model).double()
@@ -88,40 +133,39 @@ def naive_logits(model: Any, folder: Path, name: str, ids: list[int]) -> torch.T
     int8 = {n for n, t in load_file(folder / "model.safetensors").items() if t.dtype == torch.int8}
     for path, module in model.named_modules():
         if path.endswith("mlp.experts"):
-            through = (lambda x: x) if name == "w4a16" else rounded
-            module.forward = naive_experts(module, weights, path, through)
+            module.forward = naive_experts(module, weights, path, None if name == "w4a16" else rounding)
         elif f"{path}.weight" in weights:
             module.weight.data = weights[f"{path}.weight"]
             if f"{path}.weight" in int8:
-                module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]), *inputs[1:]))
+                module.register_forward_pre_hook(lambda _, inputs, path=path: (rounding(path, inputs[0]), *inputs[1:]))
     return model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_logits_are_those_of_the_same_quantisation_in_float64(
-    name: str, stored: Callable[[str], Path], oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
+    name: str,
+    stored: Callable[[str], Path],
+    oracle: Callable[..., Any],
+    random_ids: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where a value lies beside the middle of two codes, float32 and float64 may take different ones; that changes the
-    row and those that attend to it: few, unless a selection follows. So all rows of short prompts together, and
-    the median of a long one."""
+    """All rows of prompts in which nothing is selected, and most of a long one, where a selection may be another."""
     folder, original = stored(name), oracle("deepseek_v32", **SIZES)
+    rounding = Rounding(monkeypatch)
     llm = LLM(folder, **OPTIONS)
     kinds = {type(layer.moe.experts) for layer in llm.engine.model.layers if layer.moe is not None}
     assert kinds == {Int8Experts if name == "int8" else Int4Experts}
     assert isinstance(llm.engine.model.layers[0].attention.o, Int8Linear) == (name == "int8")
-    off, size, change = 0.0, 0.0, 0.0
-    for seed in range(3):
-        ids = random_ids(64, seed=seed)  # as many as are selected
-        wanted = naive_logits(original.model, folder, name, ids)
-        off += float((llm.prompt_logits(ids) - wanted).square().sum())
-        change += float((original.logits(ids) - wanted).square().sum())
-        size += float(wanted.square().sum())
-    ids = random_ids(200)
-    wanted = naive_logits(original.model, folder, name, ids)
-    median = float(((llm.prompt_logits(ids) - wanted).norm(dim=1) / wanted.norm(dim=1)).median())
-    print(f"{name}: {(off / size) ** 0.5:.1e}, median of the long one {median:.1e}")
-    assert (change / size) ** 0.5 > 5e-3  # the scheme was applied
-    assert (off / size) ** 0.5 < 1e-3 and median < 1e-5
+    for length, seed in ((64, 0), (64, 1), (64, 2), (200, 0)):  # 64 are selected
+        ids = random_ids(length, seed=seed)
+        got = llm.prompt_logits(ids)
+        wanted = naive_logits(original.model, folder, name, ids, rounding)
+        rows = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
+        print(f"{name}, {length} tokens: rows {rows.median():.1e} to {rows.max():.1e}, {rounding.other_rows} others")
+        assert float(rows.median()) < 1e-5
+        if length == 64:
+            assert float(rows.max()) < 1e-5 and rounding.other_rows == 0
+            assert float((original.logits(ids) - wanted).norm() / wanted.norm()) > 5e-3  # the scheme was applied
 
 
 @pytest.mark.parametrize("name", SCHEMES)

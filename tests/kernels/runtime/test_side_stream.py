@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.parallel.side_stream import SideStream
+from dsa_engine.kernels.runtime.transfer import SideStream
 from fake_cuda import FakeDevice
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

@@ -359,8 +359,8 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
             raise RuntimeError(f"{name} differs from the single process by {error:.1e} at {length} tokens: not timed")
         work = form.work()
         about = {"form": name, "length": length, "seconds": [], "relative_error": error}
-        most = {"sent_bytes": int(max(of_all(sent.total))), "added_bytes": int(max(of_all(added)))}
-        results.append(about | most | {"imbalance": max(work) * len(work) / sum(work)})
+        maxima = {"sent_bytes": int(max(of_all(sent.total))), "added_bytes": int(max(of_all(added)))}
+        results.append(about | maxima | {"imbalance": max(work) * len(work) / sum(work)})
         runs.append((form, tokens))
     for _ in range(args.repeat):
         for result, (form, tokens) in zip(results, runs, strict=True):

@@ -32,8 +32,8 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_model_len": 
 
 def checked(llm: LLM, tokens: int = TOKENS) -> dict[str, Finding]:
     llm.wait_idle()
-    found = findings(llm, *text_ids(llm, None, tokens), range(llm.engine.config.num_hidden_layers))
-    return {one.check: one for one in found if isinstance(one, Finding)}
+    results = findings(llm, *text_ids(llm, None, tokens), range(llm.engine.config.num_hidden_layers))
+    return {one.check: one for one in results if isinstance(one, Finding)}
 
 
 def failures(results: dict[str, Finding]) -> dict[str, str]:
@@ -170,7 +170,7 @@ def test_scales_that_the_engine_does_not_apply(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pages_that_lose_their_index_keys(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix hit reads what nobody wrote: the prefill is right, and what follows names the cache."""
+    """A prefix hit reads rows that no step wrote: the prefill is right, and what follows names the cache."""
     names, begin = demo.engine.scheduler.prefix_cache, demo.engine.cache.index_keys
     keys, admitted = begin[1], names.admitted
     assert keys is not None

@@ -32,20 +32,22 @@ def findings(llm: LLM, ids: Sequence[int], is_text: bool, layers: Sequence[int])
     yield _unread(llm, ranks)
     topk, page = engine.config.index_topk, engine.cache.page_size
     # Rows where something changes: beyond index_topk, at a page's border, at the end; and some between.
-    ends = sorted({end for end in (topk, (topk // page + 2) * page) if 3 < end < len(ids) - 4} | {len(base)})
-    wanted = {0, 1, page - 1, page, *(end + step for end in ends for step in (-2, -1, 0, 1))}
+    borders = sorted({end for end in (topk, (topk // page + 2) * page) if 3 < end < len(ids) - 4} | {len(base)})
+    wanted = {0, 1, page - 1, page, *(end + step for end in borders for step in (-2, -1, 0, 1))}
     wanted |= {topk + (len(base) - topk) * part // 9 for part in range(1, 9)}
     watch = Watch(engine, layers, {at for at in wanted if 0 <= at <= len(base)}, ranks)
     with watch.running():
         done = {"prefill": _run(engine, [base], 2, prompt_logprobs=0)}
         prefill = done["prefill"][0]
         yield _sparsity(llm, prefill, len(ids))
-        done["decode"] = _run(engine, [base[: ends[0] + step] for step in (-1, 0, 1)], 2)
+        done["decode"] = _run(engine, [base[: borders[0] + step] for step in (-1, 0, 1)], 2)
         if engine.options.enable_prefix_caching:
-            done["prefix hit"] = _run(engine, [base[: end + step] for end in ends for step in (-1, 0, 1)], 2, hits=True)
-        done["preempted"] = _run(engine, [base[: end - 2] for end in ends], 4, preempt=True)
+            done["prefix hit"] = _run(
+                engine, [base[: end + step] for end in borders for step in (-1, 0, 1)], 2, hits=True
+            )
+        done["preempted"] = _run(engine, [base[: end - 2] for end in borders], 4, preempt=True)
         if engine.runner.num_drafts:
-            done["drafts"] = _run(engine, [base[: end - 3] for end in ends], 5)
+            done["drafts"] = _run(engine, [base[: end - 3] for end in borders], 5)
     compared, rows = list[Agreement](), watch.take()
     with engine.progress(len(layers), "layers", "comparing with reference/dsa.py") as bar:
         for layer in list(layers)[mesh.rank :: mesh.world_size]:

@@ -141,7 +141,7 @@ class PageLayer:
         latent, keys = dsa.latent_rows(w, c, x, turn), None  # [n, 576]
         if c.index_topk and c.indexer_types[self._number] == "full":
             keys = dsa.index_keys(w.indexer, c, x, turn)  # [n, 128]
-        found, attended, of, values = [], [], *(joined(pieces) if pieces else (at, at))
+        measured, attended, of, values = [], [], *(joined(pieces) if pieces else (at, at))
         for p, row in zip(at.tolist(), at.split(1)):
             own = turn[0][row], turn[1][row]
             q, compressed = dsa.queries(w, c, x[row], own)
@@ -151,11 +151,11 @@ class PageLayer:
                 if keys is not None:
                     scores = dsa.index_scores(*dsa.index_queries(w.indexer, c, x[row], compressed, own), keys, row)[0]
                     mass = (q[0] @ latent[: p + 1].T * c.softmax_scale).softmax(-1).mean(0)  # [p + 1]
-                    found.append([p, *self._selection(chosen[0], scores[: p + 1], mass)])
+                    measured.append([p, *self._selection(chosen[0], scores[: p + 1], mass)])
             attended.append(dsa.attend(q, latent, row, chosen, c.kv_lora_rank, c.softmax_scale))
-        if found:
-            positions, tokens, gaps, *shares = torch.tensor(found, dtype=torch.float64).T
-            result.selection, result.mass, result.random, result.recent = (float(share.mean()) for share in shares)
+        if measured:
+            positions, tokens, gaps, *parts = torch.tensor(measured, dtype=torch.float64).T
+            result.selection, result.mass, result.random, result.recent = (float(part.mean()) for part in parts)
             if bool((bad := (tokens != c.index_topk) | (gaps > self._choice)).any()):
                 seen = (
                     f"{int(tokens[bad][0])} tokens, index_topk is {c.index_topk}, {result.selection:.0%} are the page's"

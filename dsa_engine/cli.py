@@ -30,15 +30,11 @@ class Command(NamedTuple):
     options: str | None = None
     imports_torch: bool = True
 
-    def load(self) -> Any:
-        """Imports the function."""
-        return _imported(self.function)
-
     def run(self, args: argparse.Namespace) -> None:
         """Imports and calls the function; says first that it imports torch, which takes seconds."""
         if self.imports_torch and "torch" not in sys.modules:
             logger.info("importing PyTorch")
-        self.load()(args)
+        _imported(self.function)(args)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _imported(self.options or f"{self.function.partition(':')[0]}:add_arguments")(parser)

@@ -211,14 +211,13 @@ def lengths(text: str) -> list[int]:
 
 def json_object(text: str, option: str) -> dict[str, Any]:
     """A JSON object from the command line; ``ValueError`` names the option."""
+    like = 'such as {"num_hidden_layers": 4}'
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(
-            f'{option} is not valid JSON ({error}): {shown(text)}; give such as {{"num_hidden_layers": 4}}'
-        ) from error
+        raise ValueError(f"{option} is not valid JSON ({error}): {shown(text)}; give {like}") from error
     if not isinstance(value, dict):
-        raise ValueError(f'{option} must be a JSON object such as {{"num_hidden_layers": 4}}, not {shown(text)}')
+        raise ValueError(f"{option} must be a JSON object {like}, not {shown(text)}")
     return value
 
 
@@ -236,11 +235,8 @@ def read_text(path: str) -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script; an error that a user can correct ends it with one line and exit status 2, without a traceback.
-
-    Ctrl-C also ends it with one line, and status 130. If the reader of standard output has closed it (``| head``), the
-    process ends silently with status 141, as after SIGPIPE.
-    """
+    """Runs a script; an error that a user can correct ends it with one line and exit status 2, Ctrl-C with one line and
+    130, a reader that has closed standard output (``| head``) silently with 141, as after SIGPIPE."""
     correctable = (ValueError, TypeError, OSError)
     several = several_processes()
     report_failures(brief=correctable)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -59,21 +58,15 @@ def run_clear(args: argparse.Namespace) -> None:
                 f"--key {shown(args.key)} is not in {args.folder}; dsa-engine cache list shows the keys that are"
             )
     for key in folders:
-        deleted = _delete(key)
+        deleted = list(pages(key))
+        for path in (*(path for path, _ in deleted), *unfinished(key), key / ABOUT):
+            path.unlink(missing_ok=True)
+        for folder in (*key.glob("??"), key):
+            with suppress(OSError):  # it holds files of other programs
+                folder.rmdir()
         rest = "; the folder stays, as it holds other files" if key.exists() else ""
-        size = format_bytes(sum(file.st_size for file in deleted))
+        size = format_bytes(sum(stat.st_size for _, stat in deleted))
         print(f"{key.name}: deleted {len(deleted):,} pages, {size}{rest}")
-
-
-def _delete(key: Path) -> list[os.stat_result]:
-    """Deletes a key's pages, its other files and then the folders that are empty; returns what the pages were."""
-    deleted = list(pages(key))
-    for path in (*(path for path, _ in deleted), *unfinished(key), key / ABOUT):
-        path.unlink(missing_ok=True)
-    for folder in (*key.glob("??"), key):
-        with suppress(OSError):  # it holds files of other programs
-            folder.rmdir()
-    return [about for _, about in deleted]
 
 
 def _keys(folder: Path) -> list[Path]:

@@ -29,11 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fp8: the released block format; int8 (W8A8), int4-experts (W4A16): as compressed-tensors writes them",
     )
     parser.add_argument("--int8-activations", action="store_true", help="int4-experts with INT8 activations: W4A8")
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="a text to run the source on first: SmoothQuant moves wide ranges of activations into weights",
-    )
+    about = "a text to run the source on first: SmoothQuant moves wide ranges of activations into weights"
+    parser.add_argument("--calibration", metavar="FILE", help=about)
     parser.add_argument("--calibration-tokens", type=int, default=16384, metavar="N", help="tokens of that text to run")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB"')
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report here")

@@ -97,11 +97,9 @@ def run_info(args: argparse.Namespace) -> None:
         f"on each of {args.ranks} rank(s) with {format_bytes(memory)}, activations not counted:\n"
     )
     table = []
-    for r in rows:
-        in_fp8 = r["tokens_that_fit_in_fp8_caches"]
-        cached = [f"{r['cache_bytes_per_token']:,} B", f"{r['tokens_that_fit']:,}"]
-        cached.append("-" if in_fp8 is None else f"{in_fp8:,}")
-        table.append((r["weights"], format_bytes(r["weight_bytes"]), *cached))
+    for name, size, per_token, fit, in_fp8 in (row.values() for row in rows):
+        cached = (f"{per_token:,} B", f"{fit:,}", "-" if in_fp8 is None else f"{in_fp8:,}")
+        table.append((name, format_bytes(size), *cached))
     columns = ("weights", "per rank", "cache per token", "cached tokens that fit", "with kv_cache_dtype fp8")
     print(format_table(columns, table))
     what = "as the checkpoint stores them" if config.quantization else "if dsa-engine convert made it so"

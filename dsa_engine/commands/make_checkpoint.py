@@ -41,22 +41,14 @@ def run_make_checkpoint(args: argparse.Namespace) -> None:
         raw.pop("dtype", None)
         raw["torch_dtype"] = args.dtype
     with ends_when_terminated():
-        written = write_random_checkpoint(
-            args.output,
-            raw,
-            seed=args.seed,
-            fp8=args.dtype == "fp8",
-            max_shard_size=args.max_shard_size,
-            progress=True,
-            # The demo's tokenizer knows 260 ids, so it serves only the demo's vocabulary.
-            extra_files=demo_files() if args.config == "demo" else None,
-        )
+        # The demo's tokenizer knows 260 ids, so it serves only the demo's vocabulary.
+        files = demo_files() if args.config == "demo" else None
+        how = {"max_shard_size": args.max_shard_size, "progress": True, "extra_files": files}
+        written = write_random_checkpoint(args.output, raw, seed=args.seed, fp8=args.dtype == "fp8", **how)
     if args.json:
         write_json(args.json, written.to_json())
-    print(
-        f"{written.folder}: {written.shards} weight file(s), {written.tensors:,} tensors, "
-        f"{written.tensor_bytes:,} bytes"
-    )
+    held = f"{written.shards} weight file(s), {written.tensors:,} tensors, {written.tensor_bytes:,} bytes"
+    print(f"{written.folder}: {held}")
 
 
 def _read_config(config: str) -> dict[str, Any]:

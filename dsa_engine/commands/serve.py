@@ -37,22 +37,18 @@ def run_serve(args: argparse.Namespace) -> None:
         options = replace(options, api_key=key)
     args.model = args.model_tag or args.model
     with _checked(args, options) if leads() else nullcontext() as bound:
-        _serve(args, options, bound)
+        from dsa_engine.engine.stats_log import StatsLog
+        from dsa_engine.server.process import serve
 
-
-def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socket | None) -> None:
-    from dsa_engine.engine.stats_log import StatsLog
-    from dsa_engine.server.process import serve
-
-    llm = llm_from(args)
-    if bound is None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):  # the launcher sends them here too; rank 0 says when to end
-                signal.signal(number, signal.SIG_IGN)
-        llm.follow()
-        return
-    with llm, nullcontext() if options.disable_log_stats else StatsLog(llm.engine):
-        status = serve(llm, options, bound).wait()
+        llm = llm_from(args)
+        if bound is None:
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGTERM, signal.SIGINT):  # the launcher sends them here too; rank 0 ends the run
+                    signal.signal(number, signal.SIG_IGN)
+            llm.follow()
+            return
+        with llm, nullcontext() if options.disable_log_stats else StatsLog(llm.engine):
+            status = serve(llm, options, bound).wait()
     if status:
         sys.exit(1)
 

@@ -70,7 +70,5 @@ def answer(name: str, value: Any) -> str | None:
 def refuse(given: Mapping[str, Any]) -> None:
     """Raises ``TypeError`` for an argument that a method does not have, unless it asks for what is done anyway."""
     for name, value in given.items():
-        if instead := answer(name, value):
-            raise TypeError(f"there is no argument {name!r}; {instead}")
-        if instead is None:
-            raise TypeError(f"there is no argument {name!r}; help() of the method lists those that are")
+        if (instead := answer(name, value)) != "":
+            raise TypeError(f"there is no argument {name!r}; {instead or 'help() of the method lists those that are'}")

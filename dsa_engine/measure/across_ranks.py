@@ -18,9 +18,9 @@ def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
 
 def agree_on_prompts(engine: Engine, prompts: list[list[int]]) -> None:
     """Raises ``ValueError`` if the ranks measure different prompts, or the run is disaggregated."""
-    if engine.mesh.has_counterpart:
-        raise ValueError("this measurement is of an engine that prefills and decodes; leave out prefill_ranks")
     mesh = engine.mesh
+    if mesh.has_counterpart:
+        raise ValueError("this measurement is of an engine that prefills and decodes; leave out prefill_ranks")
     if mesh.processes.size > 1:
         digest = blake2b(repr(prompts).encode(), digest_size=8).hexdigest()
         compare({"the digest of the prompts": digest}, mesh.run_ranks, mesh.run_rank, mesh.config.timeout)

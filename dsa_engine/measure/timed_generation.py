@@ -120,11 +120,9 @@ def generate_batch(
 
 
 def max_output_tokens(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> int:
-    """Maximum number of tokens that a request may get while the whole batch decodes ``output_len`` tokens.
-
-    While the last request is prefilled the others decode, at most ``1 / max_prefill_share`` steps for one of prefill.
-    With filled caches there is one step that is not counted.
-    """
+    """Maximum number of tokens that a request may get while the whole batch decodes ``output_len`` tokens: while the
+    last request is prefilled the others decode, at most ``1 / max_prefill_share`` steps for one of prefill; with filled
+    caches there is one step that is not counted."""
     if fill_cache:
         return output_len + 1
     if batch_size == 1 or output_len == 1:

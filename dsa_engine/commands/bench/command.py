@@ -84,18 +84,9 @@ def _run_latency(metric: str, args: argparse.Namespace) -> None:
     report = BenchReport(llm, args, metric)
     try:
         for number, (input_len, batch_size, num_drafts) in enumerate(cases, 1):
-            result = measure_latency(
-                llm,
-                input_len,
-                args.output_len,
-                batch_size=batch_size,
-                warmup=args.warmup,
-                repeat=args.repeat,
-                seed=args.seed,
-                fill_cache=fill_cache,
-                num_drafts=num_drafts,
-                acceptance=_acceptance(args, num_drafts),
-            )
+            runs = {"batch_size": batch_size, "warmup": args.warmup, "repeat": args.repeat, "seed": args.seed}
+            runs |= {"fill_cache": fill_cache, "num_drafts": num_drafts, "acceptance": _acceptance(args, num_drafts)}
+            result = measure_latency(llm, input_len, args.output_len, **runs)
             report.add(result, last=number == len(cases))
         if args.profile:
             prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]

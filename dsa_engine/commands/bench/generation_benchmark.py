@@ -17,10 +17,8 @@ from dsa_engine.outputs import SpeculationMetrics
 def check_lengths(input_len: int, output_len: int, max_model_len: int) -> None:
     """Raises ``ValueError`` if requests of these numbers of tokens are too long."""
     if input_len + output_len > max_model_len:
-        raise ValueError(
-            f"{input_len} tokens and up to {output_len} new ones exceed max_model_len {max_model_len}; measure shorter "
-            "inputs or outputs, or raise max_model_len"
-        )
+        what = f"{input_len} tokens and up to {output_len} new ones exceed max_model_len {max_model_len}"
+        raise ValueError(f"{what}; measure shorter inputs or outputs, or raise max_model_len")
 
 
 def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> None:
@@ -28,10 +26,8 @@ def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: i
     max_tokens = max_output_tokens(engine, input_len, output_len, batch_size, fill_cache)
     check_lengths(input_len, max_tokens, engine.max_model_len)
     check_batch(engine.scheduler.capacity, batch_size, input_len, max_tokens, fill_cache)
-    if batch_size > engine.options.max_num_seqs:
-        raise ValueError(
-            f"the batch size {batch_size} exceeds max_num_seqs {engine.options.max_num_seqs}; raise max_num_seqs"
-        )
+    if batch_size > (most := engine.options.max_num_seqs):
+        raise ValueError(f"the batch size {batch_size} exceeds max_num_seqs {most}; raise max_num_seqs")
 
 
 def measure_latency(

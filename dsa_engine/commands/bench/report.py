@@ -21,11 +21,8 @@ from dsa_engine.system.sizes import format_bytes
 
 
 class BenchReport:
-    """The results so far. Every rank makes a report, as the ceilings of its device are measured; rank 0 writes it.
-
-    Args:
-        metric: "ttft" or "tpot": which time the table shows; the JSON holds both.
-    """
+    """The results so far. Every rank makes a report, as the ceilings of its device are measured; rank 0 writes it. Its
+    table shows the times of ``metric``, "ttft" or "tpot"; the JSON holds both."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace, metric: str):
         engine = llm.engine
@@ -55,7 +52,6 @@ class BenchReport:
         plot_prefill(self._results, path, caption(self._about, described(self._engine, TITLE)))
 
     def show(self) -> None:
-        """Prints the tables on rank 0; nothing without a result."""
         if not self._engine.mesh.is_leader or not self._results:
             return
         if above := described(self._engine, HEADING):
@@ -68,8 +64,7 @@ class BenchReport:
         for phase in ("prefill", "decode"):
             _print_stages(phase, self._results)
         print()
-        sizes = [result.size for result in self._results]
-        print_peak_fractions(sizes, self._listed, self._fractions.ceilings)
+        print_peak_fractions([result.size for result in self._results], self._listed, self._fractions.ceilings)
         for result in self._results if self._depth else ():
             print(self._depth.line(result, self._metric))  # type: ignore[union-attr]
 

@@ -220,10 +220,8 @@ def check_tokens(mesh: Mesh) -> str:
 
 
 def check_nodes(mesh: Mesh, model: str | None) -> str:
-    """Compares versions, devices and drivers of all ranks, and the files of a model as the engine does when it starts.
-
-    The engine compares its ranks too when it starts; this names the node that differs.
-    """
+    """Compares versions, devices and drivers of all ranks, and the files of a model as the engine does when it starts,
+    and names the node that differs."""
     mine = {
         "dsa_engine": __version__,
         "Python": platform.python_version(),

@@ -12,7 +12,7 @@ ACCEPTANCE = (0.85, 0.72, 0.61)  # assumed, as MEASURED.md has it of others for 
 
 @dataclass(frozen=True)
 class Demand:
-    """The demand on a deployment.
+    """What is asked of a deployment.
 
     Attributes:
         input_len, output_len: tokens of a request.

@@ -1,5 +1,7 @@
 /** The document: its text in pieces that a browser lays out only when they are in view, and its counts. */
 
+import { make } from "./elements.js";
+
 export const MAX_CHARACTERS = 1_000_000;
 const PIECE = 4_096; // characters laid out together
 
@@ -42,13 +44,7 @@ export class Document {
 
   /** Shows the text in `element`. */
   show(element) {
-    element.replaceChildren(
-      ...pieces(this.text).map((text) => {
-        const piece = document.createElement("div");
-        piece.textContent = text;
-        return piece;
-      }),
-    );
+    element.replaceChildren(...pieces(this.text).map((text) => make("div", text)));
     element.scrollTop = 0;
   }
 }

@@ -82,7 +82,7 @@ export class Lens {
   #word = make("strong");
   #layer = Object.assign(make("select"), { ariaLabel: "Layer", onchange: () => this.#paint() });
   #rule = Object.assign(make("select"), { ariaLabel: "What is shaded", onchange: () => this.#paint() });
-  #said = Object.assign(make("p"), { role: "status" });
+  #said = Object.assign(make("p"), { role: "status", className: "hint" });
   #ticks = Object.assign(make("div"), { className: "ticks", ariaHidden: "true" });
 
   /** Makes the controls in `bar`. The children of `text` have a text node each. `step(by)` shows another word. */

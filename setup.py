@@ -65,7 +65,6 @@ setup(
     packages=find_packages("src", include=["dsa_engine", "dsa_engine.*"]),
     package_data={
         "dsa_engine": ["py.typed", "demo_model/*"],
-        "dsa_engine.commands": ["lens.html"],
         "dsa_engine.kernels": ["cpu/*"],
         "dsa_engine.server": ["page/*"],
     },

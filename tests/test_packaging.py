@@ -63,7 +63,6 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Path], tre
     assert "dsa_engine/demo_model/model.safetensors" in expected
     expected |= {f"dsa_engine/server/page/{path.name}" for path in (tree / "dsa_engine" / "server" / "page").iterdir()}
     assert "dsa_engine/server/page/index.html" in expected
-    expected |= {"dsa_engine/commands/lens.html"}
     expected |= {f"dsa_engine/kernels/cpu/{path.name}" for path in (tree / "kernels" / "cpu").iterdir()}
     assert "dsa_engine/kernels/cpu/tiles.h" in expected
     for folder, prefix in (("dsa_engine", ""), ("kernels", "dsa_engine/"), ("parallel", "dsa_engine/")):

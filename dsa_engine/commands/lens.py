@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dsa_engine.text.tokenizer import Tokenizer
 
 _PAGE = Path(__file__).parents[1] / "server" / "page"
+_STYLES = ("base", "page", "prose", "lens")
+_SCRIPTS = ("elements", "prose", "conversation", "document", "lens", "pane", "server", "recorded", "page")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +73,7 @@ def run_lens(args: argparse.Namespace) -> None:
 
 
 def lens_page(output: RequestOutput, tokenizer: Tokenizer, document: str, question: str, title: str) -> str:
-    """The page of an output that has a selection, about the text of a document."""
+    """The server's page in one file, with an output that has a selection in the place of a server."""
     from dsa_engine.server.forms.parts import selection_of
 
     ids = output.prompt_token_ids + output.token_ids[: len(output.token_ids) - (output.finish_reason == "stop")]
@@ -79,12 +81,19 @@ def lens_page(output: RequestOutput, tokenizer: Tokenizer, document: str, questi
     document = document if document in text else text  # a tokenizer may change a text
     start, characters = (len(part.encode("utf-16-le")) // 2 for part in (text[: text.index(document)], document))
     data = {"text": text, "tokens": [*map(tokenizer.token_text, ids)], "prompt": len(output.prompt_token_ids)}
-    data |= {"start": start, "end": start + characters, "question": question} | selection_of(output.selection)
-    parts = {
-        "title": html.escape(title),
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "style": "".join((_PAGE / name).read_text(encoding="utf-8") for name in ("base.css", "lens.css")),
-        "script": (_PAGE / "lens.js").read_text(encoding="utf-8"),
-    }
-    template = Path(__file__).with_name("lens.html").read_text(encoding="utf-8")
-    return re.sub(r"\$(title|data|style|script)\b", lambda name: parts[name[1]], template)
+    data |= {"start": start, "end": start + characters, "question": question, "name": title}
+    recorded = json.dumps(data | selection_of(output.selection), separators=(",", ":")).replace("<", "\\u003c")
+    page, style, script = (
+        "".join((_PAGE / name).read_text(encoding="utf-8") for name in names)
+        for names in (["index.html"], (f"{name}.css" for name in _STYLES), (f"{name}.js" for name in _SCRIPTS))
+    )
+    script = re.sub(r"^(import .*\n|export )", "", script, flags=re.MULTILINE)  # one file: its modules are one
+    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+    page = re.sub(r"default-src [^\"]*", policy, re.sub(r" *<(link|script) .*\n", "", page))
+    title_tag = f"<title>{html.escape(title)}</title>"
+    page = page.replace("<title>dsa_engine</title>", title_tag).replace("<body>", '<body class="recorded">')
+    page = page.replace("</head>", f"<style>\n{style}</style>\n</head>")
+    scripts = (
+        f'<script type="application/json" id="recorded">{recorded}</script>\n<script type="module">\n{script}</script>'
+    )
+    return page.replace("</body>", f"{scripts}\n</body>")

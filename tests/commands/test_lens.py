@@ -35,7 +35,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_file(written: Path) -> None:
     page = written.read_text(encoding="utf-8")
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>\n', page)
+    (data,) = re.findall(r'<script type="application/json" id="recorded">(.*)</script>\n', page)
     read = json.loads(data)
     llm = LLM("demo", device="cpu", cache_memory="64MiB", progress=False)
     messages = [{"role": "user", "content": f"{DOCUMENT.rstrip()}\nWhat is key {KEY}?"}]
@@ -78,9 +78,11 @@ def test_the_fact_lights_up(written: Path) -> None:
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: request.url == written.as_uri() or wrong.append(request.url))
         page.goto(written.as_uri())
-        words = page.locator("#answer button")
-        assert words.all_inner_texts() == ["key", str(KEY), "is", str(FACTS[KEY])]
-        chosen = page.locator("#answer [aria-pressed=true]")
+        said = page.locator("#lens p", has_text="It selected 256 of ")
+        said.wait_for()
+        assert page.locator(".answer > .text").inner_text() == f"key {KEY} is {FACTS[KEY]}"
+        assert page.locator(".question").inner_text() == f"What is key {KEY}?"
+        chosen = page.locator("#lens strong")
         assert chosen.inner_text() == str(FACTS[KEY])  # the first one shown
         strongest = page.evaluate(SHADED)
         assert strongest[0].strip() == str(FACTS[KEY]) and len(strongest) > 200
@@ -88,7 +90,8 @@ def test_the_fact_lights_up(written: Path) -> None:
             "() => { const [r] = CSS.highlights.get('look-5'); r.setStart(r.startContainer, 0); return `${r}`; }"
         )
         assert before.endswith(f"key {KEY} is {FACTS[KEY]}")  # the fact itself, not another 72
-        said = page.locator("#lens p")
+        assert page.get_by_role("heading", name="facts.txt").is_visible() and page.title() == "facts.txt"
+        assert not any(page.locator(f"#{name}").is_visible() for name in ("ask", "server", "remove-document"))
         assert re.search(r"It selected 256 of \d{3} tokens in each layer", said.inner_text())
         page.get_by_label("What is shaded").select_option("recent")
         few = page.evaluate(SHADED)
@@ -96,5 +99,5 @@ def test_the_fact_lights_up(written: Path) -> None:
         page.get_by_label("Layer").select_option("layer 3 of 3")
         assert page.evaluate(SHADED)[0].strip() == str(FACTS[KEY])
         page.get_by_label("Word before").click()
-        assert chosen.inner_text() == "is"
+        page.locator("#lens strong", has_text="is").wait_for()
     assert wrong == []

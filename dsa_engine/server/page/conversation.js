@@ -1,6 +1,6 @@
 /** Turns of a conversation: what was asked and answered, how it is shown, and the messages that go to the server. */
 
-import { counted } from "./elements.js";
+import { counted, make } from "./elements.js";
 import { Prose } from "./prose.js";
 
 const UPDATES_EVERY = 1_000; // milliseconds between two states of the progress line
@@ -143,15 +143,8 @@ export class Turn {
   #showFigures() {
     const figures = this.figures();
     this.parts.figures.hidden = !figures.length;
-    this.parts.figures.replaceChildren(
-      ...figures.map(([label, value]) => {
-        const pair = document.createElement("div");
-        for (const [name, text] of [["dt", label], ["dd", value]]) {
-          pair.appendChild(document.createElement(name)).textContent = text;
-        }
-        return pair;
-      }),
-    );
+    const pairs = figures.map(([label, value]) => make("div", make("dt", label), make("dd", value)));
+    this.parts.figures.replaceChildren(...pairs);
   }
 }
 

@@ -1,5 +1,7 @@
 /** The document: its text in pieces that a browser lays out only when they are in view, and its counts. */
 
+import { make } from "./elements.js";
+
 export const MAX_CHARACTERS = 1_000_000;
 const PIECE = 4_096; // characters laid out together
 
@@ -20,8 +22,8 @@ export async function readText(file) {
 
 /** Code points, as a person counts characters; `text.length` counts UTF-16 units. */
 export function countCharacters(text) {
-  let count = text.length;
-  for (let i = 0; i < text.length; i++) if ((text.charCodeAt(i) & 0xfc00) === 0xdc00) count--;
+  let count = 0;
+  for (const _ of text) count++;
   return count;
 }
 
@@ -42,13 +44,7 @@ export class Document {
 
   /** Shows the text in `element`. */
   show(element) {
-    element.replaceChildren(
-      ...pieces(this.text).map((text) => {
-        const piece = document.createElement("div");
-        piece.textContent = text;
-        return piece;
-      }),
-    );
+    element.replaceChildren(...pieces(this.text).map((text) => make("div", text)));
     element.scrollTop = 0;
   }
 }

@@ -10,3 +10,9 @@ export function say(text) {
 export function counted(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
+
+export function make(name, ...children) {
+  const element = document.createElement(name);
+  element.append(...children);
+  return element;
+}

@@ -1,6 +1,8 @@
 /** The lens: what the model looked at in a document for a word of its answer, as shades of the text. The shades are
  * highlights of the browser, so the text stays as it is, however long it is. */
 
+import { make } from "./elements.js";
+
 const SHADES = 6; // in lens.css
 const APART = 16; // characters at most between two tokens that are text themselves
 const TICKS = 100; // beside the text, at the strongest tokens
@@ -61,30 +63,37 @@ export function sum(looks, layers, rule) {
   return { weights, left, selected: Math.round(selected) };
 }
 
-export function make(name, properties, ...children) {
-  const element = Object.assign(document.createElement(name), properties);
-  element.append(...children);
-  return element;
+/** The largest weight of a single token of the document, in any layer. */
+export function peakOf(looks, { offsets, start, end } = {}) {
+  const inside = (position) => offsets[position] >= start && offsets[position + 1] <= end;
+  let peak = -1;
+  for (const { positions, weights } of looks) {
+    const flat = positions.flat();
+    weights.flat().forEach((weight, i) => {
+      if (weight > peak && inside(flat[i])) peak = weight;
+    });
+  }
+  return peak;
 }
 
 export class Lens {
   #looks = [];
   #place = {}; // offsets of all tokens, start and end of the document among them
-  #word = make("strong", {});
-  #layer = make("select", { ariaLabel: "Layer", onchange: () => this.#paint() });
-  #rule = make("select", { ariaLabel: "What is shaded", onchange: () => this.#paint() });
-  #said = make("p", { role: "status" });
-  #ticks = make("div", { className: "ticks", ariaHidden: "true" });
+  #word = make("strong");
+  #layer = Object.assign(make("select"), { ariaLabel: "Layer", onchange: () => this.#paint() });
+  #rule = Object.assign(make("select"), { ariaLabel: "What is shaded", onchange: () => this.#paint() });
+  #said = Object.assign(make("p"), { role: "status", className: "hint" });
+  #ticks = Object.assign(make("div"), { className: "ticks", ariaHidden: "true" });
 
-  /** Makes the controls in `bar`. The children of `text` have a text node each. `step(by)` shows another word; `close`:
-   * what the button to close the lens does, if there is one. */
+  /** Makes the controls in `bar`. The children of `text` have a text node each. `step(by)` shows another word. */
   constructor(bar, text, step, close) {
     this.text = text;
-    const button = (label, title, onclick) => make("button", { type: "button", title, ariaLabel: title, onclick }, label);
+    const button = (label, title, onclick) => 
+      Object.assign(make("button", label), { type: "button", title, ariaLabel: title, onclick });
     this.#rule.append(...Object.entries(RULES).map(([value, label]) => new Option(label, value)));
     const steps = [button("‹", "Word before", () => step(-1)), this.#word, button("›", "Next word", () => step(1))];
-    bar.replaceChildren(make("div", {}, ...steps, this.#layer, this.#rule), this.#said);
-    if (close) bar.firstChild.append(button("×", "Close", close));
+    const controls = [...steps, this.#layer, this.#rule, button("×", "Close", close)];
+    bar.replaceChildren(make("div", ...controls), this.#said);
     text.after(this.#ticks);
   }
 

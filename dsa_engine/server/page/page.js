@@ -2,15 +2,17 @@
 
 import { Turn, messagesOf } from "./conversation.js";
 import { $, say } from "./elements.js";
-import { Lens, offsetsOf, tokensIn, wordsOf } from "./lens.js";
+import { Lens, offsetsOf, peakOf, tokensIn, wordsOf } from "./lens.js";
 import { DocumentPane } from "./pane.js";
+import { Recorded } from "./recorded.js";
 import { Server } from "./server.js";
 
 const RETRY_MS = 3_000; // between two looks at a server that is not ready
 const MAX_LOOKS = 8; // tokens of a word that the lens asks for
 const ANNOUNCED = 600; // characters of an answer that a screen reader is told at once
 
-const server = new Server();
+const recorded = $("recorded") && new Recorded(JSON.parse($("recorded").textContent)); // in a file of `dsa-engine lens`
+const server = recorded ?? new Server();
 const state = { model: null, turns: [], running: null };
 const pane = new DocumentPane({ mayChange: mayBeginAnew, countTokens, afterChange: () => $("question").focus() });
 
@@ -56,7 +58,7 @@ async function answer(turn) {
   state.running = null;
   showRunning();
   scrollDown();
-  announce(turn, outcome);
+  if (!recorded) announce(turn, outcome);
 }
 
 function body(turn) {
@@ -108,7 +110,8 @@ function announce(turn, { problem, stopped }) {
 /** Asks before a conversation that has begun ends, since the document stands before its first question. */
 function mayBeginAnew() {
   if (!state.turns.length) return true;
-  if (!confirm("Another document, or none, begins a new conversation: questions and answers here will be gone.")) return false;
+  const words = "Another document, or none, begins a new conversation: questions and answers here will be gone.";
+  if (recorded || !confirm(words)) return false;
   newConversation();
   return true;
 }
@@ -170,20 +173,39 @@ async function look(turn, number) {
   const range = new StaticRange({ startContainer: node, startOffset: at, endContainer: node, endOffset: at + word.length });
   CSS.highlights?.set("look-word", new Highlight(range));
   try {
-    const { prompt, output } = turn.tokens;
-    const { text, tokens } = (turn.texts ??= await server.texts([...prompt, ...output], signal));
-    const offsets = offsetsOf(text, tokens);
-    const start = text.indexOf(pane.document.text);
-    const from = text.lastIndexOf(turn.content) + place;
-    if (start < 0 || from < place) throw new Error("The model's tokens spell this text in another way: no shades.");
-    const numbers = tokensIn(offsets, from, word.length, prompt.length).slice(0, MAX_LOOKS);
-    const prompts = numbers.map((one) => [...prompt, ...output.slice(0, one)]);
-    const selections = await server.selections(state.model, prompts, signal);
-    const looks = selections.map((one, i) => ({ ...one, visible: prompts[i].length }));
-    lens.show(word, looks, { offsets, start, end: start + pane.document.text.length });
+    lens.show(word, ...(await looksOf(turn, word, place, signal)));
   } catch (error) {
     if (error.name !== "AbortError") lens.show(word, [], {}, error.message);
   }
+}
+
+/** What the tokens of a word at `place` of the answer looked at, and where the document's tokens are: see Lens.show. */
+async function looksOf(turn, word, place, signal) {
+  const { prompt, output } = turn.tokens;
+  const { text, tokens } = (turn.texts ??= await server.texts([...prompt, ...output], signal));
+  const offsets = (turn.offsets ??= offsetsOf(text, tokens));
+  const start = text.indexOf(pane.document.text);
+  const from = text.lastIndexOf(turn.content) + place;
+  if (start < 0 || from < place) throw new Error("The model's tokens spell this text in another way: no shades.");
+  const numbers = tokensIn(offsets, from, word.length, prompt.length).slice(0, MAX_LOOKS);
+  const prompts = numbers.map((one) => [...prompt, ...output.slice(0, one)]);
+  const selections = await server.selections(state.model, prompts, signal);
+  const looks = selections.map((one, i) => ({ ...one, visible: prompts[i].length }));
+  return [looks, { offsets, start, end: start + pane.document.text.length }];
+}
+
+/** Shows a recorded answer, and first of its words the one that looked at a token of the document the most. */
+async function showRecorded() {
+  await pane.set(recorded.name, () => recorded.document);
+  await ask(recorded.question);
+  const [turn] = state.turns;
+  let best = [-1, 0];
+  for (const [number, { word, place }] of shownWords(turn).entries()) {
+    const [looks, where] = await looksOf(turn, word, place).catch(() => [[]]);
+    const peak = peakOf(looks, where);
+    if (peak > best[0]) best = [peak, number];
+  }
+  look(turn, best[1]);
 }
 
 function closeLens() {
@@ -277,4 +299,5 @@ $("settings").addEventListener("close", () => {
 
 if (matchMedia("(pointer: fine)").matches) question.focus();
 showRunning();
-connect();
+if (recorded) showRecorded();
+else connect();

@@ -23,7 +23,7 @@ export class DocumentPane {
     });
     // A page from another machine without TLS has no clipboard to read; Ctrl+V works everywhere.
     $("paste").hidden = !navigator.clipboard?.readText;
-    $("paste").addEventListener("click", () => this.#set("Pasted text", readClipboard));
+    $("paste").addEventListener("click", () => this.set("Pasted text", readClipboard));
     document.addEventListener("paste", (event) => this.#onPaste(event));
     // The whole page takes a drop: a file beside the target must not replace the page.
     document.addEventListener("dragenter", (event) => holdsText(event) && this.#showDrop(this.#inside + 1));
@@ -53,7 +53,8 @@ export class DocumentPane {
     say(`Document ${name}: ${$("document-counts").textContent}`);
   }
 
-  async #set(name, read) {
+  /** Takes the text that `read()` gives as the document, or shows why not. */
+  async set(name, read) {
     this.#showProblem("");
     let chosen;
     try {
@@ -110,7 +111,7 @@ export class DocumentPane {
   #takeFiles(files) {
     if (files.length > 1) return this.#showProblem("One document at a time is possible: choose a single file.");
     const [file] = files;
-    if (file) this.#set(file.name, () => readText(file));
+    if (file) this.set(file.name, () => readText(file));
   }
 
   #onPaste(event) {
@@ -121,7 +122,7 @@ export class DocumentPane {
     if (files.length ? typing && text : !text || (typing && text.length < LONG_PASTE)) return;
     event.preventDefault();
     if (files.length) this.#takeFiles([...files]);
-    else this.#set("Pasted text", () => text);
+    else this.set("Pasted text", () => text);
   }
 
   #onDrop(event) {
@@ -132,7 +133,7 @@ export class DocumentPane {
     if (document.querySelector("dialog[open]")) return;
     const text = event.dataTransfer.getData("text/plain");
     if (files.length) this.#takeFiles([...files]);
-    else if (text) this.#set("Dropped text", () => text);
+    else if (text) this.set("Dropped text", () => text);
   }
 
   #showDrop(inside) {

@@ -1,6 +1,8 @@
 /** Text as models write it, Markdown: shown block by block while it comes. Only text nodes and a few elements are made,
  * never HTML from the text, and links stay text. What is no Markdown is shown as it is. */
 
+import { make } from "./elements.js";
+
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`\n]*)$/;
 const HEADING = /^(#{1,6})\s+(\S.*)$/;
 const ITEM = /^(\s*)([-*+]|(\d{1,9})[.)])\s+(.*)$/;
@@ -150,10 +152,4 @@ function inline(text) {
   }
   nodes.push(text.slice(end));
   return nodes;
-}
-
-function make(name, ...children) {
-  const element = document.createElement(name);
-  element.append(...children);
-  return element;
 }

@@ -39,7 +39,7 @@ def new_group(
     """
     global _groups_made
     limit = timedelta(seconds=timeout)
-    group = dist.new_group(ranks, limit, backend, pg_options=options, use_local_synchronization=alone)
+    group = dist.new_group(ranks, timeout=limit, backend=backend, pg_options=options, use_local_synchronization=alone)
     _groups_made += isinstance(group, dist.ProcessGroup)
     return group
 

@@ -26,13 +26,12 @@ from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.row_format import LatentFormat
-from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul
+from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul, split_matrices
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.kernels.rows.store_rows import store_rows
-from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer, IndexQueries
 from dsa_engine.model.kv_cache import KVCache
@@ -75,12 +74,8 @@ class Attention(Weighted):
         # W_UK transposed; the products with W_UK and W_UV take a small part of the time.
         up = self.take_plain_weight(self.kv_b).view(self.config.num_attention_heads, -1, rank)
         del self.kv_b
-        self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
-        if self.config.batch_invariant and runs_triton(up):
-            # The kernel of absorbed products reads matrices that lie so; in the same memory.
-            turned, values = self.w_uk.mT.contiguous(), self.w_uv.contiguous()
-            w_uk, w_uv = up.flatten().split((turned.numel(), values.numel()))
-            self.w_uk, self.w_uv = w_uk.view_as(turned).copy_(turned).mT, w_uv.view_as(values).copy_(values)
+        # [heads, nope, rank], [heads, value, rank]
+        self.w_uk, self.w_uv = split_matrices(up, nope, fixed=self.config.batch_invariant)
 
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None

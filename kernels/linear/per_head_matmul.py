@@ -33,6 +33,17 @@ def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return products.view(heads, tokens, -1).transpose(0, 1)
 
 
+def split_matrices(both: torch.Tensor, first: int, *, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_UK ``[heads, first, in]`` and W_UV, the other rows, of ``both [heads, rows, in]``, in its memory; ``fixed``: as
+    Triton's kernel reads them under :func:`.launch.batch_invariance`."""
+    w_uk, w_uv = both[:, :first], both[:, first:]
+    if not fixed or not runs_triton(both):
+        return w_uk, w_uv
+    turned, values = w_uk.mT.contiguous(), w_uv.contiguous()
+    w_uk, w_uv = both.flatten().split((turned.numel(), values.numel()))
+    return w_uk.view_as(turned).copy_(turned).mT, w_uv.view_as(values).copy_(values)
+
+
 @operation(writes=("out",), runs=cpu.runs_product)
 def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """``x [T, heads, in]`` by ``weight [heads, in, out]`` into ``out [T, heads, out]``, of one dtype, strided as they

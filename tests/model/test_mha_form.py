@@ -57,7 +57,7 @@ def test_batch_invariant_products_copy_no_weights(monkeypatch: pytest.MonkeyPatc
             return llm.engine.model.layers[1].attention
 
     before = attention()
-    monkeypatch.setattr("dsa_engine.model.attention.runs_triton", lambda x: True)
+    monkeypatch.setattr("dsa_engine.kernels.linear.per_head_matmul.runs_triton", lambda x: True)
     after = attention()
     read = [product.transpose(1, 2) for product in (after.w_uk, after.w_uv.transpose(1, 2))]  # as in `_by_head`
     assert all(weight.is_contiguous() for weight in read) and not before.w_uv.is_contiguous()

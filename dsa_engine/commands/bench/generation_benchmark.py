@@ -26,8 +26,8 @@ def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: i
     max_tokens = max_output_tokens(engine, input_len, output_len, batch_size, fill_cache)
     check_lengths(input_len, max_tokens, engine.max_model_len)
     check_batch(engine.scheduler.capacity, batch_size, input_len, max_tokens, fill_cache)
-    if batch_size > (longest := engine.options.max_num_seqs):
-        raise ValueError(f"the batch size {batch_size} exceeds max_num_seqs {longest}; raise max_num_seqs")
+    if batch_size > (limit := engine.options.max_num_seqs):
+        raise ValueError(f"the batch size {batch_size} exceeds max_num_seqs {limit}; raise max_num_seqs")
 
 
 def measure_latency(

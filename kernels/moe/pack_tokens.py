@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from dsa_engine.kernels.moe.expert_order import Replicas, choose_replicas_reference, physical_expert
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas_reference, physical_expert
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton

@@ -20,9 +20,10 @@ import torch
 
 from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.moe.combine import combine as weighted_sum
-from dsa_engine.kernels.moe.combine import combine_codes
-from dsa_engine.kernels.moe.expert_order import Order, expert_order, token_ranks
+from dsa_engine.kernels.moe.combine_codes import combine_codes
+from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
+from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import (
     CountedDispatcher,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.moe.expert_order import Replicas, choose_replicas
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
 from dsa_engine.kernels.runtime.transfer import SideStream, download, upload
 from dsa_engine.parallel.group import Group
 

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from dsa_engine.kernels.formats.quantize import quantized_words
-from dsa_engine.kernels.moe.combine import combine, combine_codes
-from dsa_engine.kernels.moe.expert_order import Replicas, choose_replicas, expert_order, token_ranks
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
+from dsa_engine.kernels.moe.combine import combine
+from dsa_engine.kernels.moe.combine_codes import combine_codes
+from dsa_engine.kernels.moe.expert_order import expert_order
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.moe.router import route
+from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from kernel_cases.inputs import HIDDEN, Inputs, KernelCase, Sizes
 

@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import transformers
 
 import dsa_engine.cli
 
-_IMPORTED = (torch.distributed, transformers, *(command.load() for command in dsa_engine.cli.COMMANDS.values()))
+_MODULES = {command.function.partition(":")[0] for command in dsa_engine.cli.COMMANDS.values()}
+_IMPORTED = (torch.distributed, transformers, *(import_module(f"dsa_engine.commands.{one}") for one in _MODULES))
 
 
 def fork_ranks(launch: dict[str, Any]) -> list[int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.moe.expert_order import choose_replicas
+from dsa_engine.kernels.moe.choose_replicas import choose_replicas
 
 
 @pytest.mark.parametrize(

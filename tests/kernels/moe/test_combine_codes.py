@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dsa_engine.kernels.formats.quantize import codes_and_scales, quantize_tokens
-from dsa_engine.kernels.moe.combine import combine, combine_codes
+from dsa_engine.kernels.moe.combine import combine
+from dsa_engine.kernels.moe.combine_codes import combine_codes
 
 
 @pytest.mark.parametrize("hidden", [128, 160, 1284])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.moe.expert_order import Replicas, choose_replicas
+from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words, tokens_of, topk_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.moe.expert_order import token_ranks
+from dsa_engine.kernels.moe.token_ranks import token_ranks
 
 
 @pytest.mark.parametrize(

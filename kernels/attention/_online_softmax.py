@@ -1,5 +1,5 @@
 """The common part of attention over latent rows: tile sizes, queries and results of a program, one step of the online
-softmax, and the loop over the rows, which the format's helpers load (:class:`.row_format.LatentHelpers`).
+softmax, and the loop over the rows, which the format's helpers load (:class:`.row_format.Helpers`).
 
     s = scale · log2(e) · q · rowᵀ      top' = max(top, s)      p = 2^(s − top')      r = 2^(top − top')
     total' = r · total + Σ p            acc' = r · acc + p · row[:value_dim]

@@ -239,26 +239,6 @@ def test_micro_batches_by_node(fake_engine: Callable[..., Any], enabled: bool) -
             assert beside == count * 2 * micro_batches, name
 
 
-def test_micro_batches_with_drafts(fake_engine: Callable[..., Any]) -> None:
-    """The model's pass in the graph of a step is cut, and the passes of the MTP module are not; a replay waits for
-    nothing new and is launched ahead."""
-    options = {"speculative_config": {"num_speculative_tokens": 3}}
-    with FakeDevice() as device:
-        engine = fake_engine(device, "deepseek_v32", 8, enable_dbo=True, **options)
-        for _ in range(16):
-            add_filled(engine, 100_000, replace(GREEDY, max_tokens=200))
-        with device.watched():
-            engine.step()
-        (captured,) = device.captures
-        sums = sum(launch.name == "reduce_scatter" for launch in captured.launches)
-        assert sums == 2 * 2 + 3, "two micro-batches in two layers, three passes of the module"
-        for ahead in (1, 2):
-            with device.watched():
-                engine.step()
-            assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
-            assert engine.launched_ahead == ahead
-
-
 def test_streams_of_a_rank_with_links_to_63_others(fake_engine: Callable[..., Any], threads_by_hand: None) -> None:
     """PyTorch hands out 32 streams in turn: none of them is used twice."""
     with FakeDevice() as device:

@@ -92,9 +92,10 @@ def _expert_tensors(llm: LLM) -> list[torch.Tensor]:
     return [t for layer in llm.engine.model.layers if layer.moe for t in layer.moe.experts.tensors]
 
 
-@pytest.mark.parametrize("requests, context", [(1, 958), (3, 958), (2, 126)])
+@pytest.mark.parametrize("requests, context", [(1, 958), (3, 958), (2, 126), (1, 4094)])
 def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
-    """Above and below the 256 selected tokens; the references read whole pages."""
+    """Above and below the 256 selected tokens, and where nothing but the scored index keys has grown; the references
+    read whole pages."""
     options: dict[str, Any] = {"max_num_seqs": 4, "enforce_eager": True, "progress": False}
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", **options)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -15,13 +15,10 @@ import torch
 
 from collectives import Collective, record
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.commands.bench.generation_benchmark import measure_latency
-from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.emulation.config import EmulatedConfig, EmulatedMesh
 from dsa_engine.measure.emulation.group import EmulatedGroup
-from dsa_engine.measure.requests import random_prompt
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
@@ -109,13 +106,6 @@ def emulated(demo_cache: Path) -> LLM:
     return LLM("demo-random", device="cpu", max_model_len=1024, parallel=parallel, progress=False)
 
 
-def test_the_rank_holds_its_part(emulated: LLM) -> None:
-    (moe,) = {layer.moe.experts.count for layer in emulated.engine.model.layers if layer.moe is not None}
-    assert moe == 24 // 8
-    assert emulated.engine.model.embed.shape[0] == 320 // 2
-    assert emulated.engine.cache.pages > 0
-
-
 def test_generate_runs_and_leaves_nothing(emulated: LLM) -> None:
     """Ten sequences on eight ranks: some ranks decode two, and the tokens of the others are made up."""
     free = emulated.engine.scheduler.free_pages
@@ -178,16 +168,3 @@ def test_copies_of_fp8_cache_rows_have_signs_of_their_own() -> None:
     assert torch.equal(got[1], rows) and torch.equal(got & 127, (rows & 127).expand(3, 5, 16))
     assert torch.equal(got[..., 3::4], rows[:, 3::4].expand(3, 5, 4))  # where scales have their sign
     assert not torch.equal(got[0], rows) and not torch.equal(got[2], rows) and not torch.equal(got[0], got[2])
-
-
-def test_prefill_of_an_emulated_rank(emulated: LLM) -> None:
-    result = measure_prefill(emulated.engine, random_prompt(emulated.engine, 801), warmup=0, repeat=2)
-    assert len(result.peak_memory_bytes) == len(result.attention_pairs) == len(result.stages["prefill"]) == 1
-    assert result.attention_pairs[0] == pytest.approx(801 * 802 / 2 / 8, rel=0.03) and result.imbalance < 1.03
-    assert min(result.ttft) > 0 and json.dumps(result.to_json())
-
-
-def test_decode_of_an_emulated_rank(emulated: LLM) -> None:
-    result = measure_latency(emulated, 300, 4, batch_size=8, warmup=0, repeat=2)
-    assert result.tpot and len(result.itl) == 6
-    assert min(*result.ttft, *result.prefill, *result.tpot) > 0 and result.ranks == 8

@@ -34,12 +34,6 @@ def test_drafts_and_arrivals(demo_cache: Path) -> None:
         assert host.engine.launched_ahead > 0
 
 
-def test_turns_of_the_loop(demo_cache: Path) -> None:
-    with host_world(2, 3, 32) as host:
-        host.fill()
-        assert len(host.turns(8)) == 7
-
-
 def test_before_launch_and_waiting(demo_cache: Path) -> None:
     with host_world(4, 0, 0, pages=80, max_num_batched_tokens=1024) as host:
         assert 0 < host.before_launch(4096) < 10

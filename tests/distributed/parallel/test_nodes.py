@@ -13,13 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import emulate_nodes
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.calls.jobs import prefill
-from dsa_engine.measure.requests import random_prompt
 
 ROOT = Path(__file__).resolve().parents[3]
 LOADED = "weights loaded on this rank"
@@ -88,20 +85,6 @@ def test_one_engine_and_two_parts(nodes: int, ranks: int, prefill: int, emulate:
     print(f"{pages:,} bytes of pages, {on_links:,} on the links")
     assert pages < on_links
     assert on_links < 1.2 * pages or prefill > ranks, "only ranks of one context-parallel group send each other rows"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
-    logits, report = tmp_path / "out.npy", tmp_path / "out.json"
-    options = ["--seq-len", 512, "--warmup", 0, "--repeat", 1, "--device", "cpu", "--tp-size", ranks]
-    outputs = ["--json", report, "--dump-logits", logits]
-    done = emulate("--ranks", ranks, "--", "scripts/bench_prefill.py", *options, *outputs)
-    assert done.returncode == 0, done.stdout
-    assert json.loads(report.read_text())["world_size"] == 2 * ranks and "but not a node" not in done.stdout
-    llm = LLM("demo", device="cpu")
-    expected = prefill(llm.engine, random_prompt(llm.engine, 512)).numpy()
-    assert np.load(logits) == pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.slow

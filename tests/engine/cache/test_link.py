@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine import LLM, SamplingParams
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.cache import link
@@ -261,23 +260,6 @@ def test_a_link_that_fails_says_so() -> None:
     for poll in (sender.poll, receiver.poll):
         with pytest.raises(RuntimeError, match="closed by peer"):
             drained(poll, 1)
-
-
-def test_a_layer_says_when_its_rows_are_stored(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
-    cache, seen = llm.engine.cache, {}
-
-    def arrive(layer: int) -> None:
-        seen[layer] = [pool.clone() for pool in cache.page_words()[layer]]
-
-    cache.after_store.append(arrive)
-    try:
-        llm.generate(random_ids(50, seed=27), SamplingParams(max_tokens=1))
-    finally:
-        cache.after_store.clear()
-    layers = llm.engine.config.num_hidden_layers
-    assert [*seen][:layers] == list(range(layers))
-    for layer, pools in enumerate(cache.page_words()[:layers]):
-        assert all(torch.equal(pool, stored) for pool, stored in zip(pools, seen[layer], strict=True))
 
 
 def test_no_pages_are_no_message() -> None:

@@ -20,7 +20,6 @@ from dsa_engine.engine.cache.transfer import HostCopies, HostPages, PageTransfer
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.model.attention import Attention
 from dsa_engine.model.kv_cache import KVCache, cache_format, pool_page_bytes
 from dsa_engine.parallel.group import Group
 from fake_cuda import FakeDevice
@@ -226,19 +225,6 @@ def test_all_layers_arrive_where_only_the_last_asks() -> None:
         return [layer[0][4] for layer in contents(cache.page_words())]
 
     assert on_ranks(2, work)[1] == [100 * layer + 3 for layer in range(LAYERS)]
-
-
-def test_a_layer_asks_before_it_uses_its_pools() -> None:
-    class Asked(Exception):
-        pass
-
-    def arrive(layer: int) -> None:
-        raise Asked(layer)
-
-    only: Any = SimpleNamespace(use=arrive)
-    attention: Any = SimpleNamespace(layer=3)
-    with pytest.raises(Asked, match="3"):
-        Attention.forward(attention, torch.empty(0), None, only, None)  # type: ignore[arg-type]
 
 
 @NO_GPU

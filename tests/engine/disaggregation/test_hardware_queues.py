@@ -17,7 +17,7 @@ from dsa_engine.config.released import released_config
 from dsa_engine.engine.cache.link import PageReceiver, PageSender, RankPages
 from dsa_engine.model.kv_cache import KVCache, cache_format
 from dsa_engine.parallel.disaggregation import PageGroups
-from hardware_queues import Device, DeviceGroup, HostGroup, Meeting, Queues, Wait
+from hardware_queues import Device, DeviceGroup, HostGroup, Meeting, Queues
 
 LAYERS = 3
 SIZES = {"num_hidden_layers": LAYERS, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "index_head_dim": 4}
@@ -64,37 +64,14 @@ def run_linked(queues: Queues, devices: Sequence[Device], senders: int, targets:
         end.close()
 
 
-def run_launched_at_once(queues: Queues, devices: Sequence[Device], senders: int, targets: Sequence[int]) -> None:
-    """The same with a stream and a communicator for each link, and messages launched before their other sides."""
-    links = {(one.rank, other): (one.Stream(), one.Stream()) for one in devices for other in range(len(devices))}
-
-    def message(device: Device, other: int, pair: tuple[int, int], layer: int) -> None:
-        lane, communicator = links[device.rank, other]
-        given = device.Event()
-        given.record()
-        with device.stream(lane):
-            device.put(Wait(given))
-            device.follow(communicator, Meeting((*pair, layer), 2, pages=True))
-
-    def arrive(device: Device, layer: int) -> None:
-        for target in targets:
-            message(device, target, (device.rank, target), layer)
-
-    run_layers(devices[:senders], arrive)
-    for target in targets:
-        for sender in range(senders):
-            for layer in range(LAYERS):
-                message(devices[target], sender, (sender, target), layer)
-
-
-def run(way: Any, senders: int, receivers: int, number: int, before: int) -> Queues:
+def run(senders: int, receivers: int, number: int, before: int) -> Queues:
     """Two ranks get a prompt each; ``before`` streams exist when those of links are made."""
     queues = Queues(number)
     devices = [Device(queues, rank) for rank in range(senders + receivers)]
     for device in devices:
         for _ in range(before):
             device.Stream()
-    way(queues, devices, senders, sorted({senders, senders + receivers - 1}))
+    run_linked(queues, devices, senders, sorted({senders, senders + receivers - 1}))
     return queues
 
 
@@ -102,14 +79,6 @@ def run(way: Any, senders: int, receivers: int, number: int, before: int) -> Que
 @pytest.mark.parametrize(("senders", "receivers"), PARTS)
 def test_nothing_hangs(senders: int, receivers: int, number: int) -> None:
     for before in range(0, 8, 1 if senders < 8 else 4):
-        queues = run(run_linked, senders, receivers, number, before)
+        queues = run(senders, receivers, number, before)
         assert queues.empty
         assert max(queues.held.values()) == 1, "and its other side is about to launch"
-
-
-def test_messages_launched_at_once_would_hang() -> None:
-    """And a rank that decodes would hold a message for every rank that prefills, until that has computed it."""
-    ran = [run(run_launched_at_once, 4, 4, 8, before) for before in range(8)]
-    assert not all(queues.empty for queues in ran)
-    independent = run(run_launched_at_once, 8, 8, 1024, 0)
-    assert independent.held[8] == 8

@@ -62,39 +62,6 @@ def test_thinking_ends_among_the_drafts() -> None:
     assert chosen(relaxed, [5], [1, BEGIN, 2]) == [0, 0, 2, 0]
 
 
-def test_requests_that_think_and_that_do_not(
-    drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
-) -> None:
-    """With every draft accepted, a request that thinks gets the module's drafts; another gets its usual tokens."""
-    folder = drafting_oracle("deepseek_v32", index_topk=16).folder
-    params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
-    prompts = [random_ids(30), [*random_ids(20), 198, *random_ids(9, seed=1)], random_ids(5, seed=2)]
-    results = {}
-    for relaxed in (0, 200):
-        llm = LLM(
-            folder,
-            device="cpu",
-            dtype="float32",
-            max_model_len=64,
-            cache_memory="2MiB",
-            progress=False,
-            speculative_config={
-                "num_speculative_tokens": 3,
-                "relaxed_topk": relaxed,
-                "relaxed_delta": 1.0,
-                "begin_thinking_token": 198,
-                "end_thinking_token": 199,
-            },
-        )
-        results[relaxed] = llm.generate(prompts, params)
-    strict, free = results[0], results[200]
-    assert not any(198 in output.token_ids for output in strict)
-    assert [o.token_ids for o in free[::2]] == [o.token_ids for o in strict[::2]]
-    assert free[1].token_ids[1:] != strict[1].token_ids[1:] and free[1].token_ids[0] == strict[1].token_ids[0]
-    assert free[1].metrics.speculation.acceptance_rates == [1.0] * 3
-    assert strict[1].metrics.speculation.mean_acceptance_length < 2
-
-
 @given(st.data())
 def test_a_graph_knows_what_the_host_knows(data: st.DataObject) -> None:
     """The drafts that may replace tokens, from what the host has read and what only the device knows."""

@@ -19,7 +19,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.samples import Columns, Outcome, Samples, StepResult
+from dsa_engine.engine.requests.samples import StepResult
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
@@ -278,26 +278,3 @@ def test_the_caches_are_full(engines: Any) -> None:
         assert scheduler.preemptions > before
     finally:
         taken.release(hog)
-
-
-def test_an_outcome() -> None:
-    """Packed columns are read back, by request and whatever the order of ranks."""
-    requests = [Request(i, [1, 2], SamplingParams(max_tokens=5), owner=1 - i) for i in range(2)]
-    columns = Columns(
-        torch.tensor([3, 5]),
-        torch.tensor([2, 1]),
-        torch.tensor([1, 0]),
-        torch.arange(6).view(2, 3),
-        torch.ones(2, 2).long(),
-    )
-    table = columns.table()
-    assert table.shape == (2, Columns.width(2))
-    for one, other in zip(Columns.of(table), columns, strict=True):
-        assert torch.equal(one, other)
-    assert columns.last_token.tolist() == [[1], [3]]
-    samples = Samples.of(requests, [0, 1], [3, 2], 2)
-    result = StepResult(samples, table.new_empty(0), lambda: table, outcome=Outcome.of(table, samples, 2))
-    read = result.read()
-    assert read.tokens.tolist() == [[0, 1, 2], [3, 4, 5]] and read.drafts.tolist() == [[1, 1]] * 2
-    assert read.offered.tolist() == [2, 1] and read.accepted.tolist() == [1, 0]
-    assert result.outcome.rows_of(requests[::-1]) == [1, 0]

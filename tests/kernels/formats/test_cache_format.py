@@ -49,19 +49,6 @@ def test_a_model_without_an_indexer() -> None:
     assert both.index_key is None and both.packed_width() == 576
 
 
-@pytest.mark.parametrize("rank", [0, 32, 64, 200])
-def test_ranks_that_fp8_has_no_rows_for(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"an FP8 latent pool needs a rank that is a multiple of 128, not {rank}"):
-        CacheFormat.of(rank, 64, 128, FP8)
-
-
-def test_other_sizes_that_fp8_has_no_rows_for() -> None:
-    with pytest.raises(ValueError, match="needs a power of two, at most 128, not 24"):
-        CacheFormat.of(512, 64, 24, FP8)
-    with pytest.raises(ValueError, match="an even number of rotated numbers, not 7"):
-        latent_format(512, 7, FP8)
-
-
 @pytest.mark.parametrize("dtype", [*PLAIN, FP8])
 def test_a_pool_is_checked_against_its_format(dtype: torch.dtype) -> None:
     for row_format in (latent_format(256, 16, dtype), index_key_format(32, dtype)):

@@ -12,11 +12,6 @@ from dsa_engine.kernels.formats.fp8_cache import FP8IndexKeys, FP8Latents
 from dsa_engine.kernels.formats.quantize import quantize_rows
 
 
-@pytest.mark.parametrize("rank, rope, size", [(512, 64, 656), (128, 16, 164), (256, 0, 264)])
-def test_row_sizes(rank: int, rope: int, size: int) -> None:
-    assert FP8Latents(rank, rope).row_bytes == size
-
-
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_a_latent_row(power_of_two: bool) -> None:
     rows = torch.randn(5, 512 + 64, generator=torch.Generator().manual_seed(0)) * 3

@@ -114,61 +114,6 @@ def test_float32_is_rounded_to_the_nearest_ties_to_even(low: int) -> None:
     check(out, numbers.bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float16], ids=str)
-def test_casts_from_other_types(dtype: torch.dtype) -> None:
-    numbers, out = torch.arange(-512, 512).to(dtype), torch.empty(1024, dtype=torch.bfloat16)
-    cast_kernel[(1,)](numbers, out, SIZE=1024)
-    check(out, numbers.bfloat16())
-    back = torch.empty(1024, dtype=torch.int32)
-    cast_kernel[(1,)](out, back, SIZE=1024)
-    check(back, out.int())
-
-
-def test_e4m3_numbers_there_and_back() -> None:
-    codes, out = torch.arange(256).to(torch.uint8), torch.empty(256, dtype=torch.bfloat16)
-    codes = codes[(codes & 0x7F) < 0x7F].repeat(2)[:256]  # without NaNs
-    cast_kernel[(1,)](codes.view(torch.float8_e4m3fn), out, SIZE=256)
-    check(out, codes.view(torch.float8_e4m3fn).bfloat16())
-    back = torch.empty(256, dtype=torch.float8_e4m3fn)
-    cast_kernel[(1,)](out, back, SIZE=256)
-    check(back.view(torch.uint8), codes)
-
-
-@triton.jit
-def bits_kernel(x, bits, out, SIZE: tl.constexpr):
-    """The bits of numbers with another sign, and the numbers of these bits."""
-    at = tl.arange(0, SIZE)
-    turned = tl.load(x + at).to(tl.uint16, bitcast=True) ^ 0x8000
-    tl.store(bits + at, turned)
-    tl.store(out + at, turned.to(tl.bfloat16, bitcast=True))
-
-
-def test_bits() -> None:
-    x = all_numbers()
-    bits, out = torch.empty(COUNT, dtype=torch.uint16), torch.empty_like(x)
-    bits_kernel[(1,)](x, bits, out, SIZE=COUNT)
-    wanted = (torch.arange(COUNT) ^ 0x8000).to(torch.int32).to(torch.uint16)
-    finite = ~x.isnan()
-    assert torch.equal(bits[finite], wanted[finite]) and torch.equal(out[finite], -x[finite])
-    assert bool(out[~finite].isnan().all())
-
-
-@triton.jit
-def masked_kernel(x, out, count, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(out + 2 * at, tl.load(x + at, mask=at < count, other=0.3), mask=at != 1)
-
-
-def test_masks() -> None:
-    """Numbers beyond a mask are the given ones, rounded; a store writes two bytes a number, and nothing beside them."""
-    x, out = torch.randn(4).bfloat16(), torch.full((16,), -7.0).bfloat16()
-    masked_kernel[(1,)](x, out, 4, SIZE=8)
-    wanted = torch.full((16,), -7.0).bfloat16()
-    wanted[::2] = torch.tensor([*x.tolist(), *[0.3] * 4])
-    wanted[2] = -7.0
-    check(out, wanted)
-
-
 @triton.jit
 def reduce_kernel(x, out, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)

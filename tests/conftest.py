@@ -165,13 +165,19 @@ def demo_random(demo_cache: Path) -> Any:
     return LLM("demo-random", device="cpu", max_model_len=2048, cache_memory="32MiB", progress=False)
 
 
+@pytest.fixture(scope="session")
+def shared(demo_random: Any) -> Any:
+    """The ``LLM`` behind ``llm``; a file may have one of its own."""
+    return demo_random
+
+
 @pytest.fixture
-def llm(demo_random: Any) -> Iterator[Any]:
-    """The demo model; after each test no request may run and all pages must be free."""
-    yield demo_random
-    demo_random.wait_idle()
-    assert not demo_random.engine.scheduler.has_work
-    assert demo_random.engine.scheduler.free_pages == [demo_random.engine.cache.pages]
+def llm(shared: Any) -> Iterator[Any]:
+    """The demo model, or a file's own; after each test no request may run and all pages must be free."""
+    yield shared
+    shared.wait_idle()
+    assert not shared.engine.scheduler.has_work
+    assert shared.engine.scheduler.free_pages == [shared.engine.cache.pages]
 
 
 TINY: dict[str, Any] = {

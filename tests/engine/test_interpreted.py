@@ -60,30 +60,22 @@ def test_the_engine_in_the_interpreter(
 
 
 @pytest.mark.slow
-def test_fp8_caches_in_the_interpreter(
-    oracle: Callable[..., Any], random_ids: Callable[..., list[int]], tmp_path: Path
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=["caches", "weights"])
+def test_fp8_in_the_interpreter(
+    options: dict[str, str], oracle: Callable[..., Any], random_ids: Callable[..., list[int]], tmp_path: Path
 ) -> None:
-    """The tokens of the references, and their logits up to values that round to the next code."""
-    folder = oracle("deepseek_v32", kv_lora_rank=128, index_head_dim=32).folder
-    long, short = random_ids(150), random_ids(20, seed=1)
-    logits, tokens = interpreted(folder, long, short, tmp_path / "results.pt", kv_cache_dtype="fp8")
-    llm = LLM(folder, device="cpu", max_model_len=512, cache_memory="4MiB", kv_cache_dtype="fp8", progress=False)
-    wanted = llm.prompt_logits(long)
-    assert float((logits - wanted).norm() / wanted.norm()) < 1e-3
-    outs = llm.generate([long, short], SamplingParams(temperature=0.0, max_tokens=4))
-    assert tokens == [out.token_ids for out in outs]
-
-
-@pytest.mark.slow
-def test_fp8_weights_in_the_interpreter(random_ids: Callable[..., list[int]], tmp_path: Path) -> None:
-    """The same for products of FP8 weights, dense and of experts."""
-    folder, sizes = tmp_path / "model", {"num_hidden_layers": 2, "hidden_size": 160, "intermediate_size": 200}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "index_topk": 32, "index_n_heads": 12}
-    sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    write_random_checkpoint(folder, demo_config() | sizes, fp8=True)
-    long, short = random_ids(70), random_ids(20, seed=1)
-    logits, tokens = interpreted(folder, long, short, tmp_path / "results.pt", quantization="fp8")
-    llm = LLM(folder, device="cpu", max_model_len=512, cache_memory="4MiB", quantization="fp8", progress=False)
+    """The tokens of the references, and their logits up to values that round to the next code; with FP8 weights
+    products are dense and of experts."""
+    long, short = random_ids(70 if "quantization" in options else 150), random_ids(20, seed=1)
+    if "quantization" in options:
+        folder, sizes = tmp_path / "model", {"num_hidden_layers": 2, "hidden_size": 160, "intermediate_size": 200}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "index_topk": 32, "index_n_heads": 12}
+        sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+        write_random_checkpoint(folder, demo_config() | sizes, fp8=True)
+    else:
+        folder = oracle("deepseek_v32", kv_lora_rank=128, index_head_dim=32).folder
+    logits, tokens = interpreted(folder, long, short, tmp_path / "results.pt", **options)
+    llm = LLM(folder, device="cpu", max_model_len=512, cache_memory="4MiB", progress=False, **options)
     wanted = llm.prompt_logits(long)
     assert float((logits - wanted).norm() / wanted.norm()) < 1e-3
     outs = llm.generate([long, short], SamplingParams(temperature=0.0, max_tokens=4))

@@ -7,20 +7,18 @@ import atexit
 import gc
 import os
 import pickle
-import random
 import subprocess
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from callers import Kind, check_found, make_kinds, run_callers
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.calls.call import Abort, CallResult, Shutdown
 from dsa_engine.engine.calls.jobs import Run
@@ -31,7 +29,6 @@ from dsa_engine.text.tokenizer import Tokenizer
 THREADS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
-Kind = tuple[list[int], SamplingParams, list[int], str]  # a request, its tokens and its text
 
 
 @pytest.fixture(scope="module")
@@ -41,61 +38,11 @@ def llm(tiny_llm: Callable[..., LLM]) -> LLM:
 
 @pytest.fixture(scope="module")
 def kinds(llm: LLM) -> list[Kind]:
-    """Requests, with the tokens and text that they get alone."""
-    rng, made = random.Random(5), []
-    for number in range(40):
-        prompt = [rng.randrange(4, 320) for _ in range(rng.choice([1, 3, 8, 24, 30]))]
-        params = SamplingParams(
-            max_tokens=rng.choice([1, 2, 5, 12, 25]),
-            ignore_eos=rng.random() < 0.8,
-            temperature=rng.choice([0.0, 0.8]),
-            seed=number,
-            stop=rng.choice([None, None, ["e"], ["ab", "qu"]]),
-        )
-        output = llm.generate([prompt], params)[0]
-        made.append((prompt, params, output.token_ids, output.text))
-    return made
+    return make_kinds(llm, 40, longest=30)
 
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def in_a_thread(llm: LLM, kinds: list[Kind], rng: random.Random) -> str:
-    """Runs a request of a thread, which may leave it early; returns how it ended."""
-    prompt, params, wanted, text = rng.choice(kinds)
-    if rng.random() < 0.4:
-        output = llm.generate([prompt], params)[0]
-        assert (output.token_ids, output.text) == (wanted, text)
-        return "generated"
-    tokens: list[int] = []
-    with closing(llm.stream(prompt, params)) as pieces:  # type: ignore[type-var]
-        for piece in pieces:
-            tokens += piece.token_ids
-            if rng.random() < 0.1:
-                assert tokens == wanted[: len(tokens)]
-                return "left"
-    assert tokens == wanted
-    return "streamed"
-
-
-async def in_a_task(llm: LLM, kinds: list[Kind], rng: random.Random) -> str:
-    """Runs a request of a task, which may leave it early, or be cancelled at any moment."""
-    prompt, params, wanted, text = rng.choice(kinds)
-    await asyncio.sleep(rng.random() * 0.5)
-    if rng.random() < 0.4:
-        output = (await llm.agenerate([prompt], params))[0]
-        assert (output.token_ids, output.text) == (wanted, text)
-        return "generated"
-    tokens: list[int] = []
-    async with aclosing(llm.astream(prompt, params)) as pieces:
-        async for piece in pieces:
-            tokens += piece.token_ids
-            if rng.random() < 0.1:
-                assert tokens == wanted[: len(tokens)]
-                return "left"
-    assert tokens == wanted
-    return "streamed"
 
 
 @pytest.mark.parametrize("requests, tasks", [(200, 60), pytest.param(2000, 500, marks=pytest.mark.slow)])
@@ -106,32 +53,12 @@ def test_threads_and_tasks_at_once(
     """Eight threads and an event loop full of tasks, cancelled at random: each token is that of a request alone."""
     monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
     threads, files = threading.active_count(), open_files()
-    ended: Counter[str] = Counter()
-
-    def work(number: int) -> Counter[str]:
-        rng = random.Random(number)
-        return Counter(in_a_thread(llm, kinds, rng) for _ in range(requests // THREADS))
-
-    async def everything() -> None:
-        rng = random.Random(7)
-        running = [asyncio.create_task(in_a_task(llm, kinds, random.Random(n))) for n in range(tasks)]
-        while not all(task.done() for task in running):
-            await asyncio.sleep(0.01)
-            if rng.random() < 0.5:
-                rng.choice(running).cancel()
-        for done in await asyncio.gather(*running, return_exceptions=True):
-            ended["cancelled" if isinstance(done, asyncio.CancelledError) else done] += 1  # type: ignore[index]
-        assert len(asyncio.all_tasks()) == 1, "a task is left"
-
-    with ThreadPoolExecutor(THREADS + 1) as pool:
-        event_loop = pool.submit(asyncio.run, everything())
-        for done in [pool.submit(work, number) for number in range(THREADS)]:
-            ended += done.result()
-        event_loop.result()
-    print(ended, f"{llm.engine.scheduler.preemptions} preemptions")
-    assert ended.total() == requests // THREADS * THREADS + tasks
-    assert set(ended) == {"generated", "streamed", "left", "cancelled"}
-    llm.wait_idle()
+    found, cancelled = run_callers(llm, kinds, requests, tasks, THREADS)
+    check_found(found, kinds)
+    ended = Counter(how for *_, how in found)
+    print(ended, f"{cancelled} cancelled, {llm.engine.scheduler.preemptions} preemptions")
+    assert ended.total() + cancelled == requests // THREADS * THREADS + tasks and cancelled > 0
+    assert set(ended) == {"generated", "streamed", "left"}
     scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
     assert not scheduler.has_work and scheduler.free_pages == [pages]
     assert threading.active_count() == threads and open_files() == files

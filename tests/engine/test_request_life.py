@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 @pytest.fixture(scope="module")
 def shared(demo_cache: Path) -> LLM:
     return LLM("demo-random", device="cpu", max_model_len=2048, cache_memory="16MiB", page_size=8, progress=False)
-
-
-def assert_clean(llm: LLM) -> None:
-    llm.wait_idle()
-    scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
-    assert not scheduler.has_work
-    assert scheduler.free_pages == [pages]
-
-
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    yield shared
-    assert_clean(shared)
 
 
 def nan_for(llm: LLM, prompt: str, after: int, value: float) -> Callable[..., torch.Tensor]:

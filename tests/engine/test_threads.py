@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,19 +25,6 @@ ROOM = 128  # tokens in the cache
 @pytest.fixture(scope="module")
 def shared(tiny_llm: Callable[..., LLM]) -> LLM:
     return tiny_llm(ROOM)
-
-
-def assert_idle(llm: LLM) -> None:
-    llm.wait_idle()
-    scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
-    assert not scheduler.has_work
-    assert scheduler.free_pages == [pages]
-
-
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    yield shared
-    assert_idle(shared)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,33 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine import LLM, SamplingParams
+from callers import Kind, check_found, make_kinds
+from dsa_engine import LLM
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def kinds(demo_random: LLM) -> list[dict[str, Any]]:
-    """Requests, with the tokens and text that one process generates."""
-    rng, made = random.Random(3), []
-    for number in range(30):
-        params = {
-            "max_tokens": rng.choice([1, 2, 5, 12, 25]),
-            "ignore_eos": True,
-            "temperature": rng.choice([0.0, 0.8]),
-            "seed": number,
-            "stop": rng.choice([None, None, ["e"], ["a", "u"]]),
-        }
-        prompt = [rng.randrange(4, 320) for _ in range(rng.choice([1, 3, 8, 24, 90]))]
-        output = demo_random.generate([prompt], SamplingParams(**params))[0]
-        made.append({"prompt": prompt, "params": params, "tokens": output.token_ids, "text": output.text})
-    return made
+def kinds(demo_random: LLM) -> list[Kind]:
+    return make_kinds(demo_random, 30, longest=90)
 
 
 @pytest.fixture(scope="module")
-def serving(
-    torchrun: Launch, fork_ranks: Launch, kinds: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Any:
+def serving(torchrun: Launch, fork_ranks: Launch, kinds: list[Kind], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """``serving(how, ranks, requests, tasks)``: the finished process, and the file of its results."""
 
     def run(how: str, ranks: int, *sizes: int) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -62,7 +47,7 @@ def serving(
     ],
 )
 def test_tokens_are_those_of_one_process(
-    serving: Any, demo_random: LLM, kinds: list[dict[str, Any]], ranks: int, requests: int, tasks: int
+    serving: Any, demo_random: LLM, kinds: list[Kind], ranks: int, requests: int, tasks: int
 ) -> None:
     done, path = serving("load", ranks, requests, tasks)
     assert done.returncode == 0, done.stderr
@@ -70,14 +55,8 @@ def test_tokens_are_those_of_one_process(
         assert f"rank {rank} is done, True" in done.stdout
     result = json.loads(path.read_text())
     assert len(result["found"]) + result["cancelled"] == requests + tasks
-    ended = 0
-    for number, tokens, text, over in result["found"]:
-        wanted = kinds[number]
-        ended += over
-        if over:
-            assert (tokens, text) == (wanted["tokens"], wanted["text"])
-        assert tokens == wanted["tokens"][: len(tokens)] and wanted["text"].startswith(text)
-    assert ended > requests // 2 and 0 < result["cancelled"] < tasks
+    check_found(result["found"], kinds)
+    assert sum(how != "left" for *_, how in result["found"]) > requests // 2 and 0 < result["cancelled"] < tasks
     assert result["pages_lost"] == 0
     logits = torch.tensor(result["logits"])
     assert torch.allclose(logits, demo_random.prompt_logits([5, 6, 7]), atol=1e-4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -18,15 +18,6 @@ LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
 @pytest.fixture(scope="module")
 def shared(tiny_llm: Callable[..., LLM]) -> LLM:
     return tiny_llm(160)
-
-
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    yield shared
-    shared.wait_idle()
-    scheduler = shared.engine.scheduler
-    assert not scheduler.has_work
-    assert scheduler.free_pages == [shared.engine.cache.pages]
 
 
 async def streamed(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[list[int], str]:

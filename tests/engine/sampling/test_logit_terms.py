@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +109,6 @@ def test_rows_against_the_definition(seed: int) -> None:
 @pytest.fixture(scope="module")
 def shared(demo_cache: Path) -> LLM:
     return LLM("demo-random", device="cpu", max_model_len=256, cache_memory="8MiB", page_size=8, progress=False)
-
-
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    yield shared
-    assert not shared.engine.scheduler.has_work
-    assert shared.engine.scheduler.free_pages == [shared.engine.cache.pages]
 
 
 PROMPT = [9, 30, 31, 32] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,14 +36,6 @@ def shared(demo_cache: Path) -> LLM:
         enable_prefix_caching=False,  # the same prompts are computed again and again
         progress=False,
     )
-
-
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    yield shared
-    shared.wait_idle()
-    scheduler = shared.engine.scheduler
-    assert not scheduler.has_work and scheduler.free_pages == [shared.engine.cache.pages]
 
 
 def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:

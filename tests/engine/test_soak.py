@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from caches import resident_bytes
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -88,10 +87,6 @@ def run(llm: LLM, rng: random.Random, count: int) -> Counter[str]:
             ended["left"] += 1
             live.remove(item)
     return ended
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @pytest.mark.parametrize("ahead", [False, True])

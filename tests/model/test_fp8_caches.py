@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from caches import hadamard_matrix
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import start
 from dsa_engine.kernels.formats.cache_format import FP8
@@ -32,10 +33,7 @@ def fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < x.shape[-1]:
-        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
-    return x @ matrix * x.shape[-1] ** -0.5
+    return x @ hadamard_matrix(x.shape[-1]) * x.shape[-1] ** -0.5
 
 
 class Selections:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import http_load
+from caches import resident_bytes
 from dsa_engine import LLM, SamplingParams
 
 
@@ -34,11 +35,6 @@ def kinds(tiny: LLM) -> list[dict[str, Any]]:
     return [one | {"tokens": output.token_ids} for one, output in zip(made, outputs)]
 
 
-def resident() -> int:
-    """Bytes of memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 @pytest.mark.parametrize(
     ("clients", "requests"), [(30, 250), pytest.param(200, 5000, marks=pytest.mark.slow)], ids=["few", "many"]
 )
@@ -47,7 +43,7 @@ def test_no_request_is_wrong_or_lost(
 ) -> None:
     server = serve(tiny)
     loads: list[dict[str, Any]] = []
-    sizes = [resident()]
+    sizes = [resident_bytes()]
     if clients < 100:
         loads.append(http_load.load(server.port, clients, requests, 1, kinds))
     else:  # in processes, so that this one's memory is the server's
@@ -60,7 +56,7 @@ def test_no_request_is_wrong_or_lost(
             )
             assert done.returncode == 0, done.stderr
             loads.append(json.loads(done.stdout))
-            sizes.append(resident())
+            sizes.append(resident_bytes())
             print(f"{requests // 5} requests in {time.monotonic() - started:.1f} s: {loads[-1]['seen']}")
         print("resident memory: " + ", ".join(f"{size / 2**20:.1f} MiB" for size in sizes))
         assert sizes[-1] - sizes[1] < 8 * 2**20, "the first fifth fills caches; then memory must be flat"

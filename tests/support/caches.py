@@ -1,8 +1,10 @@
-"""Caches with scattered pages, and the peak memory of a call."""
+"""Caches with scattered pages, the matrix of FP8 index keys, and memory: of a call, of this process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,19 @@ def scatter(
             pool[page, : len(part)] = part
             tables[number, i] = page
     return pool, tables
+
+
+def hadamard_matrix(size: int) -> torch.Tensor:
+    """float64, built by doubling."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
+    return matrix
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_peak(run: Callable[[], Any]) -> int:

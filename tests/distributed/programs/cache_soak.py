@@ -17,6 +17,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from caches import resident_bytes
 from dsa_engine import LLM, SamplingParams
 
 AT_ONCE = 12
@@ -42,10 +43,6 @@ async def ask(llm: LLM, turn: dict[str, Any], seen: Counter[str], leaves: int | 
     seen["requests"] += 1
     seen["left"] += leaves is not None
     seen["wrong"] += tokens != turn["tokens"][: len(tokens)] or (leaves is None and tokens != turn["tokens"])
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def soak(llm: LLM, conversations: list[list[dict[str, Any]]]) -> Counter[str]:

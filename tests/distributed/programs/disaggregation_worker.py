@@ -21,6 +21,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from caches import resident_bytes
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 
 
@@ -78,10 +79,10 @@ def soak(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
 
     with ThreadPoolExecutor(24) as pool:
         streams = list(pool.map(stream, range(case["soak"] // 3)))
-        begun = resident()
+        begun = resident_bytes()
         streams += pool.map(stream, range(case["soak"] // 3, case["soak"]))
     llm.wait_idle()
-    return {"streams": streams, "memory": [begun, resident()]}
+    return {"streams": streams, "memory": [begun, resident_bytes()]}
 
 
 def held(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
@@ -102,11 +103,6 @@ def held(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         outputs = [tokens, other.result()[0].outputs[0].token_ids]
     llm.wait_idle()
     return {"outputs": outputs}
-
-
-def resident() -> int:
-    """Bytes of this process's memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def die_after(llm: LLM, steps: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from caches import hadamard_matrix
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
@@ -42,10 +43,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
 
 def transformed(x: torch.Tensor) -> torch.Tensor:
     """The Hadamard transform of ``x [rows, 128]``, as a product with its matrix, rounded to bfloat16."""
-    matrix = torch.ones(1, 1, dtype=torch.float64, device=x.device)
-    while len(matrix) < DIM:
-        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
-    return ((x.double() @ matrix).float() * DIM**-0.5).bfloat16()
+    return ((x.double() @ hadamard_matrix(DIM).to(x.device)).float() * DIM**-0.5).bfloat16()
 
 
 def angles(device: str) -> tuple[torch.Tensor, torch.Tensor]:

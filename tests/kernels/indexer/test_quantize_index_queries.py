@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from caches import hadamard_matrix
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
-
-
-def matrix(size: int) -> torch.Tensor:
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < size:
-        h = torch.cat((torch.cat((h, h), dim=1), torch.cat((h, -h), dim=1)))
-    return h
 
 
 def make(
@@ -36,7 +30,7 @@ def make(
     turned = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, None]
     both = (turned.real, turned.imag)
     first = torch.stack(both, dim=-1).flatten(2) if interleaved else torch.cat(both, dim=-1)
-    wanted = torch.cat((first, x[..., rotated:]), dim=-1) @ matrix(dim) * dim**-0.5
+    wanted = torch.cat((first, x[..., rotated:]), dim=-1) @ hadamard_matrix(dim) * dim**-0.5
     return q, angle.cos().float(), angle.sin().float(), wanted
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from caches import hadamard_matrix
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
@@ -18,13 +19,6 @@ Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 EPS = 1e-6
 SIZES = [(128, 64), (24, 8), (16, 16), (40, 12), (64, 2)]  # released models; tiny; all rotated; odd; hardly any
-
-
-def matrix(size: int) -> torch.Tensor:
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < size:
-        h = torch.cat((torch.cat((h, h), dim=1), torch.cat((h, -h), dim=1)))
-    return h
 
 
 def format_of(out: torch.Tensor, dim: int, power_of_two: bool = False) -> IndexKeyFormat:
@@ -55,7 +49,7 @@ class Keys:
         both = (turned.real, turned.imag)
         first = torch.stack(both, dim=-1).flatten(1) if interleaved else torch.cat(both, dim=-1)
         self.wanted = torch.cat((first, normed[:, rotated:]), dim=-1)
-        self.transformed = self.wanted @ matrix(dim) * dim**-0.5 if dim & (dim - 1) == 0 else None
+        self.transformed = self.wanted @ hadamard_matrix(dim) * dim**-0.5 if dim & (dim - 1) == 0 else None
 
     def store(self, out: torch.Tensor, slots: list[int] | None = None, power_of_two: bool = False) -> None:
         tensors = (self.projected, self.weight, self.bias, self.cos, self.sin)

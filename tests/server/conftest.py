@@ -3,6 +3,7 @@ as two processes are."""
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -45,6 +46,12 @@ class Running(httpx.Client):
         response = self.post(path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The events of a stream, which must end in [DONE]."""
+        lines = [line for line in self.post(path, json=body).text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines), lines
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     def refused(self, path: str, status: int = 400, **body: Any) -> str:
         """The message of an error in OpenAI's form, with this status."""

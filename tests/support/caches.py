@@ -1,4 +1,4 @@
-"""Caches with scattered pages, the matrix of FP8 index keys, and memory: of a call, of this process."""
+"""Caches with scattered pages, what turns and transforms their rows, and memory: of a call, a GPU, this process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -42,6 +43,22 @@ def hadamard_matrix(size: int) -> torch.Tensor:
 def resident_bytes() -> int:
     """Memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def turned(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """``x [T, …, 2n]`` in float64, whose pairs are complex numbers, each turned by its ``angle [T, n]``."""
+    x, half = x.cpu().double(), angle.shape[1]
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turn = torch.polar(torch.ones_like(angle), angle).view(len(x), *(1,) * (x.dim() - 2), half)
+    result = torch.complex(a, b) * turn
+    parts = (result.real, result.imag)
+    return torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+
+
+def need_memory(device: str, nbytes: float) -> None:
+    """Skips the test on a GPU with less free memory; a CPU's memory that is not touched takes none."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < nbytes:
+        pytest.skip(f"needs {nbytes / 2**30:.1f} GiB of free GPU memory")
 
 
 def measure_peak(run: Callable[[], Any]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from caches import need_memory
 from dsa_engine.kernels.attention import _online_softmax as online_softmax
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.formats.cache_format import FP8, latent_format
@@ -145,8 +146,7 @@ def test_fp8_rows(
 
 def test_pages_beyond_two_to_the_31_elements(device: str) -> None:
     """Only the pages that are touched take memory on a CPU."""
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 12 << 30:
-        pytest.skip("needs 12 GiB of device memory")
+    need_memory(device, 12 << 30)
     width, page_size, count = 40, 64, 70
     pages = (1 << 31) // (width * page_size) + 2
     pool = torch.empty(pages, page_size, width, dtype=torch.float16, device=device)

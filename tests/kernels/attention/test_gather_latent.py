@@ -7,6 +7,7 @@ import struct
 import pytest
 import torch
 
+from caches import need_memory
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.formats.cache_format import FP8, latent_format
 
@@ -58,8 +59,7 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     """The last row of a pool of more than 2^31 bytes, of which no more is touched."""
     row_format = latent_format(512, 64, FP8)
     pages = 2**31 // (64 * row_format.columns) + 2
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * pages * 64 * row_format.columns:
-        pytest.skip("the pool needs as much free GPU memory")
+    need_memory(device, 1.1 * pages * 64 * row_format.columns)
     pool = row_format.empty_pool(pages, 64, torch.device(device))
     numbers = torch.randn(576, generator=torch.Generator().manual_seed(0))
     pool[-1, -1] = row_format.pack(numbers).to(device)

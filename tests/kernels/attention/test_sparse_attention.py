@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from caches import need_memory
 from dsa_engine.kernels.attention import _online_softmax as online_softmax
 from dsa_engine.kernels.attention._online_softmax import load_queries, store_results
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
@@ -215,8 +216,7 @@ def test_fp8_rows(
 
 def test_slots_beyond_two_to_the_31_elements(device: str) -> None:
     """Only the pages that are touched take memory on a CPU."""
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 12 << 30:
-        pytest.skip("needs 12 GiB of device memory")
+    need_memory(device, 12 << 30)
     width, page_size = 40, 64
     pages = (1 << 31) // (width * page_size) + 2
     pool = torch.empty(pages, page_size, width, dtype=torch.float16, device=device)
@@ -248,8 +248,7 @@ def copy_last_token_kernel(
 def test_tokens_beyond_two_to_the_31_elements(device: str) -> None:
     """Checks the addresses of queries and results only: the interpreter would take days for a grid of so many
     tokens."""
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 20 << 30:
-        pytest.skip("needs 20 GiB of device memory")
+    need_memory(device, 20 << 30)
     if not runs_triton(torch.empty(0, device=device)):
         pytest.skip("the kernel's addresses: there is no kernel here")
     heads, value_dim, rope = 16, 32, 16

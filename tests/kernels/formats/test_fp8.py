@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from caches import need_memory
 from dsa_engine.kernels.formats.fp8 import E4M3_MAX, dequantize_blocks, quantize_blocks, scale_shape
 
 SHAPES = [(128, 128), (256, 384), (300, 200), (1, 1), (127, 129), (5, 1000)]
@@ -61,8 +62,7 @@ def test_every_e4m3_number(device: str) -> None:
 def test_offsets_beyond_two_to_the_31(device: str) -> None:
     """Two rows 2^31 elements apart in a buffer of which no more is touched."""
     far = 2**31 + 64
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * far:
-        pytest.skip("needs 3 GiB of free GPU memory")
+    need_memory(device, 1.1 * far)
     values, scale_inv = quantize_blocks(torch.randn(2, 64), (128, 128))
     buffer = torch.empty(far + 64, dtype=torch.uint8, device=device).as_strided((2, 64), (far, 1))
     buffer.copy_(values.view(torch.uint8))

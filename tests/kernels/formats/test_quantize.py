@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from caches import need_memory
 from dsa_engine.kernels.formats.quantize import quantize_rows
 
 # The numbers of the codes 0 … 126, in order; 127 is NaN.
@@ -130,8 +131,7 @@ def test_nothing(shape: tuple[int, ...], device: str) -> None:
 
 def test_offsets_beyond_two_to_the_31(device: str) -> None:
     far = 2**31 + 64
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 5 * far:
-        pytest.skip("needs 10 GiB of free GPU memory")
+    need_memory(device, 5 * far)
     huge = torch.empty(far + 64, dtype=torch.float16, device=device)
     x = huge.as_strided((2, 16), (far, 1))
     x.copy_(torch.randn(2, 16, generator=torch.Generator().manual_seed(0)))

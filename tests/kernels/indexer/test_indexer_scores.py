@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from caches import need_memory
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.rows.segment import Segment, Segments
@@ -212,8 +213,7 @@ def test_fp8(
 def test_a_pool_beyond_2_to_the_31(length: int, device: str, relative_error: Error) -> None:
     """The last pages of a pool of 4 GiB; nothing else of it is touched."""
     pages = 2**31 // (64 * 128) + 6
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 5 << 30:
-        pytest.skip("needs 5 GiB of GPU memory")
+    need_memory(device, 5 << 30)
     q, weights, keys = problem(length, 16, 128, 130, torch.float16)
     pool = torch.empty(pages, 64, 128, dtype=torch.float16, device=device)
     table = [pages - 1, pages - 5, pages - 3]

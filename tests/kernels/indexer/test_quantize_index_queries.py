@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from caches import hadamard_matrix
+from caches import hadamard_matrix, need_memory, turned
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
@@ -25,12 +25,8 @@ def make(
     g = torch.Generator().manual_seed(0)
     q = (torch.randn(tokens, heads, dim, generator=g) * 3).to(dtype)
     angle = torch.rand(tokens, rotated // 2, generator=g).double() * 6
-    x, half = q.double(), rotated // 2
-    a, b = (x[..., 0:rotated:2], x[..., 1:rotated:2]) if interleaved else (x[..., :half], x[..., half:rotated])
-    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    both = (turned.real, turned.imag)
-    first = torch.stack(both, dim=-1).flatten(2) if interleaved else torch.cat(both, dim=-1)
-    wanted = torch.cat((first, x[..., rotated:]), dim=-1) @ hadamard_matrix(dim) * dim**-0.5
+    first = turned(q[..., :rotated], angle, interleaved)
+    wanted = torch.cat((first, q[..., rotated:].double()), dim=-1) @ hadamard_matrix(dim) * dim**-0.5
     return q, angle.cos().float(), angle.sin().float(), wanted
 
 
@@ -125,8 +121,7 @@ def test_products_with_fp8_keys_are_those_of_queries_and_keys(device: str, relat
 def test_offsets_beyond_two_to_the_31(device: str) -> None:
     """Tokens 2^31 elements apart in a buffer of which no more is touched."""
     far = 2**31 + 64
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 5 * far:
-        pytest.skip("needs 10 GiB of free GPU memory")
+    need_memory(device, 5 * far)
     q, cos, sin, _ = make(2, 4, 16, 8, torch.float16, True)
     x = torch.empty(far + 64, dtype=torch.float16, device=device).as_strided((2, 4, 16), (far, 16, 1))
     x.copy_(q)

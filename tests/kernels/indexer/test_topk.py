@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from caches import need_memory
 from compile_only import compile_only, resources
 from dsa_engine.kernels.indexer.topk import (
     LARGEST_K,
@@ -250,8 +251,7 @@ def test_the_models_k(device: str) -> None:
 
 def test_offsets_beyond_32_bits(device: str) -> None:
     """The last row begins 2^31 elements after the first: 9 GB, of which three rows are touched."""
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
-        pytest.skip("needs 9 GB")
+    need_memory(device, 10 << 30)
     stride = (1 << 30) + 16
     rows = torch.empty(2 * stride + 700, device=device).as_strided((3, 700), (stride, 1))
     rows.copy_(torch.randn(3, 700, generator=torch.Generator().manual_seed(0)))

@@ -91,11 +91,14 @@ def test_rows_that_are_no_tokens_choose_no_expert(tokens: int, device: str) -> N
         route(logits, bias, **kwargs, token_mask=token_mask[:-1])
 
 
+def choose(logits: torch.Tensor, bias: torch.Tensor, device: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    how = {"groups": 1, "top_groups": 1, "normalise": True, "factor": 1.0} | given
+    return route(logits.to(device), bias.to(device), **how)  # type: ignore[arg-type]
+
+
 def test_the_bias_chooses_but_never_weighs(device: str) -> None:
     logits, bias = torch.tensor([[3.0, 2.0, -4.0, -5.0]]), torch.tensor([0.0, 0.0, 10.0, 10.0])
-    topk_ids, topk_weights = route(
-        logits.to(device), bias.to(device), top_k=2, groups=1, top_groups=1, normalise=False, factor=1.0
-    )
+    topk_ids, topk_weights = choose(logits, bias, device, top_k=2, normalise=False)
     assert topk_ids[0].tolist() == [2, 3]
     assert topk_weights[0].tolist() == pytest.approx([1 / (1 + math.exp(4)), 1 / (1 + math.exp(5))])
 
@@ -103,44 +106,23 @@ def test_the_bias_chooses_but_never_weighs(device: str) -> None:
 def test_very_negative_choices_still_stay_within_the_best_groups(device: str) -> None:
     """Closed groups are worth −inf, not 0: a bias far below zero does not let their experts in."""
     bias = torch.tensor([-9.0, -9.1, -9.2, -9.3, -20.0, -20.0, -20.0, -20.0])
-    topk_ids, _ = route(
-        torch.zeros(1, 8, device=device), bias.to(device), top_k=3, groups=2, top_groups=1, normalise=True, factor=1.0
-    )
+    topk_ids, _ = choose(torch.zeros(1, 8), bias, device, top_k=3, groups=2)
     assert sorted(topk_ids[0].tolist()) == [0, 1, 2]
 
 
 def test_scores_that_vanish_are_normalised_without_nan(device: str) -> None:
-    logits = torch.full((1, 4), -200.0, device=device)
-    _, topk_weights = route(
-        logits, torch.zeros(4, device=device), top_k=2, groups=1, top_groups=1, normalise=True, factor=1.0
-    )
+    _, topk_weights = choose(torch.full((1, 4), -200.0), torch.zeros(4), device, top_k=2)
     assert bool(torch.isfinite(topk_weights).all())
 
 
 @pytest.mark.parametrize("groups, top_groups", [(1, 1), (3, 2)])
 def test_nan_chooses_valid_experts(groups: int, top_groups: int, device: str) -> None:
     """A broken model gives NaN, not an expert that does not exist."""
-    logits = torch.full((2, 12), float("nan"), device=device)
-    topk_ids, _ = route(
-        logits,
-        torch.zeros(12, device=device),
-        top_k=3,
-        groups=groups,
-        top_groups=top_groups,
-        normalise=True,
-        factor=1.0,
-    )
+    logits = torch.full((2, 12), float("nan"))
+    topk_ids, _ = choose(logits, torch.zeros(12), device, top_k=3, groups=groups, top_groups=top_groups)
     assert all(len(set(row)) == 3 and set(row) <= set(range(12)) for row in topk_ids.tolist())
 
 
 def test_no_tokens(device: str) -> None:
-    topk_ids, topk_weights = route(
-        torch.empty(0, 4, device=device),
-        torch.zeros(4, device=device),
-        top_k=2,
-        groups=2,
-        top_groups=1,
-        normalise=True,
-        factor=1.0,
-    )
+    topk_ids, topk_weights = choose(torch.empty(0, 4), torch.zeros(4), device, top_k=2, groups=2)
     assert topk_ids.shape == topk_weights.shape == (0, 2)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from caches import need_memory
 from dsa_engine.kernels.rows.paged import gather_rows, read_rows
 from dsa_engine.kernels.rows.segment import slots_of
 from dsa_engine.kernels.rows.store_rows import store_rows
@@ -61,8 +62,7 @@ def test_store_nothing(device: str) -> None:
 def test_offsets_beyond_two_to_the_31(device: str) -> None:
     """The last page of a pool, and rows, of more than 2^31 elements, of which no more is touched."""
     pages = 2**31 // (64 * 576) + 2
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 2.2 * pages * 64 * 576:
-        pytest.skip("needs 5 GiB of free GPU memory")
+    need_memory(device, 2.2 * pages * 64 * 576)
     pool = torch.empty(pages, 64, 576, dtype=torch.uint8, device=device)
     pool[-1] = 0
     rows = torch.empty(2**31 + 600, dtype=torch.uint8, device=device).as_strided((2, 576), (2**31 + 16, 1))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from caches import need_memory, turned
 from dsa_engine.kernels.rows.rope import apply_rope
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -20,17 +21,6 @@ def angles(tokens: int, half: int, start: int = 0) -> torch.Tensor:
 
 def cos_sin(angle: torch.Tensor, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return angle.cos().float().to(device), angle.sin().float().to(device)
-
-
-def naive(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    x, half = x.cpu(), angle.shape[-1]
-    turn = torch.polar(torch.ones_like(angle), angle)
-    out = torch.empty(x.shape, dtype=torch.float64)
-    for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        turned = torch.complex(x[..., a].double(), x[..., b].double()) * turn[:, i].view(-1, *(1,) * (x.dim() - 2))
-        out[..., a], out[..., b] = turned.real, turned.imag
-    return out
 
 
 def make(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -51,7 +41,7 @@ def test_turns_pairs(shape: tuple[int, ...], interleaved: bool, device: str) -> 
     angle = angles(shape[0], shape[-1] // 2, start=3)
     y = apply_rope(x.to(device), *cos_sin(angle, device), interleaved=interleaved)
     assert y.shape == x.shape and y.dtype == x.dtype
-    torch.testing.assert_close(y.double().cpu(), naive(x, angle, interleaved), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.double().cpu(), turned(x, angle, interleaved), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -60,7 +50,7 @@ def test_every_dtype_is_rounded_once(
 ) -> None:
     x, angle = make((11, 5, 16)).to(dtype), angles(11, 8, start=500)
     y = apply_rope(x.to(device), *cos_sin(angle, device), interleaved=interleaved)
-    wanted = naive(x, angle, interleaved)
+    wanted = turned(x, angle, interleaved)
     assert y.dtype == dtype
     assert relative_error(y, wanted) < bound
     step = torch.finfo(dtype).eps  # half a step of each result, and a float32 error
@@ -74,7 +64,7 @@ def test_from_one_view_to_another(interleaved: bool, device: str) -> None:
     absorbed = torch.full((6, 5, 40 + 12), -7.0, device=device)
     given = apply_rope(q[..., 20:], *cos_sin(angle, device), interleaved=interleaved, out=absorbed[..., 40:])
     assert given.data_ptr() == absorbed[..., 40:].data_ptr()
-    wanted = naive(q[..., 20:], angle, interleaved)
+    wanted = turned(q[..., 20:], angle, interleaved)
     torch.testing.assert_close(absorbed[..., 40:].double().cpu(), wanted, rtol=1e-5, atol=1e-5)
     assert bool((absorbed[..., :40] == -7).all())
 
@@ -82,7 +72,7 @@ def test_from_one_view_to_another(interleaved: bool, device: str) -> None:
 def test_dimensions_that_make_no_view_of_heads(device: str) -> None:
     x, angle = make((4, 3, 2, 8)).to(device).transpose(1, 2), angles(4, 4)
     y = apply_rope(x, *cos_sin(angle, device), interleaved=True)
-    torch.testing.assert_close(y.double().cpu(), naive(x, angle, True), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.double().cpu(), turned(x, angle, True), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -92,7 +82,7 @@ def test_written_over_the_input(interleaved: bool, device: str) -> None:
     before = q.clone()
     apply_rope(q[..., :8], *cos_sin(angle, device), interleaved=interleaved, out=q[..., :8])
     torch.testing.assert_close(
-        q[..., :8].double().cpu(), naive(before[..., :8], angle, interleaved), rtol=1e-5, atol=1e-5
+        q[..., :8].double().cpu(), turned(before[..., :8], angle, interleaved), rtol=1e-5, atol=1e-5
     )
     assert torch.equal(q[..., 8:], before[..., 8:])
 
@@ -100,12 +90,11 @@ def test_written_over_the_input(interleaved: bool, device: str) -> None:
 def test_offsets_beyond_two_to_the_31(device: str) -> None:
     """Two tokens whose rows lie 2^31 elements apart in a buffer of which no more is touched."""
     far = 2**31 + 64
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 5 * far:
-        pytest.skip("needs 10 GiB of free GPU memory")
+    need_memory(device, 5 * far)
     huge = torch.empty(far + 64, dtype=torch.float16, device=device)
     x = huge.as_strided((2, 3, 8), (far, 8, 1))
     rows = make((2, 3, 8)).half()
     x.copy_(rows)
     angle = angles(2, 4, start=5)
     apply_rope(x, *cos_sin(angle, device), interleaved=True, out=x)
-    torch.testing.assert_close(x.double().cpu(), naive(rows, angle, True), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(x.double().cpu(), turned(rows, angle, True), rtol=2e-3, atol=2e-3)

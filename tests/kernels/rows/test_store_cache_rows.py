@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from caches import need_memory
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, index_key_format
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 
@@ -63,8 +64,7 @@ def test_nothing(device: str) -> None:
 def test_offsets_beyond_two_to_the_31(device: str) -> None:
     """The last pages of pools of more than 2^31 bytes, of which no more is touched."""
     pages = 2**31 // (64 * 132) + 2
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * pages * 64 * (656 + 132):
-        pytest.skip("needs 14 GiB of free GPU memory")
+    need_memory(device, 1.1 * pages * 64 * (656 + 132))
     latents = torch.empty(pages, 64, 656, dtype=torch.uint8, device=device)
     keys = torch.empty(pages, 64, 132, dtype=torch.uint8, device=device)
     latents[-1], keys[-1] = 0, 0

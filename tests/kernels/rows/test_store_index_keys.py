@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from caches import hadamard_matrix
+from caches import hadamard_matrix, need_memory, turned
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
@@ -39,15 +39,7 @@ class Keys:
         x = self.projected.double()
         centred = x - x.mean(-1, keepdim=True)
         normed = centred / ((centred * centred).mean(-1, keepdim=True) + EPS).sqrt() * self.weight + self.bias
-        half = rotated // 2
-        a, b = (
-            (normed[:, 0:rotated:2], normed[:, 1:rotated:2])
-            if interleaved
-            else (normed[:, :half], normed[:, half:rotated])
-        )
-        turned = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)
-        both = (turned.real, turned.imag)
-        first = torch.stack(both, dim=-1).flatten(1) if interleaved else torch.cat(both, dim=-1)
+        first = turned(normed[:, :rotated], angle, interleaved)
         self.wanted = torch.cat((first, normed[:, rotated:]), dim=-1)
         self.transformed = self.wanted @ hadamard_matrix(dim) * dim**-0.5 if dim & (dim - 1) == 0 else None
 
@@ -157,8 +149,7 @@ def test_offsets_beyond_two_to_the_31(fp8: bool, device: str, relative_error: Er
     """The last page of a pool of more than 2^31 elements, of which no more is touched."""
     width, dtype = (132, torch.uint8) if fp8 else (128, torch.float16)
     pages = 2**31 // (64 * width) + 2
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * pages * 64 * width * dtype.itemsize:
-        pytest.skip("the pool needs as much free GPU memory")
+    need_memory(device, 1.1 * pages * 64 * width * dtype.itemsize)
     keys = Keys(2, 128, 64, torch.float16, False)
     pool = torch.empty(pages, 64, width, dtype=dtype, device=device)
     pool[-1] = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from caches import need_memory, turned
 from dsa_engine.kernels.formats.cache_format import FP8, latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.rows.store_latent import store_latent
@@ -32,12 +33,7 @@ class Rows:
         x = self.compressed.double()
         latent = x[:, :rank]
         latent = self.weight.double() * latent / ((latent * latent).mean(-1, keepdim=True) + EPS).sqrt()
-        half = rope // 2
-        a, b = (x[:, rank::2], x[:, rank + 1 :: 2]) if interleaved else (x[:, rank : rank + half], x[:, rank + half :])
-        turned = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)
-        both = (turned.real, turned.imag)
-        k_rope = torch.stack(both, dim=-1).flatten(1) if interleaved else torch.cat(both, dim=-1)
-        self.wanted = torch.cat((latent, k_rope), dim=-1)
+        self.wanted = torch.cat((latent, turned(x[:, rank:], angle, interleaved)), dim=-1)
         self.interleaved = interleaved
 
     def store(self, out: torch.Tensor, slots: list[int] | None = None, power_of_two: bool = False) -> None:
@@ -167,8 +163,7 @@ def test_offsets_beyond_two_to_the_31(fp8: bool, device: str, relative_error: Er
     """The last pages of a pool of more than 2^31 elements, of which no more is touched."""
     width, dtype = (656, torch.uint8) if fp8 else (576, torch.float16)
     pages = 2**31 // (64 * width) + 2
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * pages * 64 * width * dtype.itemsize:
-        pytest.skip("the pool needs as much free GPU memory")
+    need_memory(device, 1.1 * pages * 64 * width * dtype.itemsize)
     rows = Rows(2, 512, 64, torch.float16, True)
     pool = torch.empty(pages, 64, width, dtype=dtype, device=device)
     pool[-1] = 0

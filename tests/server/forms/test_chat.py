@@ -15,12 +15,6 @@ HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def events(response: Any) -> list[dict[str, Any]]:
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]", response.text
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 def test_the_answer_is_that_of_chat(server: Any, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
     (wanted,) = llm.chat(HELLO, params)  # type: ignore[arg-type]
@@ -36,7 +30,7 @@ def test_the_answer_is_that_of_chat(server: Any, llm: LLM) -> None:
         assert entry["logprob"] == pytest.approx(of_token[token], abs=1e-4) and len(entry["top_logprobs"]) == 2
         assert bytes(entry["bytes"]).decode() == entry["token"] == of_token[token].decoded_token
     body = {"messages": HELLO, **given, "stream": True, "logprobs": True, "stream_options": {"include_usage": True}}
-    *chunks, last = events(server.post("/v1/chat/completions", json=body))
+    *chunks, last = server.events("/v1/chat/completions", **body)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert "".join(choice["delta"].get("content", "") for choice in choices) == wanted.text
@@ -52,7 +46,7 @@ def test_several_answers_and_no_limit(server: Any) -> None:
     whole = [one["message"]["content"] for one in server.chat(HELLO, **given)["choices"]]
     body = {"messages": HELLO, "stream": True, **given}
     streamed = ["", "", ""]
-    for chunk in events(server.post("/v1/chat/completions", json=body)):
+    for chunk in server.events("/v1/chat/completions", **body):
         for choice in chunk["choices"]:
             streamed[choice["index"]] += choice["delta"].get("content", "")
     assert streamed == whole and len(set(whole)) > 1
@@ -100,7 +94,7 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
         ("call_1", "function", {"name": "time", "arguments": "{}"}),
     ]
     deltas, reasons = [], []
-    for chunk in events(server.post("/v1/chat/completions", json={"messages": HELLO, "stream": True, **given})):
+    for chunk in server.events("/v1/chat/completions", messages=HELLO, stream=True, **given):
         deltas.append(chunk["choices"][0]["delta"])
         reasons.append(chunk["choices"][0]["finish_reason"])
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning"]

@@ -12,13 +12,6 @@ from dsa_engine import LLM, SamplingParams
 LONG = [(7 * i) % 300 + 4 for i in range(400)]
 
 
-def events(response: Any) -> list[dict[str, Any]]:
-    """The events of a stream, which must end in [DONE]."""
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "given",
@@ -41,15 +34,9 @@ def test_outputs_are_those_of_generate(server: Any, llm: LLM, given: dict[str, A
         for output in one.outputs
     ]
     body = {"prompt": prompts, "stream": stream, "return_token_ids": True, **given}
-    response = server.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
+    answers = server.events("/v1/completions", **body) if stream else [server.answer("/v1/completions", **body)]
     for index, output in enumerate(wanted):
-        choices = [
-            choice
-            for one in (events(response) if stream else [response.json()])
-            for choice in one["choices"]
-            if choice["index"] == index
-        ]
+        choices = [choice for one in answers for choice in one["choices"] if choice["index"] == index]
         assert "".join(choice["text"] for choice in choices) == output.text
         assert [token for choice in choices for token in choice["token_ids"]] == output.token_ids
         assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (output.finish_reason, output.stop_reason)
@@ -69,15 +56,13 @@ def test_usage_and_cached_tokens(server: Any) -> None:
         usage | {"prompt_tokens_details": {"cached_tokens": cached}} for cached in (0, 384, 0)
     ]
     body = {"prompt": LONG, "max_tokens": 5, "ignore_eos": True, "cache_salt": "mine", "stream": True}
-    last = events(server.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}}))[-1]
+    last = server.events("/v1/completions", **body, stream_options={"include_usage": True})[-1]
     assert (last["choices"], last["usage"]) == ([], again["usage"])
     every = {"continuous_usage_stats": True}
-    counts = [
-        one["usage"]["completion_tokens"]
-        for one in events(server.post("/v1/completions", json=body | {"stream_options": every}))
-    ]
+    counted = server.events("/v1/completions", **body, stream_options=every)
+    counts = [one["usage"]["completion_tokens"] for one in counted]
     assert counts == sorted(counts) and counts[-1] == 5
-    assert all("usage" not in one for one in events(server.post("/v1/completions", json=body)))
+    assert all("usage" not in one for one in server.events("/v1/completions", **body))
 
 
 def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:

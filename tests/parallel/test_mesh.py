@@ -139,10 +139,6 @@ def test_nodes_are_numbered_by_their_first_rank(made: list[tuple[int, ...]], mon
     assert mesh._exchange_nodes() == [0, 0, 1, 1, 2, 0]
 
 
-def test_one_process_stands_on_one_node() -> None:
-    assert Mesh.create(ParallelConfig(), "cpu").nodes == (0,)
-
-
 def test_neighbours_on_several_nodes_are_warned_of(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(tp_size=2), 0, 6, CPU)
     mesh.set_nodes([0, 0, 1, 1, 2, 2])
@@ -201,23 +197,10 @@ def test_messages_go_to_other_ranks(peer: int) -> None:
         group.recv(torch.zeros(1), peer)
 
 
-def test_groups_of_one_rank_need_no_process_group(made: list[tuple[int, ...]]) -> None:
-    mesh = Mesh(ParallelConfig(), 0, 1, CPU)
-    rows = torch.randn(3, 2)
-    for group in mesh.groups:
-        assert group.handle is None
-        assert torch.equal(group.all_gather(rows), rows)
-        assert torch.equal(group.reduce_scatter(rows), rows)
-        assert torch.equal(group.all_to_all(rows), rows)
-        assert group.bytes_sent == 0
-    assert made == []
-
-
 @pytest.mark.parametrize(
     ("world", "tp", "message"),
     [
         (13, 1, "n_routed_experts 12 cannot be divided over 13 ranks: each holds at least one; start at most 12"),
-        (24, 1, "n_routed_experts 12 cannot be divided over 24 ranks"),
         (4, 4, "num_attention_heads 6 cannot be divided over 4 ranks; choose a tp_size that divides it"),
     ],
 )

@@ -10,6 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
+
+KINDS = ["full", "shared", "full"]  # the second layer has no indexer
+LAYERS = len(KINDS) + 2  # and two MTP modules
+
+
+def cache_config(rank: int = 128, rope: int = 16, index: int = 16) -> ModelConfig:
+    """A model with caches for KINDS and two MTP modules."""
+    sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "index_head_dim": index, "num_nextn_predict_layers": 2}
+    layers = {"num_hidden_layers": len(KINDS), "indexer_types": KINDS}
+    return ModelConfig.from_dict(released_config("deepseek_v32") | sizes | layers).with_mtp(2)
+
 
 def scatter(
     sequences: list[torch.Tensor], page_size: int, spare: int = 3, seed: int = 0

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.config.model import ModelConfig
-from dsa_engine.config.released import released_config
+from caches import KINDS, LAYERS, cache_config
 from dsa_engine.engine.cache import link
 from dsa_engine.engine.cache.link import PageReceiver, PageSender, RankPages, dealt
 from dsa_engine.kernels.formats.cache_format import FP8
@@ -25,20 +24,13 @@ from fake_cuda.world import FakeGroup
 from gloo_ranks import on_linked_ranks
 
 PAGES, PAGE_SIZE = 12, 2
-KINDS = ["full", "shared", "full"]  # the second layer has no indexer
-MAIN, LAYERS = len(KINDS), len(KINDS) + 2  # and two MTP modules
+MAIN = len(KINDS)
 NO_GPU = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a fake device")
-
-
-def small_config() -> ModelConfig:
-    sizes = {"kv_lora_rank": 128, "qk_rope_head_dim": 16, "index_head_dim": 16, "num_nextn_predict_layers": 2}
-    layers = {"num_hidden_layers": len(KINDS), "indexer_types": KINDS}
-    return ModelConfig.from_dict(released_config("deepseek_v32") | sizes | layers).with_mtp(2)
 
 
 def make(dtype: torch.dtype = torch.float32, rank: int = 0, device: str = "cpu") -> KVCache:
     """Caches whose pages differ in all ranks, layers and words."""
-    config = small_config()
+    config = cache_config()
     cache = KVCache(config, cache_format(config, dtype), PAGES, PAGE_SIZE, torch.device(device))
     for number, pool in enumerate(flat(cache)):
         pool.copy_(torch.arange(pool.numel()).view_as(pool) * 64 + 32 * rank + number)
@@ -281,7 +273,7 @@ def test_on_cuda_links_share_a_stream_and_allocate_nothing(threads_by_hand: None
         before = device.live
         sender, receiver = PageSender(cache, groups, MAIN), PageReceiver(cache, groups)
         live = device.live
-        counted = 2 * PageSender.device_bytes(small_config(), cache.format, PAGE_SIZE)
+        counted = 2 * PageSender.device_bytes(cache_config(), cache.format, PAGE_SIZE)
         assert counted <= live - before <= counted + 2 * 2 * 511, "each of 2 buffers is rounded up"
         moves, end = [RankPages(0, 1, [1, 2]), RankPages(1, 2, [3])], sender if sends else receiver
         with device.watched():

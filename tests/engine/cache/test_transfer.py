@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsa_engine.config.model import ModelConfig
-from dsa_engine.config.released import released_config
+from caches import LAYERS, cache_config
 from dsa_engine.engine.cache import transfer as host_module
 from dsa_engine.engine.cache.pool import PageCopy, PageMoves
 from dsa_engine.engine.cache.sizes import TierSizes
@@ -28,20 +27,12 @@ from gloo_ranks import on_ranks, watch_transfers
 
 PAGES, SLOTS, PAGE_SIZE = 6, 4, 2
 ALONE = Group((0,), 0, None)
-KINDS = ["full", "shared", "full"]  # the second layer has no indexer
-LAYERS = len(KINDS) + 2  # and two MTP modules
 FORMATS = pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=["float32", "fp8"])
 NO_GPU = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a fake device")
 
 
-def small_config(rank: int = 128, rope: int = 16, index: int = 16) -> ModelConfig:
-    sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "index_head_dim": index, "num_nextn_predict_layers": 2}
-    layers = {"num_hidden_layers": len(KINDS), "indexer_types": KINDS}
-    return ModelConfig.from_dict(released_config("deepseek_v32") | sizes | layers).with_mtp(2)
-
-
 def make(dtype: torch.dtype, pages: int = PAGES, device: str = "cpu") -> KVCache:
-    config = small_config()
+    config = cache_config()
     return KVCache(config, cache_format(config, dtype), pages, PAGE_SIZE, torch.device(device))
 
 
@@ -113,7 +104,7 @@ def test_parts_are_the_bytes_of_a_slot(dtype: torch.dtype) -> None:
     assert len(pools) == 2 * LAYERS - 1 and host.bytes == SLOTS * host.page_bytes == SLOTS * cache.bytes // PAGES
     parts = host.parts(2)
     assert [bytes(part) for part in parts] == [pool[3].view(torch.uint8).numpy().tobytes() for pool in pools]
-    assert [len(part) for part in parts] == sum(pool_page_bytes(small_config(), cache.format, PAGE_SIZE), [])
+    assert [len(part) for part in parts] == sum(pool_page_bytes(cache_config(), cache.format, PAGE_SIZE), [])
     for other, part in zip(host.parts(0), parts, strict=True):
         other[:] = part
     transfer.begin(PageMoves([PageCopy(False, 5, 0)]))
@@ -182,7 +173,7 @@ def test_exchange(dtype: torch.dtype, size: int) -> None:
         assert len(collectives) == 2 * LAYERS and {(c.kind, c.asynchronous) for c in collectives} == {
             ("all_to_all", True)
         }
-        layers = [sum(sizes) for sizes in pool_page_bytes(small_config(), make(dtype, 1).format, PAGE_SIZE)]
+        layers = [sum(sizes) for sizes in pool_page_bytes(cache_config(), make(dtype, 1).format, PAGE_SIZE)]
         for number, collective in enumerate(collectives):
             page = layers[number % LAYERS]
             assert collective.sent == tuple(page * len(pages) for pages in SENDS[size][rank])
@@ -298,7 +289,7 @@ class TestOnCuda:
             before = device.live
             transfer = self.transfer(device, cache, size=2)
             live = device.live
-            counted = TierSizes(SLOTS, 0, 4).device_bytes(mesh, small_config(), cache.format, PAGE_SIZE)
+            counted = TierSizes(SLOTS, 0, 4).device_bytes(mesh, cache_config(), cache.format, PAGE_SIZE)
             assert counted <= live - before <= counted + 5 * 511, "each of 5 buffers is rounded up"
             with device.watched():
                 for _ in range(2):

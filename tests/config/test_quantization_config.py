@@ -78,10 +78,6 @@ def test_groups_of_compressed_tensors() -> None:
     assert "int4 in groups of 128 with plain activations" in int4.name
 
 
-def test_plain_numbers() -> None:
-    assert read(None) is None
-
-
 def changed(group: dict[str, Any], part: str, **keys: Any) -> dict[str, Any]:
     return compressed(group | {part: (group[part] or {}) | keys})
 

@@ -37,9 +37,3 @@ def test_the_whole_model_on_eight_ranks() -> None:
     fp8, plain = (weight_bytes(rank_model(config, stored, torch.bfloat16, 8)) for stored in (config.quantization, None))
     tables = 2 * 2 * config.vocab_size * config.hidden_size  # embedding and LM head are not quantised
     assert 0.5 < (fp8 - tables) / (plain - tables) < 0.53
-
-
-def test_a_size_that_does_not_divide() -> None:
-    config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 4})
-    with pytest.raises(ValueError, match="tp_size"):
-        weight_bytes(rank_model(config, None, torch.bfloat16, 8, tp_size=3))

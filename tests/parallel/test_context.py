@@ -15,7 +15,6 @@ from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.parallel.context_parallel import pieces_of
-from dsa_engine.parallel.group import Group
 
 
 def split_sequence(start: int, length: int, ranks: int) -> list[list[tuple[int, int]]]:
@@ -98,8 +97,3 @@ def test_attention_work_of_a_chunked_prefill(ranks: int, length: int, step: int,
         pairs_of_ranks = StepPlan.of([chunk], 0, ranks, config).attention_pairs()
         work = [a + b for a, b in zip(work, pairs_of_ranks, strict=True)]
     assert sum(work) == length * (length + 1) // 2 and imbalance(work) < 0.01
-
-
-def test_one_rank_gathers_its_own_rows() -> None:
-    rows = torch.randn(5, 6)
-    assert torch.equal(Group((0,), 0, None).all_gather_async(rows)(), rows)

@@ -23,7 +23,7 @@ from dsa_engine.parallel.experts.all_to_all import AllToAll
 from dsa_engine.parallel.experts.by_node import ByNode
 from dsa_engine.parallel.experts.deep_ep import DeepEP, LowLatency
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.tensor_parallel import shard, vocab_shard
+from dsa_engine.parallel.tensor_parallel import vocab_shard
 from dsa_engine.weights.formats import Unquantized
 
 CPU = torch.device("cpu")
@@ -216,11 +216,6 @@ def test_models_that_do_not_divide(
     runtime = Runtime(mesh, torch.float32, Unquantized(torch.float32, CPU), 1 << 20)
     with pytest.raises(ValueError, match=message):
         Model(ModelConfig.from_pretrained(folder), runtime)
-
-
-def test_shards_are_equal_and_consecutive() -> None:
-    parts = [shard(12, Group((0, 1, 2), i, None), "n") for i in range(3)]
-    assert parts == [(0, 4), (4, 8), (8, 12)]
 
 
 def test_parts_of_a_vocabulary_take_as_many_rows() -> None:

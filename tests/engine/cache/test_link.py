@@ -254,16 +254,6 @@ def test_a_link_that_fails_says_so() -> None:
             drained(poll, 1)
 
 
-def test_no_pages_are_no_message() -> None:
-    alone = PageGroups(Group((0,), 0, None), Group((0,), 0, None))
-    sender, receiver = PageSender(make(), alone, MAIN), PageReceiver(make(), alone)
-    nothing = RankPages(3, 9, [])
-    run_step(sender, [nothing])
-    receiver.post([nothing])
-    assert sender.poll() == receiver.poll() == [nothing]
-    assert sender.poll() == receiver.poll() == []
-
-
 @NO_GPU
 @pytest.mark.parametrize("sends", [True, False])
 def test_on_cuda_links_share_a_stream_and_allocate_nothing(threads_by_hand: None, sends: bool) -> None:

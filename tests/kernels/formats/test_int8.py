@@ -63,14 +63,6 @@ def test_rows_that_are_unusual(device: str) -> None:
     assert torch.equal(quantize_rows_int8(strided[:, ::2])[0], quantize_rows_int8(strided[:, ::2].contiguous())[0])
 
 
-def test_parts_of_rows(device: str) -> None:
-    x = torch.randn(6, 64).to(device)
-    codes, scales = quantize_rows_int8(x)
-    parts = [quantize_rows_int8(part, x.abs().amax(dim=1)) for part in x.split(16, dim=1)]
-    assert torch.equal(torch.cat([part for part, _ in parts], dim=1), codes)
-    assert all(torch.equal(its_scales, scales) for _, its_scales in parts)
-
-
 @pytest.mark.parametrize("shape", [(1, 16, 32), (40, 17, 24), (70, 130, 300)])
 def test_linear(
     shape: tuple[int, int, int], dtype: torch.dtype, bound: float, device: str, relative_error: Error

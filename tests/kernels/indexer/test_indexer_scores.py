@@ -262,13 +262,6 @@ def test_scores_beyond_2_to_the_31(
     assert relative_error(seen_by(scores, segments), seen_by(naive(q, weights, keys, 60), segments)) < BOUND
 
 
-def test_negative_products_count_nothing(device: str, scattered_pages: Scatter) -> None:
-    pool, tables = scattered_pages([-torch.ones(5, 4)], 2)
-    q, weights = torch.ones(1, 3, 4, device=device), torch.ones(1, 3, device=device)
-    scores = score(q, weights, pool.to(device), tables.to(device), Segments.of([Segment(0, 1, 0, 4)], device))
-    assert scores.tolist() == [[0.0] * 5]
-
-
 def test_a_key_that_is_nan_shows(device: str, scattered_pages: Scatter) -> None:
     """It shows in its own score only."""
     keys = torch.ones(5, 4)

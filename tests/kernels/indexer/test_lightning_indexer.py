@@ -175,14 +175,6 @@ def test_threads_change_nothing(threads: int, device: str, monkeypatch: pytest.M
     assert torch.equal(select(*given, segments, 64), wanted)
 
 
-def test_k_beyond_what_is_visible(device: str, scattered_pages: Scatter) -> None:
-    pool, tables = scattered_pages([whole_numbers(5, DIM, seed=0)], 4)
-    q, weights = whole_numbers(5, HEADS, DIM, seed=1).to(device), whole_numbers(5, HEADS, seed=2).to(device)
-    segments = Segments.of([Segment(0, 5, 0, 0)], device)
-    slots = select(q, weights, pool.to(device), tables.to(device), segments, 9)
-    assert slots.tolist() == [slots_at([*range(t + 1), *[-1] * (8 - t)], tables[0], 4) for t in range(5)]
-
-
 def test_no_queries(device: str, scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([torch.zeros(3, DIM)], 4)
     q, weights = torch.empty(0, HEADS, DIM, device=device), torch.empty(0, HEADS, device=device)

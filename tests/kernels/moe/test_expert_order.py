@@ -9,7 +9,7 @@ import torch
 
 from dsa_engine.kernels.moe import expert_order as module
 from dsa_engine.kernels.moe.combine import combine
-from dsa_engine.kernels.moe.expert_order import expert_order, expert_order_reference
+from dsa_engine.kernels.moe.expert_order import expert_order
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -58,14 +58,6 @@ def test_order_of_many_that_are_alike(same: int, device: str) -> None:
     """All pairs of an expert: the rows of one block come after those of the block before."""
     topk_ids = torch.full((1100, 8), same, dtype=torch.int32)
     check(expert_order(topk_ids.to(device), 40), topk_ids, 40)
-
-
-def test_both_ways_agree(device: str) -> None:
-    topk_ids = random_ids(60, 4, 9, 0.3).to(device)
-    counted, sorted_ = expert_order(topk_ids, 9), expert_order_reference(topk_ids, 9)
-    assert torch.equal(counted.row_ends, sorted_.row_ends) and torch.equal(counted.pair_rows, sorted_.pair_rows)
-    local_pairs = int(counted.row_ends[-1])
-    assert torch.equal(counted.tokens[:local_pairs], sorted_.tokens[:local_pairs])
 
 
 @pytest.mark.parametrize("tokens", [12, 2800], ids=["compared", "in blocks"])

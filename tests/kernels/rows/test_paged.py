@@ -114,11 +114,6 @@ def test_slots_of_more_than_one_tile(shape: tuple[int, ...], device: str) -> Non
     assert slots.dtype == torch.int32 and torch.equal(slots.cpu(), expected)
 
 
-def test_slots_need_a_sequence_each() -> None:
-    with pytest.raises(ValueError, match="3 rows of positions, but 2 sequence numbers"):
-        slots_of(torch.zeros(3), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(2), 4)
-
-
 def test_what_is_stored_is_read_again(device: str) -> None:
     """Slots, store and read fit together: rows of two sequences, stored interleaved."""
     tables = torch.tensor([[5, 0, 3], [1, 4, 2]], dtype=torch.int32, device=device)

@@ -76,11 +76,3 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     page = keys[-1].flatten()
     assert torch.equal(page[: 64 * 128].view(64, 128)[[63, 62]], buffer[:, 656:784])
     assert torch.equal(page[64 * 128 :].view(64, 4)[[63, 62]], buffer[:, 784:788])
-
-
-def test_packed_rows_begin_at_16_bytes() -> None:
-    assert CacheFormat.of(512, 64, 128, torch.bfloat16).packed_width() == 704
-    assert CacheFormat.of(512, 64, 128, FP8).packed_width() == 800
-    assert CacheFormat.of(32, 8, 24, torch.float32).packed_width() == 64
-    assert CacheFormat.of(33, 8, 24, torch.float32).packed_width() == 68
-    assert CacheFormat.of(512, 64, 128, FP8).packed_width(index_key=False) == 656

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,6 @@ def test_greedy_follows_the_prompt_logits(llm: LLM) -> None:
     assert logits[len(output.prompt_token_ids) - 1 : -1].argmax(dim=-1).tolist() == output.token_ids
     assert torch.allclose(prefill(llm.engine, ids), logits[-1], atol=1e-4)
     assert torch.equal(llm.prompt_logits(TEXT), llm.prompt_logits(output.prompt_token_ids))
-
-
-def test_parameters_for_each_prompt(llm: LLM) -> None:
-    params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (1, 7, 3)]
-    outputs = llm.generate(["a", "b", "c"], params)
-    assert [len(o.token_ids) for o in outputs] == [1, 7, 3]
-    assert [o.token_ids for o in outputs] == [
-        llm.generate(p, q)[0].token_ids for p, q in zip("abc", params, strict=True)
-    ]
 
 
 def test_a_seed_gives_the_same_in_any_company(llm: LLM) -> None:
@@ -152,14 +142,6 @@ def test_nothing_is_printed_when_no_terminal_is_there(demo_cache: Path, capfd: p
     load(progress=True).generate(TEXT, GREEDY)
     captured = capfd.readouterr()
     assert captured.out == "" and "generating" not in captured.err and "loading" not in captured.err
-
-
-def test_page_sizes_and_workspaces_do_not_matter(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
-    ids = random_ids(700, vocab=320)
-    expected = llm.prompt_logits(ids)
-    for options in ({"page_size": 1}, {"page_size": 37, "workspace": "1MiB"}, {"max_num_batched_tokens": 255}):
-        ours = load(**options).prompt_logits(ids)
-        assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
 def test_what_vllm_users_read(llm: LLM) -> None:

@@ -19,7 +19,7 @@ Found = tuple[int, list[int], str, str]  # the number of a kind, tokens, text, a
 def make_kinds(llm: LLM, count: int, longest: int) -> list[Kind]:
     rng, made = random.Random(5), []
     for number in range(count):
-        params = {
+        params: dict[str, Any] = {
             "max_tokens": rng.choice([1, 2, 5, 12, 25]),
             "ignore_eos": rng.random() < 0.8,
             "temperature": rng.choice([0.0, 0.8]),

@@ -36,6 +36,15 @@ BASE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 INDEXER: dict[str, Any] = {"index_topk": 64, "index_head_dim": 24, "index_n_heads": 12}
+# Options of an engine for a few short requests, in pages that they cross often.
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 96,
+    "page_size": 4,
+    "cache_memory": "2MiB",
+    "progress": False,
+}
 
 YARN = {
     "rope_type": "yarn",

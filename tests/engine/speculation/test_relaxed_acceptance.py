@@ -20,6 +20,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime import cpu
+from oracles import SMALL as OPTIONS
 
 BEGIN, END = 8, 9
 LOGITS = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05, 0, 0, 0, 0, 0]]).log()  # the probabilities of tokens 0, 1, …
@@ -83,14 +84,6 @@ def test_a_graph_knows_what_the_host_knows(data: st.DataObject) -> None:
     assert relaxed.replacing(thinks, unread, drafts).tolist() == wanted
 
 
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_model_len": 96,
-    "page_size": 4,
-    "cache_memory": "2MiB",
-    "progress": False,
-}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PENALISED = replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3)
 

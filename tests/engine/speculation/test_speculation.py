@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.samples import Samples
 from dsa_engine.engine.requests.scheduler import Step
+from oracles import SMALL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=22, ignore_eos=True, seed=3)
@@ -27,14 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 GLM = ("full", "shared")  # its layers
 OWN_TABLES = (("deepseek_v3", 1), ("glm_moe_dsa", 3))  # its modules have other embeddings and heads than the model
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_model_len": 128,
-    "page_size": 4,
-    "cache_memory": "4MiB",
-    "progress": False,
-}
+OPTIONS = SMALL | {"max_model_len": 128, "cache_memory": "4MiB"}
 
 
 def engine_of(folder: Path, drafts: int, **options: Any) -> LLM:

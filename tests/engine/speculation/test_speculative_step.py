@@ -24,18 +24,11 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.engine.steps.static_rows import StepRows
+from oracles import SMALL as OPTIONS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=1.0, seed=3)
 PENALISED = replace(GREEDY, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.3)
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_model_len": 96,
-    "page_size": 4,
-    "cache_memory": "2MiB",
-    "progress": False,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"index_topk": 16},
     "glm_moe_dsa": {"index_topk": 16, "indexer_types": ["full", "shared", "full"]},

@@ -166,18 +166,6 @@ def test_large_scores_do_not_overflow(device: str) -> None:
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse[[0, 2, 3]]).all())
 
 
-def test_results_of_two_halves_merge_by_their_log_sum_exp(device: str) -> None:
-    """The purpose of the log-sum-exp: attention over two sets of rows makes attention over both."""
-    q, pool, slots = problem(6, 3, 16, 50, seed=3, device=device)
-    whole, _ = sparse_attention(q, pool, slots, row_format=plain(q, 16), scale=SCALE)
-    parts = [sparse_attention(q, pool, s, row_format=plain(q, 16), scale=SCALE) for s in (slots[:, :21], slots[:, 21:])]
-    part_weights = (
-        torch.stack([lse for _, lse in parts]).softmax(dim=0).nan_to_num()
-    )  # the token without slots: −inf twice
-    merged = sum(w[..., None] * out for w, (out, _) in zip(part_weights, parts, strict=True))
-    torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("heads, width, value_dim", [(4, 24, 16), (9, 48, 48), (16, 40, 32)])
 def test_types(
     heads: int, width: int, value_dim: int, dtype: torch.dtype, bound: float, device: str, relative_error: Error

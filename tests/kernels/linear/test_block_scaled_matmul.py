@@ -103,18 +103,6 @@ def test_programs_that_share_a_sum(
     assert total.any() and all(torch.equal(once, total.to(dtype)) for once in shared) and not finished.any()
 
 
-@pytest.mark.parametrize("rows", [1, 17, 70])
-def test_a_row_does_not_see_the_others(rows: int, device: str, relative_error: Error) -> None:
-    """Its codes, scales and sums are the same alone; no neighbour's outlier changes them."""
-    x = spread(rows, 300, seed=2).to(device)
-    weight, scale = (t.to(device) for t in quantize_blocks(spread(140, 300, seed=3), (128, 128)))
-    alone = torch.cat([block_scaled_linear(row[None], weight, scale) for row in x])
-    assert relative_error(block_scaled_linear(x, weight, scale), alone) < 1e-6
-    louder = x * torch.arange(1, rows + 1, device=device)[:, None] * 1e3
-    louder[0] = x[0]
-    assert relative_error(block_scaled_linear(louder, weight, scale)[0], alone[0]) < 1e-6
-
-
 def test_views_and_leading_dimensions(device: str) -> None:
     weight, scale = (t.to(device) for t in quantize_blocks(spread(140, 96, seed=3), (128, 128)))
     wide = spread(2, 6, 128, seed=4).to(device)

@@ -53,9 +53,9 @@ def test_threads_and_tasks_at_once(
     """Eight threads and an event loop full of tasks, cancelled at random: each token is that of a request alone."""
     monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
     threads, files = threading.active_count(), open_files()
-    found, cancelled = run_callers(llm, kinds, requests, tasks, THREADS)
-    check_found(found, kinds)
-    ended = Counter(how for *_, how in found)
+    answers, cancelled = run_callers(llm, kinds, requests, tasks, THREADS)
+    check_found(answers, kinds)
+    ended = Counter(how for *_, how in answers)
     print(ended, f"{cancelled} cancelled, {llm.engine.scheduler.preemptions} preemptions")
     assert ended.total() + cancelled == requests // THREADS * THREADS + tasks and cancelled > 0
     assert set(ended) == {"generated", "streamed", "left"}

@@ -83,16 +83,16 @@ def run_callers(llm: LLM, kinds: list[Kind], requests: int, tasks: int, threads:
 
     with ThreadPoolExecutor(threads + 1) as pool:
         event_loop = pool.submit(asyncio.run, everything())
-        found = [one for done in [pool.submit(work, n) for n in range(threads)] for one in done.result()]
+        answers = [one for done in [pool.submit(work, n) for n in range(threads)] for one in done.result()]
         ended = event_loop.result()
-    found += [one for one in ended if not isinstance(one, asyncio.CancelledError)]
+    answers += [one for one in ended if not isinstance(one, asyncio.CancelledError)]
     llm.wait_idle()
-    return found, sum(isinstance(one, asyncio.CancelledError) for one in ended)
+    return answers, sum(isinstance(one, asyncio.CancelledError) for one in ended)
 
 
-def check_found(found: Iterable[Found], kinds: list[Kind]) -> None:
+def check_found(answers: Iterable[Found], kinds: list[Kind]) -> None:
     """Each request has got the tokens and text of one alone, or their beginning if it was left."""
-    for number, tokens, text, how in found:
+    for number, tokens, text, how in answers:
         wanted = kinds[number]
         assert tokens == wanted["tokens"][: len(tokens)] and wanted["text"].startswith(text)
         assert how == "left" or (tokens, text) == (wanted["tokens"], wanted["text"])

@@ -36,9 +36,9 @@ def main() -> None:
         time.sleep(300)
     requests, tasks = map(int, sys.argv[4:6])
     with llm:
-        found, cancelled = run_callers(llm, kinds, requests, tasks, THREADS)
+        answers, cancelled = run_callers(llm, kinds, requests, tasks, THREADS)
         lost = sum(llm.engine.cache.pages - free for free in llm.engine.scheduler.free_pages)
-        results = {"found": found, "cancelled": cancelled, "pages_lost": lost}
+        results = {"found": answers, "cancelled": cancelled, "pages_lost": lost}
         Path(RESULTS).write_text(json.dumps(results | {"logits": llm.prompt_logits([5, 6, 7]).tolist()}))
 
 

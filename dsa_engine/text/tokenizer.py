@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from functools import cached_property
 from pathlib import Path
@@ -69,6 +70,14 @@ class Tokenizer:
         by_bytes = "ByteLevel" in repr(getattr(backend, "decoder", None))  # each letter of a token is a byte
         texts = self.hf.get_vocab()
         return max(len(text) if by_bytes and text not in added else len(text.encode()) for text in texts)
+
+    @cached_property
+    def tags(self) -> dict[str, int]:
+        """Ids, by text, of the tokens that no text has in a grammar: special ones, and ``<…>``, which released
+        tokenizers do not call special."""
+        added = self.hf.added_tokens_decoder.items()
+        is_tag = re.compile("(?s)<.*>").fullmatch
+        return {token.content: number for number, token in added if token.special or is_tag(token.content)}
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a text. If the text begins with the token that begins every text (BOS), it gets no second one.

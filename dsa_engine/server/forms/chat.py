@@ -76,7 +76,7 @@ class ChatForm(Form):
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         reader = self._reader()
-        message = message_of([*reader.push(output.text), *reader.finish()])
+        message = message_of([*reader.push(output.text), *reader.finish(output.finish_reason == "stop")])
         thought = _reasoning(message.pop("reasoning_content", None)) if self._asked.include_reasoning else {}
         called = "tool_calls" in message
         choice = {
@@ -107,7 +107,7 @@ class ChatForm(Form):
                 chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
         read = reader.push(piece.text)
         if piece.finish_reason is not None:
-            read += reader.finish()
+            read += reader.finish(piece.finish_reason == "stop")
         deltas = [form for delta in read if (form := self._delta(piece.index, delta))]
         logprobs, ids = self._logprobs(piece), self._asked.return_token_ids and piece.token_ids
         if not deltas and (piece.finish_reason or logprobs or ids):

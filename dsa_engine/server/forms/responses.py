@@ -245,7 +245,7 @@ class ResponsesForm(ChatForm):
         read = self._readers[0].push(piece.text)
         if piece.finish_reason is not None:
             self._status = "incomplete" if piece.finish_reason == "length" else "completed"
-            read += self._readers[0].finish()
+            read += self._readers[0].finish(piece.finish_reason == "stop")
         logprobs = (self._logprobs(piece) or {"content": []})["content"]
         for delta in read:
             if delta.reasoning:

@@ -175,8 +175,7 @@ class ConversationFormat:
         Raises:
             ValueError: the form is not possible, or the model has no form of calls.
         """
-        added = self.tokenizer.hf.added_tokens_decoder.items()
-        writer = GrammarWriter({token.content: number for number, token in added if token.special})
+        writer = GrammarWriter(self.tokenizer.tags)
         if must_call is not None:
             if form is not None or self.calls is None:
                 words = "goes with no other form of the answer" if self.calls else "needs a --tool-call-parser"
@@ -187,7 +186,7 @@ class ConversationFormat:
             return None
         source, thought = form.source(), self._thought(prompt_text)
         if thought is not Thought.NONE:
-            writer = GrammarWriter({token.content: number for number, token in added if token.special})
+            writer = GrammarWriter(self.tokenizer.tags)
             source = after_thought(source, writer, THINK, THINK_END, thought is Thought.OPEN)
         return StructuredOutputsParams(grammar=source)
 
@@ -221,7 +220,7 @@ class ConversationFormat:
             if isinstance(output.stop_reason, str):
                 text = text.partition(output.stop_reason)[0]
         reader = self.reader(prompt, tools)
-        return message_of([*reader.push(text), *reader.finish()])
+        return message_of([*reader.push(text), *reader.finish(output.finish_reason == "stop")])
 
     def _thought(self, prompt: str) -> Thought:
         if self.thoughts is None:

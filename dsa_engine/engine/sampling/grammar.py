@@ -26,7 +26,7 @@ from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.text.tokenizer import Tokenizer
 
 
-def _without_tags(tokenizer: Tokenizer) -> str:
+def without_tags(tokenizer: Tokenizer) -> str:
     """The JSON of a tokenizer in which tags have names that no text has. Else the library spells a text of a form, such
     as ``<think>`` in a choice, by the tag, which its mask then allows and its matcher refuses."""
     backend = getattr(tokenizer.hf, "backend_tokenizer", None)
@@ -69,7 +69,7 @@ class GrammarMasks:
     def _load(self) -> Any:
         from llguidance import LLTokenizer
 
-        return LLTokenizer(_without_tags(Tokenizer(self._folder, self._trusts)), self._vocab, self._ends)
+        return LLTokenizer(without_tags(Tokenizer(self._folder, self._trusts)), self._vocab, self._ends)
 
     def _read(self, source: str) -> Any:
         from llguidance import LLMatcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -112,22 +113,17 @@ class MessageReader:
 
     def _skip(self, tag: str) -> Steps[None]:
         """Drops an end tag that the model writes once more."""
-        self._source.mark()
-        try:
-            yield from self._source.expect(tag)
-        except (LostForm, TextEnded):
-            self._message.content(self._source.since_mark())
+        with suppress(TextEnded):
+            while (yield from self._source.follows(tag, f"\n{tag}", f"\n\n{tag}")):
+                pass
 
     def _read_calls(self, take: Callable[[str], None]) -> Steps[None]:
         """Reads calls after their first tag; ``take`` gets what is none."""
         assert self._form is not None
         try:
             yield from self._form.read(self._source, self._message, self._tools)
+            yield from self._skip(self._form.end)
             yield from self._source.space()
-            self._source.mark()
-            while (yield from self._source.follows(self._form.end)):  # which the model writes once more
-                yield from self._source.space()
-                self._source.mark()
         except LostForm:
             (self._message.content if self._message.has_calls else take)(self._source.since_mark())
         except TextEnded:

@@ -212,6 +212,16 @@ def test_an_object(llm: LLM) -> None:
     assert len(whole) > 2 and all(isinstance(json.loads(text), dict) for text in whole)
 
 
+@pytest.mark.parametrize("kind", ["choice", "json", "regex"])
+@pytest.mark.parametrize("text", ["a<|User|>b", "a<|end_of_sentence|>b"])
+def test_a_form_with_the_text_of_a_token(llm: LLM, kind: str, text: str) -> None:
+    """It is spelled by other tokens: that one would be no text, or the end."""
+    form = {"choice": [text], "json": {"enum": [text]}, "regex": re.escape(text)}[kind]
+    given = SamplingParams(max_tokens=40, skip_special_tokens=False, structured_outputs={kind: form})
+    ((one,),) = (result.outputs for result in llm.generate([[5]], given, use_tqdm=False))
+    assert one.text.strip('"').removesuffix("<|end_of_sentence|>") == text and one.finish_reason == "stop"
+
+
 def test_special_tokens_are_not_the_text_of_a_form(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
     """A special token in a text would vanish from it."""
     (result,) = llm.generate(

@@ -227,9 +227,9 @@ CALL = f'<{TAG}function_calls>\n<{TAG}invoke name="f">\n{PARAMETER}'
         ("deepseek_v32", f"{CALL}</{TAG}invoke>\n" + f"</{TAG}function_calls>\n" * 2, None, [("f", {"a": "x"})]),
         (
             "glm47",
-            "<tool_call>f<arg_key>text</arg_key><arg_value>x<arg_key>b</arg_key></tool_call>",
+            "<tool_call>find<arg_key>text</arg_key><arg_value>x<arg_key>b</arg_key></tool_call>",
             "<arg_key>b</arg_key></tool_call>",
-            [("f", '{"text": "x')],
+            [("find", '{"text": "x')],
         ),
         ("glm47", "<tool_call>f</tool_call>\n</tool_call>\n<tool_call>g</tool_call>", None, [("f", {}), ("g", {})]),
     ],

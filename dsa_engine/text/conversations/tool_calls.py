@@ -212,7 +212,7 @@ class _Call:
         if tag is None:
             raise TextEnded
         if tag != ends.texts[0]:  # a whole call would have markup, and what follows, in its argument
-            self._source.mark(tag)
+            self._source.mark("".join(pieces) + tag)
             raise LostForm
         self.write('"' if is_text else _value("".join(pieces), types))
 

@@ -11,7 +11,7 @@ from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.forms.form import Form
-from dsa_engine.server.forms.parts import completion_logprobs, prompt_logprobs, selection_of
+from dsa_engine.server.forms.parts import TextOffsets, completion_logprobs, prompt_logprobs, selection_of
 from dsa_engine.server.forms.protocol import CompletionRequest
 
 
@@ -49,7 +49,8 @@ class CompletionForm(Form):
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
+        self._begun: set[int] = set()  # outputs whose prompt a chunk had
         self._prompt_ids: Sequence[Sequence[int]] = ()
 
     def _encoded(self, llm: EngineClient, prompts: list[str | list[int]]) -> list[dict[str, Any]]:
@@ -88,7 +89,7 @@ class CompletionForm(Form):
         choice = {
             "index": index,
             "text": text,
-            "logprobs": None if scores is None else completion_logprobs(shown_tokens, scores)[0],
+            "logprobs": None if scores is None else completion_logprobs(shown_tokens, scores, TextOffsets()),
             "finish_reason": "length" if self._nothing else output.finish_reason,
             "stop_reason": output.stop_reason,
             "prompt_logprobs": None if one.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs),
@@ -111,13 +112,11 @@ class CompletionForm(Form):
             "stop_reason": piece.stop_reason,
         }
         if piece.logprobs is not None:
-            offset = self._offsets.get(piece.index, 0)
-            choice["logprobs"], self._offsets[piece.index] = completion_logprobs(
-                piece.token_ids, piece.logprobs, offset
-            )
+            offsets = self._offsets.setdefault(piece.index, TextOffsets())
+            choice["logprobs"] = completion_logprobs(piece.token_ids, piece.logprobs, offsets)
         if ids:
-            first = piece.index not in self._offsets
-            self._offsets.setdefault(piece.index, 0)
+            first = piece.index not in self._begun
+            self._begun.add(piece.index)
             prompt = self._prompt_ids[piece.index // self.params.n]
             choice |= {"token_ids": piece.token_ids, "prompt_token_ids": list(prompt) if first else None}
         return [{"choices": [choice]}]

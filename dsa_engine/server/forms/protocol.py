@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dsa_engine.config.checks import shown
 from dsa_engine.config.vllm_options import answer
+from dsa_engine.errors import ContextLengthError
 from dsa_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ _ignored: set[str] = set()
 
 
 class StreamOptions(BaseModel):
-    """What a stream contains besides the output; continuous usage: every chunk has the usage so far."""
+    """What a stream contains besides the output; continuous usage: every chunk has the usage so far,
+    if ``include_usage`` is asked for too."""
 
     model_config = ConfigDict(strict=True)
 
@@ -103,9 +105,10 @@ class GenerationBody(RequestBody):
         """Raises ``ValueError`` if the request asks for more tokens than the model's length has room for."""
         name, asked = self.max_output
         if asked is not None and prompt_tokens + asked > max_model_len:
-            raise ValueError(
-                f"{name} is {asked} and the prompt has {prompt_tokens} tokens, {prompt_tokens + asked} in all; "
-                f"max_model_len is {max_model_len}, so ask for at most {max_model_len - prompt_tokens}, or leave it out"
+            raise ContextLengthError(
+                max_model_len,
+                f"{name} is {asked} and the prompt has {prompt_tokens} tokens, {prompt_tokens + asked} in all; ask for "
+                f"at most {max_model_len - prompt_tokens}, or leave {name} out",
             )
 
     @model_validator(mode="after")

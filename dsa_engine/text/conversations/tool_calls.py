@@ -169,6 +169,34 @@ class JsonCalls(CallForm):
         return f"{begin} {writer.json(function.parameters)} {end}"
 
 
+class PlainCalls(CallForm):
+    """A list of names and objects, for calls that a grammar forces where the model's own form is not known."""
+
+    _NAME_END = Tags('", "arguments": ')
+    tags, end = ('[{"name": "',), "]"
+    around = "[", "]"
+
+    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+        more = True
+        while more:
+            name, _ = yield from source.name(self._NAME_END)
+            scanner, call = JsonScanner(of_object=True), _Call(source, calls, name)
+            yield from source.scan(scanner.scan, call.write)
+            if not scanner.complete:
+                raise LostForm
+            yield from source.expect("}")
+            more = (yield from source.expect(', {"name": "', "]")) != "]"
+
+    def call(self, writer: GrammarWriter, function: Function) -> str:
+        begin = writer.literal(f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": ')
+        return f"{begin} {writer.json(function.parameters)} {writer.literal('}')}"
+
+    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
+        call = writer.rule(" | ".join(self.call(writer, function) for function in functions_of(tools)))
+        others = f'(", " {call})*' if several else ""
+        return f'"[" {call} {others} "]"'
+
+
 class _Call:
     """One call: begun with the first text of its arguments. What it has written is no content any more."""
 

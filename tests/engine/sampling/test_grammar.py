@@ -99,7 +99,7 @@ def test_requests_without_a_form_do_not_change(plain: list[Any]) -> None:
 def test_launched_ahead_and_after_a_preemption(plain: list[Any], ahead: bool) -> None:
     """A step may be launched before the token is read on which its masks depend; a matcher follows from the output."""
     # Pages for two of the longest requests, of the 14.
-    with LLM("demo-random", **OPTIONS, cache_memory="400KiB") as llm:
+    with LLM("demo-random", **OPTIONS, cache_memory="320KiB") as llm:
         engine, begun = llm.engine, llm.engine.launched_ahead
         engine.async_scheduling = ahead
         small = outputs(llm, params(14))

@@ -71,13 +71,27 @@ def test_usage_and_cached_tokens(server: Any) -> None:
     body = {"prompt": LONG, "max_tokens": 5, "ignore_eos": True, "cache_salt": "mine", "stream": True}
     last = events(server.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}}))[-1]
     assert (last["choices"], last["usage"]) == ([], again["usage"])
-    every = {"continuous_usage_stats": True}
+    every = {"include_usage": True, "continuous_usage_stats": True}
     counts = [
         one["usage"]["completion_tokens"]
         for one in events(server.post("/v1/completions", json=body | {"stream_options": every}))
     ]
     assert counts == sorted(counts) and counts[-1] == 5
     assert all("usage" not in one for one in events(server.post("/v1/completions", json=body)))
+
+
+def test_characters_of_several_tokens(server: Any) -> None:
+    """Bytes, texts and offsets of the tokens add up to the text, in a whole answer and in a stream."""
+    wanted = "é🙂漢 x"
+    given: dict[str, Any] = {"temperature": 0, "structured_outputs": {"choice": [wanted]}, "max_tokens": 40}
+    chat = server.chat([{"role": "user", "content": "x"}], **given, logprobs=True)["choices"][0]
+    every = b"".join(bytes(entry["bytes"]) for entry in chat["logprobs"]["content"])
+    assert every.startswith(wanted.encode()) and len(chat["logprobs"]["content"]) > len(wanted)
+    body = {"prompt": "x", "logprobs": 1, "stream": True, **given}
+    chunks = [one["choices"][0]["logprobs"] for one in events(server.post("/v1/completions", json=body))]
+    tokens, offsets = ([one for chunk in chunks if chunk for one in chunk[name]] for name in ("tokens", "text_offset"))
+    assert "".join(tokens).startswith(wanted)
+    assert offsets == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
 
 
 def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:

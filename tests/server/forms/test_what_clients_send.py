@@ -55,7 +55,7 @@ def test_more_tokens_than_there_is_room_for(server: Any, name: str) -> None:
     """An error in a request that asks for them, as vLLM's server has it; what is only a default ends at the length."""
     path, prompt = (COMPLETIONS, {"prompt": [5] * 48}) if name == "max_tokens" else (CHAT, {"messages": HELLO})
     words = server.refused(path, **prompt, **{name: 2040 if name == "max_tokens" else 2048})
-    assert words.startswith(f"{name} is 20") and "max_model_len is 2048, so ask for at most " in words
+    assert words.startswith("This model's maximum context length is 2048 tokens") and f"{name} is 20" in words
     if name == "max_tokens":
         assert "48 tokens, 2088 in all" in words and "at most 2000" in words
         end = {"allowed_token_ids": [1]}

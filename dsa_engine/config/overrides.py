@@ -32,7 +32,7 @@ def overridden(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
             dropped |= set(_INDEXER_SCHEDULES[:i]) - overrides.keys()
     remaining = {key: value for key, value in raw.items() if key not in dropped}
     base, given = _rope(raw), _rope(overrides)
-    if base is None or not given:
+    if base is None or given is None or not overrides.keys() & {*_ROPE}:
         return merge_overrides(remaining, overrides)
     if None in (overrides.get(name, given) for name in _ROPE[:2]):  # no scaling
         base = {key: value for key, value in base.items() if key == "rope_theta"}

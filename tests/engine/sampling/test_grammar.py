@@ -168,6 +168,9 @@ def test_what_ends_a_request(plain: list[Any]) -> None:
         assert [one.text for one in fourth.outputs] == ["12", "12"]
 
 
+CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2999)} | {"2999": {}}}
+
+
 @pytest.mark.parametrize(
     "form, words",
     [
@@ -177,6 +180,11 @@ def test_what_ends_a_request(plain: list[Any]) -> None:
         ({"json": {"$ref": "http://127.0.0.1:1/schema"}}, "does not fetch"),
         ({"json": "{"}, "json in structured_outputs is not possible: .*EOF"),
         ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "recursion limit"),
+        # What would end the process, or hold it for seconds.
+        ({"json": CHAIN}, "it has 3000 references, of at most 512"),
+        ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf is 999983, of at most 10000"),
+        ({"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'}, "3002 rules"),
+        ({"grammar": "root ::= " + "(" * 500 + '"a"' + ")" * 500}, "nested too deep|at most|not possible"),
         ({"json": {"description": "x" * 2**17}}, "131.*characters, of at most 131072"),
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-ahead"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +61,7 @@ class ChatForm(Form):
             ),
         }
         self.prompts = [prompt if asked.cache_salt is None else prompt | {"cache_salt": asked.cache_salt}]
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"chatcmpl-{asked.request_name}", "created": int(time.time()), "model": model}
         self.chunk_head = self._head | {"object": "chat.completion.chunk"}
         self._readers: dict[int, MessageReader] = {}
         self._called: set[int] = set()  # outputs with tool calls

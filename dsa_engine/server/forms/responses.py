@@ -193,7 +193,7 @@ class ResponsesForm(ChatForm):
         if self.params.n > 1:
             raise ValueError(f"n must be 1 in a response, not {self.params.n}; send several requests")
         self._given = asked
-        self._id = f"resp_{uuid.uuid4().hex}"
+        self._id = f"resp_{self._asked.request_name}"
         self._number = 0  # the next event's
         self._items: list[_Item] = []
         self._status = "completed"

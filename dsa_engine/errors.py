@@ -1,4 +1,4 @@
-"""The engine's two errors: for the content of files, and for what does not fit.
+"""The engine's errors: for the content of files, and for what does not fit.
 
 Bad arguments raise ``ValueError`` or ``TypeError``.
 """
@@ -11,6 +11,13 @@ from contextlib import contextmanager
 
 class CheckpointError(ValueError):
     """A checkpoint folder, file or tensor is missing, damaged, or not what the configuration says."""
+
+
+class ContextLengthError(ValueError):
+    """A prompt, or it and its output, is longer than the model's context; programs know the sentence it begins with."""
+
+    def __init__(self, max_model_len: int, reason: str):
+        super().__init__(f"This model's maximum context length is {max_model_len} tokens, and {reason}")
 
 
 class CapacityError(ValueError):

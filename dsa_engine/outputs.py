@@ -71,16 +71,18 @@ class Logprob(float):
     Attributes:
         rank: the number of tokens that are at least as likely; 1 for the most likely one.
         decoded_token: the token's text; None if no text is made.
+        bytes: the token's bytes in UTF-8, which may be a part of a character; empty if no text is made.
     """
 
-    __slots__ = ("decoded_token", "rank")  # there may be a million of them
+    __slots__ = ("bytes", "decoded_token", "rank")  # there may be a million of them
 
     rank: int | None
     decoded_token: str | None
+    bytes: bytes
 
     def __new__(cls, value: float, rank: int | None = None, decoded_token: str | None = None) -> Logprob:
         made = super().__new__(cls, value)
-        made.rank, made.decoded_token = rank, decoded_token
+        made.rank, made.decoded_token, made.bytes = rank, decoded_token, b""
         return made
 
     @property

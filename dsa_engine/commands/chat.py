@@ -92,6 +92,7 @@ def _answer(
 
     form = llm.conversation_format
     shown: list[MessageDelta] = []
+    ended = False
     try:
         prompt = _prompt(form, messages, args)
         reader = form.reader(prompt)
@@ -100,6 +101,7 @@ def _answer(
             with closing(stream) as pieces:
                 for piece in pieces:
                     _show(reader.push(piece.text), shown)
+                    ended = piece.finish_reason == "stop"
                     if piece.error:
                         print(f"\nerror: {piece.error}", file=sys.stderr)
                         return None
@@ -108,7 +110,7 @@ def _answer(
     except ValueError as error:  # the conversation is too long, or its form refuses it
         print(f"error: {error}; /new begins another conversation", file=sys.stderr)
         return None
-    _show(reader.finish(), shown)
+    _show(reader.finish(ended), shown)
     print(flush=True)
     return message_of(shown)
 

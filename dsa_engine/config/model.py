@@ -15,7 +15,7 @@ import torch
 
 from dsa_engine.config.checks import DTYPE_NAMES, shown
 from dsa_engine.config.keys import Keys
-from dsa_engine.config.overrides import merge_overrides, refuse_unknown, without_aliases
+from dsa_engine.config.overrides import overridden, refuse_unknown
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.rope import RopeConfig
 from dsa_engine.errors import CheckpointError
@@ -132,7 +132,7 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
         """Builds the configuration from the keys of a ``config.json``; see :meth:`from_pretrained`."""
         overrides = overrides or {}
-        keys = Keys(merge_overrides(without_aliases(raw, overrides), overrides))
+        keys = Keys(overridden(raw, overrides))
         model_type = keys.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ValueError(f"model_type {shown(model_type)} is not supported; supported are {', '.join(MODEL_TYPES)}")

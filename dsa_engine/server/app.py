@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
@@ -120,7 +121,7 @@ class Server:
                 continue_final_message=asked.continue_final_message,
             )
             ids = self.llm.encode_prompt(text, bool(asked.add_special_tokens))
-        texts = list(map(tokenizer.token_text, ids)) if asked.return_token_strs else None
+        texts = tokenizer.hf.convert_ids_to_tokens(ids) if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.llm.facts.max_model_len, "tokens": ids, "token_strs": texts}
 
     def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class Server:
         if wrong := next((token for token in asked.tokens if not 0 <= token < vocab), None):
             raise ValueError(f"tokens has {wrong}; the vocabulary has ids 0 … {vocab - 1}")
         tokenizer = self.llm.tokenizer
-        texts = list(map(tokenizer.token_text, asked.tokens)) if asked.return_token_strs else None
+        texts = tokenizer.hf.convert_ids_to_tokens(asked.tokens) if asked.return_token_strs else None
         return {"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False), "token_strs": texts}
 
     def tokenizer_info(self) -> dict[str, Any]:
@@ -145,6 +146,8 @@ class Server:
 
     async def generate(self, request: Request, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
         self.llm.check()
+        if (name := request.headers.get("x-request-id")) and asked.model_extra is not None:
+            asked.model_extra.setdefault("request_id", name)
 
         def prepared(asked: RequestBody) -> tuple[Form, list[PreparedPrompt]]:
             form = parse(asked)
@@ -179,6 +182,8 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     add_handlers(app)
     app.add_middleware(BodyLimit)
     app.add_middleware(HostCheck, hosts=hosts)
+    if origins := server.options.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
     @app.get("/health")
     @app.get("/ping")
@@ -206,6 +211,23 @@ def _api(server: Server) -> APIRouter:
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         return server.card(server.model(name))
+
+    @api.get("/server_info")
+    @api.get("/model_info")
+    @api.get("/get_model_info")
+    async def about() -> dict[str, Any]:
+        """What routers ask, by the names of SGLang and vLLM."""
+        facts = server.llm.facts
+        about = {"model_path": facts.model, "tokenizer_path": facts.model, "served_model_name": server.names[0]}
+        about |= {"is_generation": True, "model_type": facts.model_type, "context_length": facts.max_model_len}
+        return about | {"max_running_requests": facts.max_num_seqs, "version": __version__}
+
+    @api.get("/load")
+    @api.get("/get_load")
+    async def load() -> dict[str, Any]:
+        state = await server.llm.state()
+        about = {"num_reqs": state.running, "num_waiting_reqs": state.waiting, "token_usage": state.cache_usage}
+        return {"server_load": server.admission.outputs} | about
 
     @api.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest) -> Response:

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsa_engine.config.checks import shown
+from dsa_engine.errors import ContextLengthError
 from dsa_engine.system.sizes import format_bytes
 
 _TYPES = {
@@ -68,7 +69,7 @@ def bad_request(error: Exception, names: Any = ()) -> ApiError:
     """The answer to a ``ValueError`` or ``TypeError`` of a request; ``names``: the parameters it was given."""
     message = str(error)
     param = next((name for name in names if isinstance(name, str) and message.startswith(f"{name} ")), None)
-    return ApiError(400, message, param)
+    return ApiError(400, message, param, "context_length_exceeded" if isinstance(error, ContextLengthError) else None)
 
 
 def failed(error: BaseException) -> ApiError:

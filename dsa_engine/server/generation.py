@@ -157,6 +157,7 @@ class Generation(Response):
     async def _stream(self, send: Send) -> bytes:
         form, n = self._form, self._form.params.n
         show = form.asked.stream_options or StreamOptions()
+        continuous = show.include_usage and show.continuous_usage_stats
         prompts = [one.adds[0].prompt_ids for one in self._prepared]
         form.begin(prompts)
         usage, times = StreamUsage(prompts, n), dict[int, float]()  # when tokens of an output came last
@@ -166,6 +167,7 @@ class Generation(Response):
             async for pieces in together:
                 events, now = [], time.perf_counter()
                 for piece in pieces:
+                    before = form.usage(usage.form)
                     usage.add(piece)
                     if piece.token_ids and piece.index in times:
                         self._metrics.came(len(piece.token_ids), now - times[piece.index])
@@ -174,8 +176,9 @@ class Generation(Response):
                         prompt_tokens = 0 if piece.index % n else len(prompts[piece.index // n])
                         self._finished(piece, prompt_tokens, usage.output_tokens[piece.index])
                     for chunk in form.chunks(piece) if piece.finish_reason != "error" else ():
-                        if show.continuous_usage_stats:
-                            chunk["usage"] = usage.form
+                        if continuous:
+                            begins = "role" in chunk["choices"][0].get("delta", ())  # before the first token
+                            chunk["usage"] = before if begins else form.usage(usage.form)
                         events.append(form.event(chunk))
                 reason = failure_of(pieces)
                 if not self._unfinished and reason is None:

@@ -51,6 +51,9 @@ class ServerOptions(Options):
     disable_log_stats: bool = option(
         False, "no line in the log every ten seconds while requests run: throughput, requests, prefix hits."
     )
+    allowed_origins: list[str] | None = option(
+        None, "origins of other sites whose pages may ask this server (CORS), or *; default: none.", metavar="ORIGIN"
+    )
     chat_template: str | None = option(
         None, "a file with the chat template to use instead of the model's, or the template itself."
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.checks import check_text
-from dsa_engine.errors import CheckpointError
+from dsa_engine.errors import CheckpointError, ContextLengthError
 from dsa_engine.outputs import Logprobs
 
 # Maximum number of tokens whose text is held back because they may still become a character.
@@ -40,7 +41,7 @@ class Tokenizer:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         self.folder = folder
-        self._token_texts: dict[int, str] = {}
+        self._token_texts: dict[int, tuple[str, bytes]] = {}
         try:
             # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
             self.hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
@@ -70,6 +71,14 @@ class Tokenizer:
         texts = self.hf.get_vocab()
         return max(len(text) if by_bytes and text not in added else len(text.encode()) for text in texts)
 
+    @cached_property
+    def tags(self) -> dict[str, int]:
+        """Ids, by text, of the tokens that no text has in a grammar: special ones, and ``<…>``, which released
+        tokenizers do not call special."""
+        added = self.hf.added_tokens_decoder.items()
+        is_tag = re.compile("(?s)<.*>").fullmatch
+        return {token.content: number for number, token in added if token.special or is_tag(token.content)}
+
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a text. If the text begins with the token that begins every text (BOS), it gets no second one.
 
@@ -84,9 +93,10 @@ class Tokenizer:
         if max_tokens is not None and len(text) > max_tokens:  # most texts are shorter
             size, limit = len(text.encode()), max_tokens * self.longest_token
             if size > limit:
-                raise ValueError(
-                    f"the prompt has {size} bytes, max_model_len is {max_tokens} tokens of at most "
-                    f"{self.longest_token} bytes, {limit} in all; shorten the prompt or raise max_model_len"
+                raise ContextLengthError(
+                    max_tokens,
+                    f"the prompt has {size} bytes, where so many tokens have at most {limit}; shorten the prompt or "
+                    "raise max_model_len",
                 )
         try:
             ids: list[int] = self.hf.encode(text, add_special_tokens=add_special_tokens)
@@ -115,9 +125,25 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """The text of a single token, special tokens included."""
+        return self.token_text_and_bytes(token)[0]
+
+    def token_text_and_bytes(self, token: int) -> tuple[str, bytes]:
+        """The text of a single token, and its bytes in UTF-8, which may be a part of a character."""
         if token not in self._token_texts:
-            self._token_texts[token] = self.decode([token], skip_special_tokens=False)
+            text = self.decode([token], skip_special_tokens=False)
+            spelled = self._bytes_of(token) if "\ufffd" in text else None
+            self._token_texts[token] = text, spelled or text.encode("utf-8", "replace")
         return self._token_texts[token]
+
+    def _bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token as its entry of the vocabulary spells them; None if it does not."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        piece = str(self.hf.convert_ids_to_tokens(token))
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # as sentencepiece has it
+            return bytes.fromhex(byte[1])
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        return bytes(map(byte_of.__getitem__, piece)) if byte_of.keys() >= {*piece} else None
 
     def word_ids(self, word: str) -> list[list[int]]:
         """The token ids of a word at the beginning of a text and, if its first token differs there, after a space."""
@@ -192,7 +218,7 @@ class TextStream:
     def decoded(self, logprobs: Logprobs) -> Logprobs:
         """``logprobs``, each with the text of its token from now on."""
         for token, one in logprobs.items():
-            one.decoded_token = self._tokenizer.token_text(token)
+            one.decoded_token, one.bytes = self._tokenizer.token_text_and_bytes(token)
         return logprobs
 
     def _decode(self, tokens: list[int]) -> str:

@@ -71,7 +71,7 @@ def test_chat_goes_on_after_what_does_not_fit(
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'word ' * 50}\nhi\n"))
     main(["chat", "--max-tokens", "1", "--device", "cpu", "--max-model-len", "40"])
     captured = capsys.readouterr()
-    assert "max_model_len is 40" in captured.err and "/new begins another conversation" in captured.err
+    assert "length is 40 tokens" in captured.err and "/new begins another conversation" in captured.err
     assert captured.out.count("\n") == 1
 
 
@@ -118,10 +118,10 @@ def unloadable(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["generate", "--prompt", "a\udcff"], "", "surrogate"),
         (["generate", "--prompt-ids", "5,320"], "", "token id 320"),
         (["generate", "--prompt-ids", ""], "", "the prompt is empty"),
-        (["generate", "--prompt", "x" * 200], "", "201 tokens, max_model_len is 200"),
+        (["generate", "--prompt", "x" * 200], "", "length is 200 tokens, and the prompt has 201"),
         (["generate", "--prompt", "x", "--chat"], "", "has no chat template; use generate() with a prompt"),
         (["chat"], "hello", "has no chat template; use generate() with a prompt"),
-        (["bench", "prefill", "--seq-len", "50,201"], "", "201 tokens, max_model_len is 200"),
+        (["bench", "prefill", "--seq-len", "50,201"], "", "length is 200 tokens, and the prompt has 201"),
         (
             ["bench", "tpot", "--input-len", "150", "--output-len", "51"],
             "",

@@ -233,3 +233,25 @@ def test_an_override_without_a_reader_is_refused() -> None:
     with pytest.raises(ValueError, match="has a key 'zzz'$"):
         ModelConfig.from_dict(SMALL, {"zzz": 2})
     assert ModelConfig.from_dict(SMALL | {"use_cache": True}, {"use_cache": False}) == ModelConfig.from_dict(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ({"rope_parameters": {"rope_theta": 5e4}}, {"theta": 5e4}),
+        ({"rope_theta": 5e4}, {"theta": 5e4}),
+        ({"rope_parameters": {"factor": 20.0}}, {"factor": 20.0}),
+        ({"rope_scaling": {"factor": 20.0}}, {"factor": 20.0}),
+        ({"rope_scaling": None}, {"factor": 1.0}),
+    ],
+    ids=str,
+)
+def test_an_override_of_rope_under_both_spellings(override: dict[str, Any], changed: dict[str, float]) -> None:
+    old = released_config("deepseek_v32")
+    yarn = {"rope_type" if key == "type" else key: value for key, value in old["rope_scaling"].items()}
+    new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = {**yarn, "rope_theta": old["rope_theta"]}
+    wanted = {"theta": 10000.0, "factor": 40.0} | changed
+    for raw in (old, new):
+        rope = ModelConfig.from_dict(raw, override).rope
+        assert {"theta": rope.theta, "factor": rope.factor} == wanted

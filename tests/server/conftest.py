@@ -91,7 +91,8 @@ def serve() -> Iterator[Callable[..., Running]]:
 @pytest.fixture(scope="module")
 def demo_server(demo_random: LLM) -> Iterator[Running]:
     """A server of the random demo model."""
-    with running(demo_random, served_model_name=["demo", "other"], trust_request_chat_template=True) as client:
+    options = {"served_model_name": ["demo", "other"], "allowed_origins": ["https://a.example"]}
+    with running(demo_random, **options, trust_request_chat_template=True) as client:
         yield client
 
 

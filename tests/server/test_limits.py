@@ -56,7 +56,7 @@ def test_a_text_of_too_many_bytes_is_not_encoded(server: Any, monkeypatch: pytes
     text = "a" * (2048 * 21 + 1)
     body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     message = server.refused(path, **body)
-    assert "2048 tokens of at most 21 bytes, 43008 in all" in message and "raise max_model_len" in message
+    assert "length is 2048 tokens" in message and "at most 43008" in message and "raise max_model_len" in message
 
 
 def test_few_long_bodies_are_encoded_at_once(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,12 +36,17 @@ def write_v32_folder(folder: Path) -> Path:
     return folder
 
 
-def write_folder(folder: Path, chat_template: str | None = None, words: Sequence[str] = TOKENS) -> None:
+def write_folder(
+    folder: Path, chat_template: str | None = None, words: Sequence[str] = TOKENS, added: Sequence[str] = ()
+) -> None:
+    """A tokenizer of bytes. ``words``: special tokens; ``added``: further ones that are not special, as tags are in
+    released tokenizers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate([*words, *alphabet])}, merges=[]))
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate([*words, *added, *alphabet])}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(words))
+    backend.add_tokens(list(added))
     backend.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": words[0], "eos_token": words[1]}
     config |= {} if chat_template is None else {"chat_template": chat_template}

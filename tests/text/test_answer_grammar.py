@@ -9,11 +9,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher
-from llguidance.hf import from_tokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from conversation_cases import write_folder
 from dsa_engine.config.structured_outputs import StructuredOutputsParams
+from dsa_engine.engine.sampling.grammar import without_tags
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
 from dsa_engine.text.conversations.deltas import message_of
 
@@ -40,16 +40,21 @@ WORDS = ("<b>", "<e>")  # that begin and end a text
 TAGS = ("<think>", "</think>", "｜DSML｜", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<tool_call>", "</arg_value>")
 
 
-def form(folder: Path, special: bool, parser: str, thoughts: str = "none") -> ConversationFormat:
-    """A form whose tokenizer has bytes, and the tags as special tokens if they are ``special``."""
-    write_folder(folder, "", words=(*WORDS, *TAGS) if special else WORDS)
+LAYOUTS = ("texts", "special tokens", "added tokens")  # those of released tokenizers are the last
+
+
+def form(folder: Path, layout: str, parser: str, thoughts: str = "none") -> ConversationFormat:
+    """A form whose tokenizer has bytes, and the tags as ``layout`` says."""
+    special, added = layout == "special tokens", TAGS if layout == "added tokens" else ()
+    write_folder(folder, "", words=(*WORDS, *TAGS) if special else WORDS, added=added)
     return conversation_format(folder, "deepseek_v3", tool_call_parser=parser, reasoning_parser=thoughts)
 
 
 def written(form: ConversationFormat, source: str, seed: int) -> str | None:
     """A random text of a grammar, which prefers what ends a value or goes on with a tag; None if it is too long."""
     hf = form.tokenizer.hf
-    matcher, rng, ids = LLMatcher(from_tokenizer(hf), source), random.Random(seed), list[int]()
+    tokens = LLTokenizer(without_tags(form.tokenizer), len(hf), [hf.eos_token_id])
+    matcher, rng, ids = LLMatcher(tokens, source), random.Random(seed), list[int]()
     closing = {i for i in range(len(hf)) if hf.decode([i]) in ("<", "]", "}", '"', "\n")}
     tags = [form.tokenizer.encode(text, add_special_tokens=False) for text in ENDS]
     while len(ids) < 1500:
@@ -64,19 +69,19 @@ def written(form: ConversationFormat, source: str, seed: int) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["texts", "special tokens"])
-@pytest.mark.parametrize("parser", ["deepseek_v3", "deepseek_v31", "deepseek_v32", "glm47"])
-def test_calls_are_read_as_the_schemas_say(tmp_path: Path, parser: str, special: bool) -> None:
-    of_model = form(tmp_path, special, parser)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("parser", ["deepseek_v3", "deepseek_v31", "deepseek_v32", "glm47", "none"])
+def test_calls_are_read_as_the_schemas_say(tmp_path: Path, parser: str, layout: str) -> None:
+    of_model = form(tmp_path, layout, parser)
     seen: set[str] = set()
     for several, choice in ((True, TOOLS), (False, TOOLS), (False, TOOLS[:1])):
-        made = of_model.form_of("", None, choice, several)
+        made = of_model.form_of("", StructuredOutputsParams(json_object=True), choice, several)  # a call wins
         assert made is not None
         for seed in range(12):
             text = written(of_model, made.source(), seed)
             if text is None:
                 continue
-            reader = of_model.reader("", TOOLS)
+            reader = of_model.reader("", TOOLS, several, choice)
             message = message_of([*reader.push(text), *reader.finish()])
             calls = message["tool_calls"]
             assert not (message["content"] or "").strip() and (several or len(calls) == 1), text
@@ -89,10 +94,10 @@ def test_calls_are_read_as_the_schemas_say(tmp_path: Path, parser: str, special:
     assert seen == {"weather", "now"}
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["texts", "special tokens"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("prompt, begins", [("<think>", {True}), ("", {False, True}), ("<think></think>", {False})])
-def test_a_thought_comes_before_the_form(tmp_path: Path, special: bool, prompt: str, begins: set[bool]) -> None:
-    of_model = form(tmp_path, special, "none", "glm45")
+def test_a_thought_comes_before_the_form(tmp_path: Path, layout: str, prompt: str, begins: set[bool]) -> None:
+    of_model = form(tmp_path, layout, "none", "glm45")
     wanted = of_model.form_of(prompt, StructuredOutputsParams(choice=["yes", "no"]))
     assert wanted is not None
     thought = set()
@@ -107,11 +112,7 @@ def test_a_thought_comes_before_the_form(tmp_path: Path, special: bool, prompt: 
 
 
 def test_what_cannot_be_called(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a --tool-call-parser"):
-        form(tmp_path, False, "none").form_of("", None, TOOLS)
-    of_model = form(tmp_path, False, "glm47")
-    with pytest.raises(ValueError, match="goes with no other form"):
-        of_model.form_of("", StructuredOutputsParams(json_object=True), TOOLS)
+    of_model = form(tmp_path, "texts", "glm47")
     with pytest.raises(ValueError, match="a tool must be"):
         of_model.form_of("", None, [{"type": "function"}])
     bad = {"name": "a", "parameters": {"properties": {"b": {"type": "none"}}}}

@@ -55,6 +55,21 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, conversation_format(folder, "deepseek_v32")
 
 
+@pytest.mark.parametrize("arguments, read", [("", {}), (None, {}), ('{"zone": "Eu', {"arguments": '{"zone": "Eu'})])
+def test_history_with_a_broken_turn(
+    form: ConversationFormat, family: tuple[str, ConversationFormat], arguments: Any, read: dict[str, str]
+) -> None:
+    """Clients send back what they got, also a call that was cut off."""
+
+    def history(arguments: Any) -> list[Message]:
+        call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": arguments}}
+        broken, result = {"role": "assistant", "content": None}, {"role": "tool", "tool_call_id": "c", "content": None}
+        return [USER, says("assistant", "", tool_calls=[call]), result, USER, broken, USER]
+
+    for of_model in (form, family[1]):
+        assert of_model.render(history(arguments)) == of_model.render(history(json.dumps(read)))
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"thinking": True}, {"enable_thinking": False}], ids=str)
 def test_templates_give_what_transformers_gives(family: tuple[str, ConversationFormat], kwargs: dict[str, Any]) -> None:
     """Also where a client has the arguments of calls as the other of text and object."""

@@ -139,7 +139,10 @@ def cut(text: str, cuts: Iterable[int]) -> list[str]:
 
 def read(reader: MessageReader, *pieces: str) -> dict[str, Any]:
     """The message, with its calls as pairs of name and arguments: the object, or a text that is none."""
-    message = message_of(deltas_of(reader, pieces))
+    return named_calls(message_of(deltas_of(reader, pieces)))
+
+
+def named_calls(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" in message:
         calls = [call["function"] for call in message["tool_calls"]]
         message["tool_calls"] = [(call["name"], loaded(call["arguments"])) for call in calls]
@@ -214,6 +217,21 @@ CALL = f'<{TAG}function_calls>\n<{TAG}invoke name="f">\n{PARAMETER}'
         ("glm47", "<tool_call>f<arg_key>a</arg_key>5</tool_call>", ..., None),
         ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call>", None, [("f", {"a": 5})]),
         ("glm47", "<tool_call>f</tool_call> done", "done", [("f", {})]),
+        # An end tag that is missing, and one that comes twice.
+        (
+            "deepseek_v32",
+            CALL.replace(f"x</{TAG}parameter>", "x") + PARAMETER,
+            PARAMETER,
+            [("f", '{"a": "x\\n')],
+        ),
+        ("deepseek_v32", f"{CALL}</{TAG}invoke>\n" + f"</{TAG}function_calls>\n" * 2, None, [("f", {"a": "x"})]),
+        (
+            "glm47",
+            "<tool_call>find<arg_key>text</arg_key><arg_value>x<arg_key>b</arg_key></tool_call>",
+            "<arg_key>b</arg_key></tool_call>",
+            [("find", '{"text": "x')],
+        ),
+        ("glm47", "<tool_call>f</tool_call>\n</tool_call>\n<tool_call>g</tool_call>", None, [("f", {}), ("g", {})]),
     ],
 )
 def test_malformed_calls_are_content(parser: str, text: str, content: Any, calls: Any) -> None:
@@ -236,6 +254,47 @@ def test_what_is_no_thought_and_no_call() -> None:
         "content": "",
         "reasoning_content": "a",
     }
+
+
+@pytest.mark.parametrize(
+    "text, whole, message",
+    [
+        ("It is noon.", True, {"reasoning_content": "It is noon.", "content": "It is noon."}),
+        ("It is", False, {"reasoning_content": "It is"}),  # the length ended it: it may have been thinking still
+        ("I\n<tool_call>f</tool_call>", True, {"reasoning_content": "I", "content": None, "tool_calls": [("f", {})]}),
+        ("a <tool_call> is a tag</think>b", True, {"reasoning_content": "a <tool_call> is a tag", "content": "b"}),
+        ("a</think>\n</think>b", True, {"reasoning_content": "a", "content": "b"}),
+        ("a</think>\n</b>", True, {"reasoning_content": "a", "content": "\n</b>"}),
+    ],
+)
+def test_thoughts_that_do_not_end_by_their_tag(text: str, whole: bool, message: dict[str, Any]) -> None:
+    for pieces in ([text], list(text)):
+        reader = MessageReader(Thought.OPEN, call_form("glm47"), TOOLS)
+        deltas = [delta for piece in pieces for delta in reader.push(piece)] + reader.finish(whole)
+        assert named_calls(message_of(deltas)) == {"role": "assistant", "content": ""} | message
+
+
+LEVEL = {"enum": ["1", "true"], "type": "string"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/Level"},
+        {"anyOf": [{"$ref": "#/$defs/Level"}, {"type": "null"}], "default": None},
+        {"allOf": [{"$ref": "#/$defs/Level"}], "description": "x"},
+        {"allOf": [{"type": "string"}, {"minLength": 1}]},
+        {"enum": ["1", "true"]},
+        {"oneOf": [{"const": "1"}, {"const": "true"}]},
+    ],
+    ids=str,
+)
+def test_schemas_that_say_string_in_other_words(schema: dict[str, Any]) -> None:
+    parameters = {"properties": {"a": schema}, "$defs": {"Level": LEVEL, "loop": {"$ref": "#/$defs/loop"}}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    for value in ("1", "true"):
+        text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+        assert read(MessageReader(Thought.NONE, call_form("glm47"), tools), text)["tool_calls"] == [("f", {"a": value})]
 
 
 def test_pieces_come_as_early_as_they_are_certain() -> None:
@@ -275,7 +334,9 @@ def test_half_surrogates_and_huge_numbers() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == f'{{"number": {digits}, "text": "\udcff"}}'
 
 
-@pytest.mark.parametrize("schema", [None, 5, {"type": 5}, {"type": [5, None]}, {"anyOf": [5]}, {"anyOf": {}}, []])
+@pytest.mark.parametrize(
+    "schema", [None, 5, {"type": 5}, {"type": [5, None]}, {"anyOf": [5]}, {"anyOf": {}}, [], {"$ref": "#/x"}]
+)
 def test_schemas_that_say_nothing(schema: Any) -> None:
     text = write_glm([Call("f", {"a": 5, "b": "x"})])
     for tools in (

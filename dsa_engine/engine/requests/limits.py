@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.errors import CapacityError
+from dsa_engine.errors import CapacityError, ContextLengthError
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from dsa_engine.text.tokenizer import Tokenizer
@@ -133,10 +133,9 @@ def check_prompt(prompt: Sequence[int], room: int, max_model_len: int, vocab_siz
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if len(prompt) + room > max_model_len:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens, max_model_len is {max_model_len}"
-            + (f", of which at least {room} must be left for the output" if room else "")
-            + "; shorten the prompt or raise max_model_len"
+        left = f", of which at least {room} must be left for the output" if room else ""
+        raise ContextLengthError(
+            max_model_len, f"the prompt has {len(prompt)} tokens{left}; shorten the prompt or raise max_model_len"
         )
     lowest, highest = min(prompt), max(prompt)
     if lowest < 0 or highest >= vocab_size:

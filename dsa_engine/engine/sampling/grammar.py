@@ -8,6 +8,7 @@ the device. A row after a draft that the grammar refuses has no mask: that draft
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -23,6 +24,23 @@ from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.text.tokenizer import Tokenizer
+
+
+def without_tags(tokenizer: Tokenizer) -> str:
+    """The JSON of a tokenizer in which tags have names that no text has. Else the library spells a text of a form, such
+    as ``<think>`` in a choice, by the tag, which its mask then allows and its matcher refuses."""
+    backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"structured outputs need a tokenizer.json, which {tokenizer.folder} has not")
+    made = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    names = {text: f"<\ue000{number}>" for text, number in tokenizer.tags.items()}
+    for token in made["added_tokens"]:
+        if token["content"] in names:
+            token |= {"content": names[token["content"]], "special": True}
+    words = made["model"]["vocab"]
+    if isinstance(words, dict):
+        made["model"]["vocab"] = {names.get(text, text): number for text, number in words.items()}
+    return json.dumps(made, ensure_ascii=False)
 
 
 class GrammarMasks:
@@ -49,9 +67,9 @@ class GrammarMasks:
         return self._tokens
 
     def _load(self) -> Any:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
 
-        return from_tokenizer(Tokenizer(self._folder, self._trusts).hf, self._vocab, self._ends)
+        return LLTokenizer(without_tags(Tokenizer(self._folder, self._trusts)), self._vocab, self._ends)
 
     def _read(self, source: str) -> Any:
         from llguidance import LLMatcher
@@ -70,7 +88,7 @@ class GrammarMasks:
             matcher, taken = self._new_matcher(source).deep_copy(), len(request.prompt)
         new = tokens(taken, end)
         if min(new, default=0) >= 0:  # a negative token is the code of an error; its request has ended
-            matcher.try_consume_tokens(new)
+            matcher.consume_tokens(new)  # what it refuses is an error of its own
         known = min(end, request.num_known_tokens)
         self._matchers[request] = matcher, end, new[max(0, known - taken) :]
         return matcher
@@ -103,7 +121,7 @@ class GrammarMasks:
                 masks = np.full((rows, masks.shape[1]), -1, np.int32)
             (first, number), *others = of_request
             matcher = self._matcher(request, form.grammar, first.position, read)
-            if matcher.is_error():  # its mask would cost too much; the request ends, as no token is allowed
+            if matcher.is_error():  # a refusal, or too costly a mask; the request ends, as no token is allowed
                 masks[number] = 0
             elif drafts := list(request.tokens(first.position, len(others))):
                 drafted.append((matcher, number, drafts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +15,7 @@ from dsa_engine.server.forms.parts import chat_logprobs, prompt_logprobs, select
 from dsa_engine.server.forms.protocol import ChatRequest
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
 from dsa_engine.text.conversations.deltas import message_of
+from dsa_engine.text.conversations.reader import THINK_END
 
 
 class ChatForm(Form):
@@ -34,7 +35,8 @@ class ChatForm(Form):
     ):
         super().__init__(asked)
         self._asked = asked
-        self._tools, must_call = _tools(asked)
+        self._tools, self._must_call = _tools(asked)
+        self._several = asked.parallel_tool_calls and not isinstance(asked.tool_choice, dict)
         self.params = asked.sampling({"max_tokens": None} | llm.default_sampling, **_sampling(asked))
         if conversation.needs_special_tokens:
             self.params.skip_special_tokens = False
@@ -50,7 +52,7 @@ class ChatForm(Form):
             response_format=asked.response_format,
         )
         self.params.structured_outputs = conversation.form_of(
-            self._prompt_text, self.params.structured_outputs, must_call, asked.parallel_tool_calls
+            self._prompt_text, self.params.structured_outputs, self._must_call, self._several
         )
         prompt = {
             "prompt": self._prompt_text,
@@ -59,14 +61,17 @@ class ChatForm(Form):
             ),
         }
         self.prompts = [prompt if asked.cache_salt is None else prompt | {"cache_salt": asked.cache_salt}]
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"chatcmpl-{asked.request_name}", "created": int(time.time()), "model": model}
         self.chunk_head = self._head | {"object": "chat.completion.chunk"}
         self._readers: dict[int, MessageReader] = {}
         self._called: set[int] = set()  # outputs with tool calls
+        self._thinks: set[int] = set()  # outputs with a thought
+        self._answers: set[int] = set()  # outputs after their thought
+        self._in_thought: Counter[int] = Counter()  # tokens of each output before its answer
         self._prompt_ids: Sequence[int] = ()
 
     def _reader(self) -> MessageReader:
-        return self._conversation.reader(self._prompt_text, self._tools, self._asked.parallel_tool_calls)
+        return self._conversation.reader(self._prompt_text, self._tools, self._several, self._must_call)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         (one,) = outputs
@@ -74,9 +79,29 @@ class ChatForm(Form):
         answer["prompt_logprobs"] = None if one.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs)
         return answer | ({"prompt_token_ids": one.prompt_token_ids} if self._asked.return_token_ids else {})
 
+    def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
+        return counts | {"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
+
+    @property
+    def _reasoning_tokens(self) -> int:
+        return sum(self._in_thought[index] for index in self._thinks)
+
+    def _read(self, reader: MessageReader, output: CompletionOutput | StreamPiece) -> list[MessageDelta]:
+        """What further text of an output adds to its message; counts the tokens of its thought."""
+        deltas, index, ids = reader.push(output.text), output.index, list(output.token_ids)
+        if output.finish_reason is not None:
+            deltas += reader.finish(output.finish_reason == "stop")
+        if any(delta.reasoning for delta in deltas):
+            self._thinks.add(index)
+        if index not in self._answers:
+            end = self._conversation.tokenizer.tags.get(THINK_END, -1)
+            self._in_thought[index] += ids.index(end) + 1 if end in ids else len(ids)
+            if end in ids or any(delta.content or delta.tool_calls for delta in deltas):
+                self._answers.add(index)
+        return deltas
+
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        reader = self._reader()
-        message = message_of([*reader.push(output.text), *reader.finish()])
+        message = message_of(self._read(self._reader(), output))
         thought = _reasoning(message.pop("reasoning_content", None)) if self._asked.include_reasoning else {}
         called = "tool_calls" in message
         choice = {
@@ -105,10 +130,7 @@ class ChatForm(Form):
             chunks.append(self._chunk(piece.index, {"role": "assistant", "content": ""}))
             if self._asked.return_token_ids:
                 chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
-        read = reader.push(piece.text)
-        if piece.finish_reason is not None:
-            read += reader.finish()
-        deltas = [form for delta in read if (form := self._delta(piece.index, delta))]
+        deltas = [form for delta in self._read(reader, piece) if (form := self._delta(piece.index, delta))]
         logprobs, ids = self._logprobs(piece), self._asked.return_token_ids and piece.token_ids
         if not deltas and (piece.finish_reason or logprobs or ids):
             deltas = [{}]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.forms.form import Form
-from dsa_engine.server.forms.parts import completion_logprobs, prompt_logprobs, selection_of
+from dsa_engine.server.forms.parts import TextOffsets, completion_logprobs, prompt_logprobs, selection_of
 from dsa_engine.server.forms.protocol import CompletionRequest
 
 
@@ -29,8 +29,8 @@ class CompletionForm(Form):
         self._nothing = asked.echo and given.get("max_tokens") == 0
         if self._nothing:  # only the prompt is wanted; the engine computes one token, which is dropped
             more["max_tokens"] = 1
-        if asked.echo and asked.stream:
-            raise ValueError("echo is possible without stream only; leave one of them out")
+        if asked.echo and asked.stream and (self._nothing or given.get("logprobs") is not None):
+            raise ValueError("echo with max_tokens=0 or logprobs is not streamed; leave one of them out")
         if asked.echo and "logprobs" in given and "prompt_logprobs" not in given:
             more["prompt_logprobs"] = given["logprobs"]
         prompts = _prompts_of(asked.prompt)
@@ -44,12 +44,13 @@ class CompletionForm(Form):
                 for text, prompt in zip(self._texts, self.prompts)
             ]
         self.chunk_head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{asked.request_name}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
+        self._begun: set[int] = set()  # outputs with a chunk
         self._prompt_ids: Sequence[Sequence[int]] = ()
 
     def _encoded(self, llm: EngineClient, prompts: list[str | list[int]]) -> list[dict[str, Any]]:
@@ -88,7 +89,7 @@ class CompletionForm(Form):
         choice = {
             "index": index,
             "text": text,
-            "logprobs": None if scores is None else completion_logprobs(shown_tokens, scores)[0],
+            "logprobs": None if scores is None else completion_logprobs(shown_tokens, scores, TextOffsets()),
             "finish_reason": "length" if self._nothing else output.finish_reason,
             "stop_reason": output.stop_reason,
             "prompt_logprobs": None if one.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs),
@@ -100,7 +101,10 @@ class CompletionForm(Form):
         self._prompt_ids = prompts
 
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
-        ids = self._asked.return_token_ids
+        ids, first = self._asked.return_token_ids, piece.index not in self._begun
+        self._begun.add(piece.index)
+        if self._asked.echo and first:
+            piece = replace(piece, text=(self._texts[piece.index // self.params.n] or "") + piece.text)
         if not (piece.text or piece.finish_reason or piece.logprobs or ids):
             return []
         choice: dict[str, Any] = {
@@ -111,13 +115,9 @@ class CompletionForm(Form):
             "stop_reason": piece.stop_reason,
         }
         if piece.logprobs is not None:
-            offset = self._offsets.get(piece.index, 0)
-            choice["logprobs"], self._offsets[piece.index] = completion_logprobs(
-                piece.token_ids, piece.logprobs, offset
-            )
+            offsets = self._offsets.setdefault(piece.index, TextOffsets())
+            choice["logprobs"] = completion_logprobs(piece.token_ids, piece.logprobs, offsets)
         if ids:
-            first = piece.index not in self._offsets
-            self._offsets.setdefault(piece.index, 0)
             prompt = self._prompt_ids[piece.index // self.params.n]
             choice |= {"token_ids": piece.token_ids, "prompt_token_ids": list(prompt) if first else None}
         return [{"choices": [choice]}]

@@ -41,7 +41,7 @@ class Form(ABC):
         """The body of an answer, without its usage."""
 
     def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
-        """The usage of a whole answer, after :meth:`whole`; ``counts``: see :func:`.parts.usage`."""
+        """The usage of what :meth:`whole` or :meth:`chunks` has read; ``counts``: see :func:`.parts.usage`."""
         return counts
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Form(ABC):
     def last(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The chunks after the last piece."""
         options = self.asked.stream_options
-        return [{"choices": [], "usage": usage}] if options and options.include_usage else []
+        return [{"choices": [], "usage": self.usage(usage)}] if options and options.include_usage else []
 
     @cached_property
     def _begin(self) -> bytes:

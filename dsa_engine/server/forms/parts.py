@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,12 +22,16 @@ def _text(token: int, one: Logprob) -> str:
     return f"token_id:{token}" if one.decoded_token is None else one.decoded_token
 
 
+def _bytes(token: int, one: Logprob) -> bytes:
+    return one.bytes or _text(token, one).encode("utf-8", "replace")
+
+
 def chat_logprobs(tokens: Sequence[int], logprobs: Sequence[Logprobs], top: int) -> dict[str, Any]:
     """The form of chat completions: an entry for each token, with the ``top`` most likely tokens."""
 
     def entry(token: int, one: Logprob) -> dict[str, Any]:
         text = _text(token, one)
-        return {"token": text, "logprob": _number(one), "bytes": list(text.encode("utf-8", "replace"))}
+        return {"token": text, "logprob": _number(one), "bytes": list(_bytes(token, one))}
 
     return {
         "content": [
@@ -37,22 +42,34 @@ def chat_logprobs(tokens: Sequence[int], logprobs: Sequence[Logprobs], top: int)
     }
 
 
+class TextOffsets:
+    """The length of a text that grows by tokens. A character of several tokens is the text of its last one."""
+
+    def __init__(self) -> None:
+        self.length, self._decoder = 0, getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: bytes) -> str:
+        """What a token of these bytes adds to the text."""
+        new = self._decoder.decode(token)
+        self.length += len(new)
+        return new
+
+
 def completion_logprobs(
-    tokens: Sequence[int], logprobs: Sequence[Logprobs | None], offset: int = 0
-) -> tuple[dict[str, Any], int]:
-    """The form of completions, for tokens whose text begins at ``offset``; also the offset after them.
+    tokens: Sequence[int], logprobs: Sequence[Logprobs | None], offsets: TextOffsets
+) -> dict[str, Any]:
+    """The form of completions, for the tokens that follow those of ``offsets``: their texts, joined, are the text.
 
     The first token of a prompt has no log-probability.
     """
     form: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, of_token in zip(tokens, logprobs, strict=True):
-        text = "" if of_token is None else _text(token, of_token[token])
-        form["tokens"].append(text)
+        begins = offsets.length
+        form["tokens"].append("" if of_token is None else offsets.add(_bytes(token, of_token[token])))
         form["token_logprobs"].append(None if of_token is None else _number(of_token[token]))
         form["top_logprobs"].append(None if of_token is None else _by_text(of_token))
-        form["text_offset"].append(offset)
-        offset += len(text)
-    return form, offset
+        form["text_offset"].append(begins)
+    return form
 
 
 def _by_text(logprobs: Logprobs) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import uuid
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dsa_engine.config.checks import shown
 from dsa_engine.config.vllm_options import answer
+from dsa_engine.errors import ContextLengthError
 from dsa_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,8 @@ _ignored: set[str] = set()
 
 
 class StreamOptions(BaseModel):
-    """What a stream contains besides the output; continuous usage: every chunk has the usage so far."""
+    """What a stream contains besides the output; continuous usage: every chunk has the usage so far,
+    if ``include_usage`` is asked for too."""
 
     model_config = ConfigDict(strict=True)
 
@@ -75,7 +78,16 @@ class GenerationBody(RequestBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None  # as SGLang has it, like the next two
+    ebnf: str | None = None
+    json_schema: dict[str, Any] | str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: as many as there is room for
+
+    @property
+    def request_name(self) -> str:
+        """What the answer's id ends with: ``request_id``, which may be the header X-Request-Id, or a new name."""
+        given = (self.model_extra or {}).get("request_id")
+        return given[:128] if isinstance(given, str) and given.isprintable() and given else uuid.uuid4().hex
 
     @property
     def max_output(self) -> tuple[str, Any]:
@@ -103,9 +115,10 @@ class GenerationBody(RequestBody):
         """Raises ``ValueError`` if the request asks for more tokens than the model's length has room for."""
         name, asked = self.max_output
         if asked is not None and prompt_tokens + asked > max_model_len:
-            raise ValueError(
-                f"{name} is {asked} and the prompt has {prompt_tokens} tokens, {prompt_tokens + asked} in all; "
-                f"max_model_len is {max_model_len}, so ask for at most {max_model_len - prompt_tokens}, or leave it out"
+            raise ContextLengthError(
+                max_model_len,
+                f"{name} is {asked} and the prompt has {prompt_tokens} tokens, {prompt_tokens + asked} in all; ask for "
+                f"at most {max_model_len - prompt_tokens}, or leave {name} out",
             )
 
     @model_validator(mode="after")
@@ -141,7 +154,8 @@ class GenerationBody(RequestBody):
 
     def _form(self, given: Any) -> dict[str, Any]:
         """``structured_outputs`` by whichever parameter has the form of the output; none if none has it."""
-        guided = ((name, getattr(self, f"guided_{name}")) for name in ("json", "regex", "choice", "grammar"))
+        guided = [(name, getattr(self, f"guided_{name}")) for name in ("json", "regex", "choice", "grammar")]
+        guided += [("regex", self.regex), ("grammar", self.ebnf), ("json", self.json_schema)]
         forms = [{name: value} for name, value in guided if value is not None]
         forms += [given] if given else []
         if (asked := self.response_format) is not None and asked.get("type") != "text":
@@ -156,7 +170,8 @@ class GenerationBody(RequestBody):
             forms.append({"json_object": True} if asked["type"] == "json_object" else {"json": schema})
         if len(forms) > 1:
             raise ValueError(
-                "response_format, structured_outputs and guided_… say the form of the output; give one only"
+                "response_format, structured_outputs, guided_…, regex, ebnf and json_schema say the form of the "
+                "output; give one only"
             )
         return {"structured_outputs": forms[0]} if forms else {}
 
@@ -177,19 +192,29 @@ class Conversation(RequestBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking: bool | dict[str, Any] | None = None  # also {"type": "enabled"} or {"type": "disabled"}
+    enable_thinking: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
     @property
     def template_variables(self) -> dict[str, Any] | None:
         """Further variables of the chat template. An effort asks a model that can do without thoughts for them, and
-        "none" for none, unless ``chat_template_kwargs`` say which."""
-        given, effort = self.chat_template_kwargs or {}, self.reasoning_effort
-        if effort is None:
-            return self.chat_template_kwargs
-        says = {"thinking", "enable_thinking"} & given.keys()
-        thinks = {} if says else dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
-        return thinks | {"reasoning_effort": effort} | given
+        "none" for none, unless ``chat_template_kwargs``, or ``thinking`` or ``enable_thinking``, say which.
+
+        Raises:
+            ValueError: ``thinking`` is of another form.
+        """
+        given, effort, thinks = self.chat_template_kwargs or {}, self.reasoning_effort, self.enable_thinking
+        if isinstance(thinking := self.thinking, dict):
+            if thinking.get("type") not in ("enabled", "disabled"):
+                raise ValueError(f'thinking must be true, false or {{"type": "enabled" or "disabled"}}, not {thinking}')
+            thinking = thinking["type"] == "enabled"
+        thinks = thinking if thinks is None else thinks
+        thinks = effort != "none" if thinks is None and effort is not None else thinks
+        says = {"thinking", "enable_thinking"} & given.keys() or thinks is None
+        variables = {} if says else dict.fromkeys(("thinking", "enable_thinking"), thinks)
+        return variables | ({} if effort is None else {"reasoning_effort": effort}) | given or None
 
 
 class ChatRequest(GenerationBody, Conversation):
@@ -246,6 +271,9 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "priority": ("requests are served in order of arrival", (0,)),
     "kv_transfer_params": ("caches are not sent between servers", ({},)),
     "return_tokens_as_token_ids": ("use return_token_ids", (False,)),
+    "stop_regex": ("use stop, or stop_token_ids", ()),
+    "truncation_side": ("truncate_prompt_tokens keeps the last tokens", ("left",)),
+    "separate_reasoning": ("use include_reasoning, or a server with --reasoning-parser none", (True,)),
     "logits_processors": ("use logit_bias, bad_words or allowed_token_ids", ([],)),
 }
 # Parameters for accounts, bills and routing at a provider; they never change an output here.

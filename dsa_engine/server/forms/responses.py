@@ -16,7 +16,6 @@ from dsa_engine.server.forms.chat import ChatForm
 from dsa_engine.server.forms.form import to_json
 from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
 from dsa_engine.text.conversations import ConversationFormat
-from dsa_engine.text.conversations.reader import THINK_END
 
 _ITEMS = "message, reasoning, function_call and function_call_output"
 _PARTS = ("input_text", "output_text", "text")
@@ -194,11 +193,10 @@ class ResponsesForm(ChatForm):
         if self.params.n > 1:
             raise ValueError(f"n must be 1 in a response, not {self.params.n}; send several requests")
         self._given = asked
-        self._id = f"resp_{uuid.uuid4().hex}"
+        self._id = f"resp_{self._asked.request_name}"
         self._number = 0  # the next event's
         self._items: list[_Item] = []
         self._status = "completed"
-        self._ids: list[int] = []
 
     def _response(self, status: str, usage: Any = None, error: Any = None) -> dict[str, Any]:
         asked, params, chat = self._given, self.params, self._asked
@@ -224,14 +222,11 @@ class ResponsesForm(ChatForm):
         return self._items[-1]
 
     def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
-        end = self._conversation.tokenizer.hf.convert_tokens_to_ids(THINK_END)
-        thinks = any(one.kind == "reasoning" for one in self._items)
-        in_thought = self._ids.index(end) + 1 if end in self._ids else len(self._ids)
         return {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": in_thought if thinks else 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
 
@@ -241,13 +236,10 @@ class ResponsesForm(ChatForm):
             self._readers[0] = self._reader()
             events += [{"type": f"response.{name}", "response": self._response("in_progress")}
                        for name in ("created", "in_progress")]  # fmt: skip
-        self._ids += piece.token_ids
-        read = self._readers[0].push(piece.text)
         if piece.finish_reason is not None:
             self._status = "incomplete" if piece.finish_reason == "length" else "completed"
-            read += self._readers[0].finish()
         logprobs = (self._logprobs(piece) or {"content": []})["content"]
-        for delta in read:
+        for delta in self._read(self._readers[0], piece):
             if delta.reasoning:
                 events += self._grow("reasoning", delta.reasoning)
             if delta.content:

@@ -80,7 +80,29 @@ class Function(NamedTuple):
         shared = {name: self.parameters[name] for name in ("$defs", "definitions") if name in self.parameters}
         required = self.parameters.get("required") or ()
         for name, schema in (self.parameters.get("properties") or {}).items():
+            schema = resolved(schema, self.parameters)
             yield name, schema | shared if isinstance(schema, dict) else schema, name in required
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """A schema with that to which its ``$ref`` points in ``root``, and the only one of its ``allOf``, put in."""
+    for _ in range(32):  # references to one another have no end
+        if not isinstance(schema, Mapping):
+            return schema
+        given = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+        pointer, every = schema.get("$ref"), schema.get("allOf")
+        if isinstance(pointer, str) and pointer.startswith("#/"):
+            found = root
+            for part in pointer[2:].split("/"):
+                found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+            if not isinstance(found, Mapping):
+                return schema
+            schema = {**found, **given}
+        elif isinstance(every, (list, tuple)) and len(every) == 1 and isinstance(every[0], Mapping):
+            schema = {**every[0], **given}
+        else:
+            return schema
+    return schema
 
 
 def functions_of(tools: Sequence[Any]) -> list[Function]:

@@ -196,24 +196,15 @@ def _call(call: Any) -> str:
     parameters = "\n".join(
         f'<{TAG}parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">'
         f"{value if isinstance(value, str) else _json(value)}</{TAG}parameter>"
-        for key, value in arguments_of(function).items()
+        for key, value in _arguments(function).items()
     )
     return f'<{TAG}invoke name="{name}">\n{parameters}\n</{TAG}invoke>'
 
 
-def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call, which may be an object or its JSON.
-
-    Raises:
-        ValueError: they are neither.
-    """
+def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call, which are an object or its JSON; raises ``ValueError`` if they are not."""
     given = function.get("arguments")
-    try:
-        value = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"the arguments of {shown(function.get('name'))} are no JSON ({error}): {shown(given)}"
-        ) from None
+    value = json.loads(given) if isinstance(given, str) else given
     if not isinstance(value, Mapping):
         raise ValueError(f"the arguments of {shown(function.get('name'))} must be a JSON object, not {shown(given)}")
     return value

@@ -24,7 +24,7 @@ from dsa_engine.text.conversations.families import (
 from dsa_engine.text.conversations.messages import conversations
 from dsa_engine.text.conversations.reader import THINK, THINK_END, MessageReader, Thought
 from dsa_engine.text.conversations.released_texts import FILE
-from dsa_engine.text.conversations.tool_calls import CallForm
+from dsa_engine.text.conversations.tool_calls import CallForm, PlainCalls
 from dsa_engine.text.tokenizer import Tokenizer
 
 _BEGINNINGS = ("<｜Assistant｜>", "<|assistant|>")  # how templates begin an answer
@@ -167,40 +167,44 @@ class ConversationFormat:
         must_call: Sequence[Any] | None = None,
         several_calls: bool = True,
     ) -> StructuredOutputsParams | None:
-        """The form of an answer to a prompt: ``form``, or calls, after the thought that the answer may begin with.
+        """The form of an answer to a prompt: calls, or else ``form``, after the thought that the answer may begin with.
 
         Args:
             must_call: tools, in OpenAI's form, of which the answer must call one, or some; None: it need not.
 
         Raises:
-            ValueError: the form is not possible, or the model has no form of calls.
+            ValueError: the form is not possible.
         """
-        added = self.tokenizer.hf.added_tokens_decoder.items()
-        writer = GrammarWriter({token.content: number for number, token in added if token.special})
+        writer = GrammarWriter(self.tokenizer.tags)
         if must_call is not None:
-            if form is not None or self.calls is None:
-                words = "goes with no other form of the answer" if self.calls else "needs a --tool-call-parser"
-                raise ValueError(f"tool_choice that makes the model call {words}; leave one out, or choose 'auto'")
-            source = writer.source(self.calls.grammar(writer, must_call, several_calls))
+            source = writer.source((self.calls or PlainCalls()).grammar(writer, must_call, several_calls))
             form = StructuredOutputsParams(grammar=source)
         if form is None:
             return None
         source, thought = form.source(), self._thought(prompt_text)
         if thought is not Thought.NONE:
-            writer = GrammarWriter({token.content: number for number, token in added if token.special})
+            writer = GrammarWriter(self.tokenizer.tags)
             source = after_thought(source, writer, THINK, THINK_END, thought is Thought.OPEN)
         return StructuredOutputsParams(grammar=source)
 
-    def reader(self, prompt_text: str, tools: Sequence[Any] | None = None, several_calls: bool = True) -> MessageReader:
+    def reader(
+        self,
+        prompt_text: str,
+        tools: Sequence[Any] | None = None,
+        several_calls: bool = True,
+        must_call: Sequence[Any] | None = None,
+    ) -> MessageReader:
         """A reader for one answer to a prompt.
 
         Args:
             prompt_text: the prompt, whose end says whether the answer begins inside a thought.
             tools: those that the model was told of, whose schemas some forms need. Without tools, calls are content.
             several_calls: False drops the calls after the first.
+            must_call: see :meth:`form_of`.
         """
         end_tokens = {self.tokenizer.hf.eos_token, *self.end_tokens} - {None}
-        thought, calls = self._thought(prompt_text), self.calls if tools else None
+        thought, calls = self._thought(prompt_text), self.calls or (PlainCalls() if must_call else None)
+        calls = calls if tools else None
         return MessageReader(thought, calls, tools or (), sorted(end_tokens), several_calls)
 
     def add_messages(
@@ -221,7 +225,7 @@ class ConversationFormat:
             if isinstance(output.stop_reason, str):
                 text = text.partition(output.stop_reason)[0]
         reader = self.reader(prompt, tools)
-        return message_of([*reader.push(text), *reader.finish()])
+        return message_of([*reader.push(text), *reader.finish(output.finish_reason == "stop")])
 
     def _thought(self, prompt: str) -> Thought:
         if self.thoughts is None:

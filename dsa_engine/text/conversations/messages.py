@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,14 +45,35 @@ def _message(message: Any, conversation: Sequence[Any]) -> dict[str, Any]:
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is not None:
         message = {"thinking": reasoning} | dict(message) | {"reasoning_content": reasoning}
+    if isinstance(calls := message.get("tool_calls"), (list, tuple)):
+        message = {**message, "tool_calls": [_call(call) for call in calls]}
     content = message.get("content")
     if content is None and any(message.get(name) for name in ("tool_calls", "tools", "reasoning_content")):
         return dict(message)
     if isinstance(content, (list, tuple)):
         content = "\n".join(_part(part) for part in content)
+    if content is None and message["role"] in ("assistant", "tool"):  # of a turn that broke off
+        content = ""
     if not isinstance(content, str):
         raise TypeError(f"{_FORM}, not {shown(conversation)}")
     return {**message, "content": content}
+
+
+def _call(call: Any) -> Any:
+    """A call whose arguments are an object or its JSON. Clients send back what they got, also a call that was cut off:
+    a text that is no JSON object becomes the argument ``arguments``, so that the conversation goes on."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    given = function.get("arguments")
+    arguments = {} if given is None or given == "" else given
+    if isinstance(arguments, str):
+        try:
+            whole = isinstance(json.loads(arguments), dict)
+        except (ValueError, RecursionError):
+            whole = False
+        arguments = arguments if whole else {"arguments": arguments}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _part(part: Any) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -12,7 +13,6 @@ from dsa_engine.text.conversations.source import LostForm, Steps, Tags, TextEnde
 from dsa_engine.text.conversations.tool_calls import CallForm
 
 THINK, THINK_END = "<think>", "</think>"
-_THINK_END = Tags(THINK_END)
 
 
 class Thought(Enum):
@@ -44,6 +44,7 @@ class MessageReader:
         self._thought, self._form, self._tools = thought, calls, tools
         self._end_tokens, self._held = Tags(*end_tokens), ""
         self._source, self._message = TextSource(), _Message(several_calls)
+        self._in_thought, self._thought_texts = False, list[str]()
         self._steps = self._read()
 
     def push(self, text: str) -> list[MessageDelta]:
@@ -53,11 +54,20 @@ class MessageReader:
         self._held = text[certain:]
         return self._go_on(text[:certain])
 
-    def finish(self) -> list[MessageDelta]:
-        """What the end of the answer adds: text that could have become a tag."""
+    def finish(self, whole: bool = True) -> list[MessageDelta]:
+        """What the end of the answer adds: text that could have become a tag, and the answer of a model that wrote
+        it into its thought.
+
+        Args:
+            whole: the model ended the answer (``finish_reason`` "stop"); otherwise it may have been thinking still.
+        """
         self._source.end()
         held, self._held = self._held, ""
-        return self._go_on(held)
+        pieces = self._go_on(held)
+        if whole and self._in_thought and not self._message.has_calls:
+            self._message.content("".join(self._thought_texts).strip())
+            pieces += self._message.take()
+        return pieces
 
     def _go_on(self, text: str) -> list[MessageDelta]:
         self._source.push(text)
@@ -65,15 +75,16 @@ class MessageReader:
         return self._message.take()
 
     def _read(self) -> Steps[None]:
+        calls = [before + tag for tag in self._form.tags for before in ("\n\n", "\n", "")] if self._form else []
         if self._thought in (Thought.OPEN, Thought.POSSIBLE):
-            yield from self._read_thought(self._thought is Thought.OPEN)
-        tags = Tags(*(before + tag for tag in self._form.tags for before in ("\n\n", "\n", "")) if self._form else ())
+            yield from self._read_thought(self._thought is Thought.OPEN, Tags(THINK_END, *calls))
+        tags = Tags(*calls)
         while (tag := (yield from self._source.until(tags, self._message.content))) is not None:
             self._source.mark(tag)
-            yield from self._read_calls()
+            yield from self._read_calls(self._message.content)
 
-    def _read_thought(self, is_open: bool) -> Steps[None]:
-        """Reads a thought, in which text goes up to the end tag; an open one may be opened once more."""
+    def _read_thought(self, is_open: bool, ends: Tags) -> Steps[None]:
+        """Reads a thought, in which text goes up to the end tag, or to a call; an open one may be opened once more."""
         opened = None
         self._source.mark()
         try:
@@ -82,23 +93,44 @@ class MessageReader:
         except TextEnded:
             pass
         if opened is None:
-            (self._message.reasoning if is_open else self._message.content)(self._source.since_mark())
-        if opened or is_open:
-            yield from self._source.until(_THINK_END, self._message.reasoning)
+            (self._think if is_open else self._message.content)(self._source.since_mark())
+        self._in_thought = bool(opened or is_open)
+        while self._in_thought:
+            tag = yield from self._source.until(ends, self._think)
+            if tag is None:
+                return
+            if tag == THINK_END:
+                self._in_thought = False
+                yield from self._skip(THINK_END)
+            else:
+                self._source.mark(tag)
+                yield from self._read_calls(self._think)
+                self._in_thought = not self._message.has_calls
 
-    def _read_calls(self) -> Steps[None]:
-        """Reads calls after their first tag; what is none is content."""
+    def _think(self, text: str) -> None:
+        self._thought_texts.append(text)
+        self._message.reasoning(text)
+
+    def _skip(self, tag: str) -> Steps[None]:
+        """Drops an end tag that the model writes once more."""
+        with suppress(TextEnded):
+            while (yield from self._source.follows(tag, f"\n{tag}", f"\n\n{tag}")):
+                pass
+
+    def _read_calls(self, take: Callable[[str], None]) -> Steps[None]:
+        """Reads calls after their first tag; ``take`` gets what is none."""
         assert self._form is not None
         try:
             yield from self._form.read(self._source, self._message, self._tools)
+            yield from self._skip(self._form.end)
             yield from self._source.space()
         except LostForm:
-            self._message.content(self._source.since_mark())
+            (self._message.content if self._message.has_calls else take)(self._source.since_mark())
         except TextEnded:
             if self._message.has_calls:  # the rest is a call that was cut off
                 yield from self._source.until(Tags(), lambda _: None)
             else:
-                self._message.content(self._source.since_mark())
+                take(self._source.since_mark())
 
 
 class _Message:

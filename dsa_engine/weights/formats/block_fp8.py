@@ -135,9 +135,11 @@ class BlockFP8(StoredFormat):
 
     def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device):
         if scheme.block != (BLOCK, BLOCK) or scheme.activation_bits != 8 or scheme.layout:
+            expands = scheme.block is not None and not scheme.layout
+            other = "quantization='dequantize'" if expands else "the model's checkpoint in that layout, or in bfloat16"
             raise ValueError(
                 f"weights in {scheme.name} cannot be multiplied in FP8: blocks must be {BLOCK} x {BLOCK}, in the "
-                "released layout; use quantization='dequantize'"
+                f"released layout; use {other}"
             )
         if device.type not in ("cpu", "meta") and not multiplies_fp8(device):
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

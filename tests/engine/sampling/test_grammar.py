@@ -99,7 +99,7 @@ def test_requests_without_a_form_do_not_change(plain: list[Any]) -> None:
 def test_launched_ahead_and_after_a_preemption(plain: list[Any], ahead: bool) -> None:
     """A step may be launched before the token is read on which its masks depend; a matcher follows from the output."""
     # Pages for two of the longest requests, of the 14.
-    with LLM("demo-random", **OPTIONS, cache_memory="400KiB") as llm:
+    with LLM("demo-random", **OPTIONS, cache_memory="320KiB") as llm:
         engine, begun = llm.engine, llm.engine.launched_ahead
         engine.async_scheduling = ahead
         small = outputs(llm, params(14))
@@ -168,6 +168,9 @@ def test_what_ends_a_request(plain: list[Any]) -> None:
         assert [one.text for one in fourth.outputs] == ["12", "12"]
 
 
+CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2999)} | {"2999": {}}}
+
+
 @pytest.mark.parametrize(
     "form, words",
     [
@@ -177,6 +180,11 @@ def test_what_ends_a_request(plain: list[Any]) -> None:
         ({"json": {"$ref": "http://127.0.0.1:1/schema"}}, "does not fetch"),
         ({"json": "{"}, "json in structured_outputs is not possible: .*EOF"),
         ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "recursion limit"),
+        # What would end the process, or hold it for seconds.
+        ({"json": CHAIN}, "it has 3000 references, of at most 512"),
+        ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf is 999983, of at most 10000"),
+        ({"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'}, "3002 rules"),
+        ({"grammar": "root ::= " + "(" * 500 + '"a"' + ")" * 500}, "nested too deep|at most|not possible"),
         ({"json": {"description": "x" * 2**17}}, "131.*characters, of at most 131072"),
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-ahead"),
@@ -210,6 +218,16 @@ def test_an_object(llm: LLM) -> None:
     (result,) = llm.generate([[5]], given, use_tqdm=False)
     whole = [one.text for one in result.outputs if one.finish_reason == "stop"]
     assert len(whole) > 2 and all(isinstance(json.loads(text), dict) for text in whole)
+
+
+@pytest.mark.parametrize("kind", ["choice", "json", "regex"])
+@pytest.mark.parametrize("text", ["a<|User|>b", "a<|end_of_sentence|>b"])
+def test_a_form_with_the_text_of_a_token(llm: LLM, kind: str, text: str) -> None:
+    """It is spelled by other tokens: that one would be no text, or the end."""
+    form = {"choice": [text], "json": {"enum": [text]}, "regex": re.escape(text)}[kind]
+    given = SamplingParams(max_tokens=40, skip_special_tokens=False, structured_outputs={kind: form})
+    ((one,),) = (result.outputs for result in llm.generate([[5]], given, use_tqdm=False))
+    assert one.text.strip('"').removesuffix("<|end_of_sentence|>") == text and one.finish_reason == "stop"
 
 
 def test_special_tokens_are_not_the_text_of_a_form(llm: LLM, random_ids: Callable[..., list[int]]) -> None:

@@ -28,7 +28,7 @@ def test_the_answer_is_that_of_chat(server: Any, llm: LLM) -> None:
     assert wanted.logprobs is not None
     for entry, token, of_token in zip(choice["logprobs"]["content"], wanted.token_ids, wanted.logprobs, strict=True):
         assert entry["logprob"] == pytest.approx(of_token[token], abs=1e-4) and len(entry["top_logprobs"]) == 2
-        assert bytes(entry["bytes"]).decode() == entry["token"] == of_token[token].decoded_token
+        assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"] == of_token[token].decoded_token
     body = {"messages": HELLO, **given, "stream": True, "logprobs": True, "stream_options": {"include_usage": True}}
     *chunks, last = server.events("/v1/chat/completions", **body)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -58,7 +58,7 @@ class CutReader:
     def push(self, text: str) -> list[MessageDelta]:
         return [MessageDelta(reasoning=text)] if text else []
 
-    def finish(self) -> list[MessageDelta]:
+    def finish(self, whole: bool) -> list[MessageDelta]:
         first = ToolCallDelta(0, "call_0", "weather", '{"city": ')
         return [
             MessageDelta(content="so"),
@@ -74,7 +74,7 @@ def cut_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(
         ConversationFormat,
         "reader",
-        lambda self, text, given, several: (tools.append((given, several)), CutReader())[1],
+        lambda self, text, given, several, must: (tools.append((given, several)), CutReader())[1],
     )
     yield tools
 
@@ -109,13 +109,38 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
     assert cut_reader == [(TOOLS, True)] * 3 + [(None, True), (TOOLS, False)] and "reasoning" not in message
 
 
+def test_forced_calls_without_a_parser(server: Any) -> None:
+    """The server's own grammar says how they are written. A named tool is one call, and wins over a form."""
+    named = {"type": "function", "function": {"name": "time"}}
+    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
+    given: dict[str, Any] = {"tools": tools, "max_tokens": 200, "seed": 1, "response_format": {"type": "json_object"}}
+    for choice, names in ((named, ["time"]), ("required", None)):
+        asked = given | {"messages": HELLO, "tool_choice": choice}
+        message = server.answer("/v1/chat/completions", **asked)["choices"][0]["message"]
+        called = [call["function"]["name"] for call in message["tool_calls"]]
+        assert (called == names if names else {"weather", "time"} >= {*called}) and not message["content"]
+        chunks = server.events("/v1/chat/completions", **asked, stream=True)
+        pieces = [piece for one in chunks for piece in one["choices"][0]["delta"].get("tool_calls", [])]
+        assert [piece["function"]["name"] for piece in pieces if "id" in piece] == called
+
+
+def test_usage_of_a_stream(server: Any, cut_reader: list[Any]) -> None:
+    """The first chunk counts no token; thoughts are counted apart."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HELLO, "stream": True, "stream_options": options, "max_tokens": 4, "ignore_eos": True}
+    first, *others = [one["usage"] for one in server.events("/v1/chat/completions", **body)]
+    assert first["completion_tokens"] == 0 and others[-1]["completion_tokens"] == 4
+    assert others[-1]["completion_tokens_details"] == {"reasoning_tokens": 4}
+    body["stream_options"] = {"continuous_usage_stats": True}
+    assert all("usage" not in one for one in server.events("/v1/chat/completions", **body))
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"messages": []}, "the conversation is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
-        ({"tool_choice": "required", "tools": TOOLS}, "needs a --tool-call-parser"),
         ({"tool_choice": "must", "tools": TOOLS}, "tool_choice must be 'auto', 'none', 'required' or"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "a"}}, "tools": TOOLS},

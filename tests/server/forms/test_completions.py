@@ -58,11 +58,25 @@ def test_usage_and_cached_tokens(server: Any) -> None:
     body = {"prompt": LONG, "max_tokens": 5, "ignore_eos": True, "cache_salt": "mine", "stream": True}
     last = server.events("/v1/completions", **body, stream_options={"include_usage": True})[-1]
     assert (last["choices"], last["usage"]) == ([], again["usage"])
-    every = {"continuous_usage_stats": True}
+    every = {"include_usage": True, "continuous_usage_stats": True}
     counted = server.events("/v1/completions", **body, stream_options=every)
     counts = [one["usage"]["completion_tokens"] for one in counted]
     assert counts == sorted(counts) and counts[-1] == 5
     assert all("usage" not in one for one in server.events("/v1/completions", **body))
+
+
+def test_characters_of_several_tokens(server: Any) -> None:
+    """Bytes, texts and offsets of the tokens add up to the text, in a whole answer and in a stream."""
+    wanted = "é🙂漢 x"
+    given: dict[str, Any] = {"temperature": 0, "structured_outputs": {"choice": [wanted]}, "max_tokens": 40}
+    chat = server.chat([{"role": "user", "content": "x"}], **given, logprobs=True)["choices"][0]
+    every = b"".join(bytes(entry["bytes"]) for entry in chat["logprobs"]["content"])
+    assert every.startswith(wanted.encode()) and len(chat["logprobs"]["content"]) > len(wanted)
+    streamed = server.events("/v1/completions", prompt="x", logprobs=1, stream=True, **given)
+    chunks = [one["choices"][0]["logprobs"] for one in streamed]
+    tokens, offsets = ([one for chunk in chunks if chunk for one in chunk[name]] for name in ("tokens", "text_offset"))
+    assert "".join(tokens).startswith(wanted)
+    assert offsets == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
 
 
 def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:
@@ -98,7 +112,7 @@ def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:
         ({"prompt": ["a"] * 1000, "n": 1000}, "n is 1000, for each of 1000 prompts, and a request has at most 512"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must be"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options need stream"),
-        ({"prompt": "a", "stream": True, "echo": True}, "echo is possible without stream only"),
+        ({"prompt": "a", "stream": True, "echo": True, "logprobs": 1}, "logprobs is not streamed"),
         ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs are not streamed"),
         ({"prompt": "a", "stop": "b", "selection": 1}, "leave out stream and stop"),
         ({"prompt": ["a"] * 9, "selection": 2}, "selection asks for 18 tokens in all, of at most 16"),
@@ -188,7 +202,7 @@ def test_tokenize_and_detokenize(server: Any, llm: LLM) -> None:
     ids = llm.tokenizer.encode("Once upon")
     answer = server.answer("/tokenize", prompt="Once upon", return_token_strs=True)
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 2048)
-    assert "".join(answer["token_strs"]).endswith("Once upon")
+    assert "".join(answer["token_strs"]).endswith("OnceĠupon")
     bare = server.answer("/tokenize", prompt="Once upon", add_special_tokens=False)["tokens"]
     assert ids[-len(bare) :] == bare and len(bare) < len(ids)
     messages = [{"role": "user", "content": "Hello"}]

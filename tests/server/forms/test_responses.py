@@ -33,7 +33,7 @@ class CutReader:
     def push(self, text: str) -> list[MessageDelta]:
         return []
 
-    def finish(self) -> list[MessageDelta]:
+    def finish(self, whole: bool) -> list[MessageDelta]:
         return READ
 
 

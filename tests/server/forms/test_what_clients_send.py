@@ -21,6 +21,8 @@ VARIABLES = "{{ thinking }} {{ enable_thinking }} {{ reasoning_effort }}"
         ({"reasoning_effort": "high"}, "True True high"),
         ({"reasoning_effort": "none"}, "False False none"),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, " False low"),
+        ({"thinking": {"type": "enabled"}}, "True True "),
+        ({"enable_thinking": False, "reasoning_effort": "low"}, "False False low"),
     ],
 )
 def test_an_effort_asks_for_thoughts(server: Any, llm: LLM, given: dict[str, Any], text: str) -> None:
@@ -30,6 +32,40 @@ def test_an_effort_asks_for_thoughts(server: Any, llm: LLM, given: dict[str, Any
         answer = server.answer(path, messages=HELLO, chat_template=VARIABLES, **given, **more)
         assert answer["tokens" if path == "/tokenize" else "prompt_token_ids"] == ids
     assert "reasoning_effort: " in server.refused(CHAT, messages=HELLO, reasoning_effort="extreme")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [({"regex": "ab"}, "ab"), ({"ebnf": 'root ::= "ab"'}, "ab"), ({"json_schema": {"const": 5}}, "5")],
+    ids=str,
+)
+def test_forms_by_other_names(server: Any, given: dict[str, Any], text: str) -> None:
+    assert server.complete("x", max_tokens=9, **given)["choices"][0]["text"] == text
+    assert "give one only" in server.refused(COMPLETIONS, prompt="x", guided_regex="c", **given)
+    for other in ({"stop_regex": "a"}, {"truncation_side": "right"}, {"separate_reasoning": False}):
+        assert f"{next(iter(other))} is not possible here" in server.refused(COMPLETIONS, prompt="x", **other)
+
+
+def test_what_routers_and_browsers_ask(server: Any) -> None:
+    """The name of a request is in its answer's id; facts and load; pages of the allowed origin."""
+    given = {"headers": {"X-Request-Id": "mine-1", "Origin": "https://a.example"}}
+    answer = server.post(CHAT, json={"messages": HELLO, "max_tokens": 1}, **given)
+    assert answer.json()["id"] == "chatcmpl-mine-1"
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    for path in ("/server_info", "/model_info", "/get_model_info"):
+        about = server.get(path).json()
+        assert about["served_model_name"] == "demo" and about["context_length"] == 2048
+    for path in ("/load", "/get_load"):
+        assert server.get(path).json() == {
+            "server_load": 0, "num_reqs": 0, "num_waiting_reqs": 0, "token_usage": pytest.approx(0, abs=1)
+        }  # fmt: skip
+
+
+def test_an_echo_in_a_stream(server: Any) -> None:
+    whole = server.complete("Once", max_tokens=3, temperature=0, echo=True)["choices"][0]["text"]
+    body = {"prompt": "Once", "max_tokens": 3, "temperature": 0, "echo": True, "stream": True}
+    text = "".join(one["choices"][0]["text"] for one in server.events(COMPLETIONS, **body))
+    assert text == whole and "Once" in whole
 
 
 def test_the_last_tokens_of_a_prompt(server: Any, llm: LLM) -> None:
@@ -55,7 +91,7 @@ def test_more_tokens_than_there_is_room_for(server: Any, name: str) -> None:
     """An error in a request that asks for them, as vLLM's server has it; what is only a default ends at the length."""
     path, prompt = (COMPLETIONS, {"prompt": [5] * 48}) if name == "max_tokens" else (CHAT, {"messages": HELLO})
     words = server.refused(path, **prompt, **{name: 2040 if name == "max_tokens" else 2048})
-    assert words.startswith(f"{name} is 20") and "max_model_len is 2048, so ask for at most " in words
+    assert words.startswith("This model's maximum context length is 2048 tokens") and f"{name} is 20" in words
     if name == "max_tokens":
         assert "48 tokens, 2088 in all" in words and "at most 2000" in words
         end = {"allowed_token_ids": [1]}

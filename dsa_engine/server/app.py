@@ -48,9 +48,6 @@ class Server:
     Args:
         number: of this process, of those of the server.
         counts: see :class:`.generation.Admission`.
-
-    Raises:
-        ValueError: a parser or the chat template is not possible.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet; port 0 is any free one.
-
-    Raises:
-        OSError: the address is in use, or not this machine's.
-    """
+    """A socket bound to the address, not listening yet; port 0 is any free one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -22,9 +22,6 @@ def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
 
     Args:
         generation_config: "auto" reads the file, if there is one; "vllm" only checks it.
-
-    Raises:
-        CheckpointError: the file is damaged or holds impossible values.
     """
     path = folder / "generation_config.json"
     if not path.is_file():

@@ -27,9 +27,6 @@ class Tokenizer:
 
     Attributes:
         hf: the tokenizer object of ``transformers``.
-
-    Raises:
-        ValueError: there is none, or it needs code of the folder, which is not trusted, or it cannot be read.
     """
 
     def __init__(self, folder: Path, trust_remote_code: bool = False):
@@ -76,9 +73,6 @@ class Tokenizer:
         Args:
             max_tokens: a text whose bytes are more than those of so many tokens, the longest ones, is refused before
                 it is encoded, which takes hundreds of bytes of memory for each of its own.
-
-        Raises:
-            ValueError: the text is not whole characters, or too long, or the tokenizer fails.
         """
         check_text("the text", text)
         if max_tokens is not None and len(text) > max_tokens:  # most texts are shorter
@@ -127,11 +121,7 @@ class Tokenizer:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Checks the tokenizer's files before weights are loaded; a folder without a tokenizer passes.
-
-    Raises:
-        CheckpointError: a file is damaged; the text names it.
-    """
+    """Checks the tokenizer's files before weights are loaded; a folder without a tokenizer passes."""
     from tokenizers import Tokenizer as Read  # a part of transformers, and much quicker to import
 
     for name, read in (("tokenizer_config.json", json.loads), ("tokenizer.json", Read.from_str)):

@@ -46,9 +46,6 @@ class CheckpointReader:
         folder: holds ``model.safetensors.index.json`` and its shards, or ``model.safetensors``, or any
             ``*.safetensors``.
         block_size: rows and columns that share one FP8 scale (``ModelConfig.weight_block_size``), or None.
-
-    Raises:
-        CheckpointError: no safetensors files, or an index that is not valid.
     """
 
     def __init__(self, folder: str | Path, block_size: tuple[int, int] | None = None):

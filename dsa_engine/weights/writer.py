@@ -112,12 +112,7 @@ class SafetensorsWriter:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes an announced tensor, with the last one of its shard that shard.
-
-        Raises:
-            ValueError: it was not announced with this name, shape and dtype, or is written a second time.
-            CheckpointError: the file cannot be written, for instance on a full disk.
-        """
+        """Writes an announced tensor, with the last one of its shard that shard."""
         spec, file = self._specs.get(name), self._split.tensor_to_filename.get(name, "")
         if (
             spec is None

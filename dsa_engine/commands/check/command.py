@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> None:
-    """Prints a line per finding; exit status 1 if one is wrong.
-
-    Raises:
-        ValueError, OSError: an option or the model is not possible.
-    """
+    """Prints a line per finding; exit status 1 if one is wrong."""
     from dsa_engine.commands.check.checks import findings
     from dsa_engine.commands.doctor.command import show
     from dsa_engine.llm import LLM

@@ -16,11 +16,7 @@ from dsa_engine.server.forms.protocol import CompletionRequest
 
 
 class CompletionForm(Form):
-    """One request to ``/v1/completions``.
-
-    Raises:
-        ValueError, TypeError: a parameter is not possible.
-    """
+    """One request to ``/v1/completions``."""
 
     def __init__(self, llm: EngineClient, asked: CompletionRequest, model: str):
         super().__init__(asked)

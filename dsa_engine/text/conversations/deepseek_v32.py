@@ -43,9 +43,6 @@ def render_v32(
             question are never written.
         add_generation_prompt: end the text where the assistant's answer begins.
         continue_final_message: leave the assistant's last message open, to be continued.
-
-    Raises:
-        ValueError: a message is not as the form allows, or the words about tools or formats are not to be had.
     """
     thinking, drops = _modes(dict(chat_template_kwargs or {}))
     messages = list(messages)
@@ -202,11 +199,7 @@ def _call(call: Any) -> str:
 
 
 def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call, which may be an object or its JSON.
-
-    Raises:
-        ValueError: they are neither.
-    """
+    """The arguments of a call, which may be an object or its JSON."""
     given = function.get("arguments")
     try:
         value = json.loads(given) if isinstance(given, str) else given

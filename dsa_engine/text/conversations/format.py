@@ -46,9 +46,6 @@ def conversation_format(
         reasoning_parser: the form of thoughts, by vLLM's name, or "none"; default: that of the folder's template.
         tool_call_parser: the form of tool calls, by vLLM's name, or "none"; default: that of the folder's template.
         tokenizer: the folder's tokenizer, if it is loaded already.
-
-    Raises:
-        ValueError: there is no parser of that name, or the folder has no tokenizer.
     """
     for name, given, parsers in (
         ("reasoning_parser", reasoning_parser, list(REASONING_PARSERS)),
@@ -130,9 +127,6 @@ class ConversationFormat:
             continue_final_message: leave the last message open, to be continued.
             response_format: the form of the answer, as OpenAI's API has it, or a JSON schema. The model is told of it
                 in DeepSeek-V3.2's own form; templates have no words for it.
-
-        Raises:
-            TypeError, ValueError: something is not as it should be, or the form cannot express it.
         """
         (conversation,) = conversations([messages])
         tools = None if tool_choice == "none" else tools
@@ -171,9 +165,6 @@ class ConversationFormat:
 
         Args:
             must_call: tools, in OpenAI's form, of which the answer must call one, or some; None: it need not.
-
-        Raises:
-            ValueError: the form is not possible, or the model has no form of calls.
         """
         added = self.tokenizer.hf.added_tokens_decoder.items()
         writer = GrammarWriter({token.content: number for number, token in added if token.special})

@@ -19,9 +19,6 @@ def released_text(folder: Path, constant: str, **fields: str) -> str:
 
     Args:
         constant: :data:`TOOLS` or :data:`RESPONSE_FORMAT`.
-
-    Raises:
-        ValueError: there is no such file, or it is no Python, or without this text or with other fields.
     """
     path = folder / FILE
     if not path.is_file():

@@ -40,22 +40,14 @@ class CallForm(ABC):
 
     @abstractmethod
     def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
-        """Reads what follows one of the tags, up to the end of the calls.
-
-        Raises:
-            LostForm, TextEnded: the text goes on otherwise, or ends.
-        """
+        """Reads what follows one of the tags, up to the end of the calls."""
 
     @abstractmethod
     def call(self, writer: GrammarWriter, function: Function) -> str:
         """The grammar of a call."""
 
     def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
-        """The grammar of an answer that calls one of the tools, or with ``several`` some of them.
-
-        Raises:
-            ValueError: a tool does not have OpenAI's form.
-        """
+        """The grammar of an answer that calls one of the tools, or with ``several`` some of them."""
         call = writer.rule(" | ".join(self.call(writer, function) for function in functions_of(tools)))
         begin, end = map(writer.literal, self.around)
         return f"{begin} {call}{'+' if several else ''} {end}".strip()
@@ -189,10 +181,6 @@ class _Call:
 
         Args:
             types: the JSON types that the value may have; empty: any.
-
-        Raises:
-            LostForm: the call has the parameter already.
-            TextEnded: there is no end tag.
         """
         if key in self._keys:
             raise LostForm

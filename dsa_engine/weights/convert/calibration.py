@@ -48,7 +48,7 @@ class _WatchedExperts:
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         for number, prefix in enumerate(self._prefixes):
             rows = received.tokens[(received.topk_ids == number).any(dim=1)]
-            gate, up = F.linear(rows, self._inner.gate_up[number]).chunk(2, dim=-1)
+            gate, up = F.linear(rows, self._inner.gate_up[0][number]).chunk(2, dim=-1)
             for name, x in (("gate_proj", rows), ("up_proj", rows), ("down_proj", F.silu(gate) * up)):
                 _record(self._largest, f"{prefix}.{name}.weight", x)
         return self._inner(received, uncounted_bytes)

@@ -53,9 +53,6 @@ class Smoothing:
             statistics: the largest magnitude of each input channel, by the weight's name; layers without an entry
                 (an expert without tokens, the MTP module) are not changed.
             reader: reads the source.
-
-        Raises:
-            CheckpointError: the statistics are another model's.
         """
         made = cls()
         for migration in _migrations(config, reader) if statistics else ():

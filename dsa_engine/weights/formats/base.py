@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dsa_engine.config.quantization import WeightScheme
+from dsa_engine.kernels.grouped.product_formats import ProductFormat, Weight
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.weights import Source
 
@@ -124,9 +125,10 @@ class GroupedExperts(Weights):
         gate_up: ``[count, 2 n, …]`` each, gate before up: weights, or codes and scales.
         down: ``[count, …]`` each.
         sources_of: lists what fills the tensors of one matrix.
+        product: the format in which the kernel takes ``gate_up`` and ``down``.
+        dtype: of what it returns.
     """
 
-    count: int
     blockwise: bool = False  # tokens travel with a scale for each 128 codes
 
     def __init__(
@@ -137,8 +139,11 @@ class GroupedExperts(Weights):
         gate_up: Sequence[torch.Tensor],
         down: Sequence[torch.Tensor],
         sources_of: SourcesOf,
+        product: ProductFormat,
+        dtype: torch.dtype,
     ):
-        self.count = len(prefixes)
+        self.count, self.product, self.dtype = len(prefixes), product, dtype
+        self.gate_up, self.down = tuple(gate_up), tuple(down)
         self.tensors = (*gate_up, *down)
         self.sources = []
         for number, prefix in enumerate(prefixes):
@@ -169,19 +174,28 @@ class GroupedExperts(Weights):
             ``[R, hidden]`` in the run's dtype.
         """
         tokens, topk_ids, topk_weights, fraction, local_pairs, first = received
-        counts = {"first": first, "local_pairs": local_pairs, "uncounted_bytes": uncounted_bytes}
-        return self._mlp(tokens, topk_ids, topk_weights, local_fraction=fraction, **counts)
+        return expert_mlp(
+            tokens,
+            topk_ids,
+            topk_weights,
+            *self.operands,
+            self.product,
+            dtype=self.dtype,
+            first=first,
+            local_fraction=fraction,
+            local_pairs=local_pairs,
+            uncounted_bytes=uncounted_bytes,
+        )
+
+    @property
+    def operands(self) -> tuple[Weight, Weight]:
+        """``gate_up`` and ``down`` as the kernel takes them."""
+        return self.gate_up, self.down
 
     def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, hidden]`` as they travel to the rank of these experts, ``[T, width]``: as they are or, where the
         products quantise them, in words with codes and scales: half the bytes, and the same bits."""
         return tokens
-
-    def _mlp(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
-    ) -> torch.Tensor:
-        """The format's kernel, with its weights."""
-        raise NotImplementedError
 
 
 class WeightFormat(ABC):
@@ -201,15 +215,12 @@ class StoredFormat(WeightFormat):
 
     Args:
         scheme: how the checkpoint stores them.
-
-    Raises:
-        ValueError: the class does not support the scheme or the device; the text names it and says what is possible.
     """
 
     @abstractmethod
     def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device): ...
 
     @staticmethod
-    @abstractmethod
     def is_default_on(device: torch.device) -> bool:
         """Whether weights of a checkpoint in this format stay in it by default, instead of being expanded."""
+        return True

@@ -30,10 +30,6 @@ def weight_format(
         config: the checkpoint's; None if its weights are plain numbers.
         quantization: the engine's option: one of ``NAMES``, "dequantize", or None.
         dtype: dtype of activations, and of weights in plain numbers.
-
-    Raises:
-        ValueError: the checkpoint is stored in another format than the option says, the device cannot compute in its
-            format, or there is no class for one of its schemes; the text says what is possible.
     """
     name = quantization_name(config)
     if quantization not in (None, "dequantize", name):

@@ -45,12 +45,8 @@ def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> di
 
 
 def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """The facts needed to compare a run with another one, or to repeat it.
-
-    Args:
-        given: the options of the command line, as they were typed; "options_in_force" has all, defaults included.
-        world_size: number of processes.
-    """
+    """The facts needed to compare a run with another one, or to repeat it, of ``world_size`` processes. ``given``: the
+    options as they were typed; "options_in_force" has all, defaults included."""
     engine = llm.engine
     shape = {name: v for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
     return {

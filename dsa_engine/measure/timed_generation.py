@@ -19,7 +19,6 @@ class TimedGeneration:
     """A batch of requests and the times of its steps, counted from when the requests arrive.
 
     Attributes:
-        requests: the requests, in the order of their prompts.
         step_end_times: seconds, for the steps that gave tokens; for every step, if steps are watched.
         timers: stages of every step, if steps are watched.
         first_token_steps: step of the first token of every request; empty if caches are filled.
@@ -92,12 +91,8 @@ def generate_batch(
     fill_cache: bool = False,
 ) -> TimedGeneration:
     """Generates ``output_len`` tokens with the whole batch; a request whose prompt is computed first may get more. No
-    request remains in the engine afterwards, also after an error.
-
-    Args:
-        watch: time the stages of each step.
-        fill_cache: fill caches with random rows instead of computing the prompts.
-    """
+    request remains in the engine afterwards, also after an error. ``watch``: time the stages of each step;
+    ``fill_cache``: with random rows, instead of computing the prompts."""
     max_tokens = max_output_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     agree_on_prompts(engine, prompts)

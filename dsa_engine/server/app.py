@@ -43,12 +43,7 @@ _LONG_BODIES_AT_ONCE = 2
 
 
 class Server:
-    """What the routes share.
-
-    Args:
-        number: of this process, of those of the server.
-        counts: see :class:`.generation.Admission`.
-    """
+    """What the routes share; ``number`` and ``counts``: see :class:`.generation.Admission`."""
 
     def __init__(
         self, llm: EngineClient, options: ServerOptions, number: int = 0, counts: MutableSequence[int] | None = None

@@ -81,14 +81,7 @@ def hosts_of(bound: socket.socket, host: str) -> list[str]:
 
 class HttpServer(uvicorn.Server):
     """Serves an engine. On SIGTERM or Ctrl-C running requests have ``shutdown_timeout`` to end; if the engine ends, so
-    does the server.
-
-    Args:
-        bound: a socket of :func:`bind`.
-
-    Attributes:
-        failed: whether the end of the engine has ended it.
-    """
+    does the server, which has then ``failed``. ``bound``: a socket of :func:`bind`."""
 
     def __init__(self, server: Server, bound: socket.socket):
         options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}

@@ -52,9 +52,6 @@ _SILENT_S = 120  # an HTTP process that has said nothing for so long is stopped 
 class Relay:
     """Serves the requests of another process until :meth:`close`, which aborts those that run.
 
-    Args:
-        llm: serves calls of any thread: on several ranks, the others follow.
-
     Attributes:
         folder: where an :class:`.client.EngineClient` finds the sockets.
         silent: seconds since the other process was heard; it says something every second.
@@ -202,11 +199,7 @@ class _Reset:
 class HttpProcesses:
     """Processes that serve an engine of this one at one address; the system gives each new connection to one of them.
 
-    If one ends, for whatever reason, so do the others.
-
-    Args:
-        relays: one for each process; closed here.
-        bound: a socket of :func:`.http.bind`; closed here.
+    If one ends, for whatever reason, so do the others. ``relays``, one for each, and ``bound`` are closed here.
     """
 
     def __init__(self, relays: Sequence[Relay], options: ServerOptions, bound: socket.socket):

@@ -32,7 +32,6 @@ def render(
 
     Args:
         messages: one of the results of :func:`dsa_engine.text.conversations.messages.conversations`.
-        folder: where the tokenizer comes from, for errors.
         tools: functions that the model may call: JSON schemas, or Python functions with types and a docstring.
         others: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
     """

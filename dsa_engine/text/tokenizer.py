@@ -21,12 +21,7 @@ class Tokenizer:
 
     What fails in it is a ``ValueError`` that names the folder, even a panic of its Rust code, which is no
     ``Exception``. So it fails the request whose text is at fault, and no other.
-
-    Args:
-        trust_remote_code: let the tokenizer run Python code of the folder.
-
-    Attributes:
-        hf: the tokenizer object of ``transformers``.
+    ``hf`` is the tokenizer object of ``transformers``.
     """
 
     def __init__(self, folder: Path, trust_remote_code: bool = False):
@@ -70,9 +65,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a text. If the text begins with the token that begins every text (BOS), it gets no second one.
 
-        Args:
-            max_tokens: a text whose bytes are more than those of so many tokens, the longest ones, is refused before
-                it is encoded, which takes hundreds of bytes of memory for each of its own.
+        A text with more bytes than ``max_tokens`` of the longest tokens is refused before it is encoded, which takes
+        hundreds of bytes of memory for each of its own.
         """
         check_text("the text", text)
         if max_tokens is not None and len(text) > max_tokens:  # most texts are shorter

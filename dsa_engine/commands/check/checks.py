@@ -64,12 +64,8 @@ def _run(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int, *, hits: bool = False, preempt: bool = False,
     prompt_logprobs: int | None = None,
 ) -> list[Request]:  # fmt: skip
-    """Generates greedily for prompts together, without the engine's loop; every rank calls it.
-
-    Args:
-        hits: whether pages of the prefix cache are used.
-        preempt: whether each request loses its pages once, when it has two tokens.
-    """
+    """Generates greedily for prompts together, without the engine's loop; every rank calls it. ``hits``: pages of the
+    prefix cache are used; ``preempt``: each request loses its pages once, when it has two tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs)
     requests = [engine.add(prompt, params) for prompt in prompts]
     for request in requests:

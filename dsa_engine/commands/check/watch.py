@@ -23,9 +23,7 @@ Rows = dict[tuple[int, int, str], list[Piece]]
 class Watch:
     """Collects rows of some layers while steps run eagerly; every rank makes one.
 
-    Args:
-        wanted: positions whose results are collected.
-        ranks: all ranks, on the CPU.
+    ``wanted``: positions whose results are collected; ``ranks``: all, on the CPU.
     """
 
     def __init__(self, engine: Engine, layers: Iterable[int], wanted: Iterable[int], ranks: Group):

@@ -39,13 +39,10 @@ def conversation_format(
     tool_call_parser: str | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> ConversationFormat:
-    """The form of the conversations of a model.
+    """The form of the conversations of a model, given by its ``ModelConfig`` or ``model_type``.
 
-    Args:
-        config_or_model_type: the ``ModelConfig``, or its ``model_type``.
-        reasoning_parser: the form of thoughts, by vLLM's name, or "none"; default: that of the folder's template.
-        tool_call_parser: the form of tool calls, by vLLM's name, or "none"; default: that of the folder's template.
-        tokenizer: the folder's tokenizer, if it is loaded already.
+    The parsers are the forms of thoughts and of tool calls, by vLLM's names, or "none"; default: those of the folder's
+    template. ``tokenizer``: the folder's, if it is loaded already.
     """
     for name, given, parsers in (
         ("reasoning_parser", reasoning_parser, list(REASONING_PARSERS)),
@@ -183,12 +180,9 @@ class ConversationFormat:
         return StructuredOutputsParams(grammar=source)
 
     def reader(self, prompt_text: str, tools: Sequence[Any] | None = None, several_calls: bool = True) -> MessageReader:
-        """A reader for one answer to a prompt.
+        """A reader for one answer to a prompt, whose end says whether the answer begins inside a thought.
 
-        Args:
-            prompt_text: the prompt, whose end says whether the answer begins inside a thought.
-            tools: those that the model was told of, whose schemas some forms need. Without tools, calls are content.
-            several_calls: False drops the calls after the first.
+        ``tools``: those that the model was told of; without any, calls are content.
         """
         end_tokens = {self.tokenizer.hf.eos_token, *self.end_tokens} - {None}
         thought, calls = self._thought(prompt_text), self.calls if tools else None

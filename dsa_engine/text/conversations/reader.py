@@ -28,7 +28,7 @@ class MessageReader:
 
     Args:
         calls: the form of tool calls; None: they are content.
-        tools: the tools of the request, whose schemas some forms need.
+        tools: of the request; some forms need their schemas.
         end_tokens: texts that are dropped.
         several_calls: False drops the calls after the first.
     """

@@ -177,11 +177,7 @@ class _Call:
 
     def read_parameter(self, key: str, types: Set[str], end: Tags) -> Steps[None]:
         """Reads a value up to its end tag. A text is written as it comes; another value when it is whole: JSON, or
-        else a text.
-
-        Args:
-            types: the JSON types that the value may have; empty: any.
-        """
+        else a text. ``types``: the JSON types that the value may have; empty: any."""
         if key in self._keys:
             raise LostForm
         self.write(f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")

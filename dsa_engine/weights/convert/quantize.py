@@ -38,13 +38,11 @@ def quantize_checkpoint(
     Args:
         source_folder: a checkpoint in plain numbers or in released FP8.
         target_folder: must not exist, or be empty; appears when it is complete.
-        quantize: "fp8", "int8" or "int4-experts"; see :func:`.schemes.target_scheme`.
-        int8_activations: W4A8, for "int4-experts" only.
+        quantize, int8_activations: see :func:`.schemes.target_scheme`.
         statistics: the largest magnitude of each input channel, by the name of the weight ("….weight"), from running
             the source on a text (:mod:`dsa_engine.weights.convert.calibration`). They serve to move ranges of
             activations into weights first (:class:`.smooth.Smoothing`).
         max_shard_size: bytes, or text such as "5GB".
-        progress: show a progress bar on stderr.
 
     Raises:
         CheckpointError: the source is damaged or already quantised, the target exists, or the disk has too little room.

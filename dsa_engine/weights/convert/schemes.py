@@ -44,7 +44,6 @@ def target_scheme(quantize: str, config: ModelConfig, int8_activations: bool = F
 
     Args:
         quantize: "fp8", the released block format; "int8", W8A8; or "int4-experts", in groups of 128.
-        config: the source's configuration.
         int8_activations: W4A8 instead of W4A16, for "int4-experts" only.
     """
     names = {spec.name: spec for spec in released_tensors(config, fp8=True) if spec.quantized}

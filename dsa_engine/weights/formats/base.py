@@ -124,7 +124,6 @@ class GroupedExperts(Weights):
         prefixes: the names of each expert's three matrices in the checkpoint begin with its prefix.
         gate_up: ``[count, 2 n, …]`` each, gate before up: weights, or codes and scales.
         down: ``[count, …]`` each.
-        sources_of: lists what fills the tensors of one matrix.
         product: the format in which the kernel takes ``gate_up`` and ``down``.
         dtype: of what it returns.
     """
@@ -165,13 +164,8 @@ class GroupedExperts(Weights):
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
 
-        Args:
-            received: tokens, as they are or as :meth:`quantize_for_dispatch` has made them, and their experts.
-            uncounted_bytes: if the rows between the products may take more bytes than this, the host first asks the
-                device how many pairs are local.
-
-        Returns:
-            ``[R, hidden]`` in the run's dtype.
+        Tokens are as they are or as :meth:`quantize_for_dispatch` has made them; the result is ``[R, hidden]`` in the
+        run's dtype.
         """
         tokens, topk_ids, topk_weights, fraction, local_pairs, first = received
         return expert_mlp(

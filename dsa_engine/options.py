@@ -27,11 +27,7 @@ Folder = Annotated[str | Path, Rule("that names a folder", lambda value: os.fspa
 @documented
 @dataclass(frozen=True)
 class EngineOptions(Options):
-    """The options of :class:`dsa_engine.LLM`, from which those of the scripts and of ``dsa-engine`` are made.
-
-    Raises:
-        TypeError, ValueError: an option is not known or not possible; the text says what is.
-    """
+    """The options of :class:`dsa_engine.LLM`, from which those of the scripts and of ``dsa-engine`` are made."""
 
     model: str | Path = option(
         "demo",

@@ -75,8 +75,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median, 90th and 99th percentile, minimum and maximum, in milliseconds, named as ``vllm bench`` names
-    them."""
+    """Mean, median, p90, p99, minimum and maximum, in milliseconds, named as ``vllm bench`` names them."""
     import numpy as np  # which --help does not need
 
     ms = np.asarray(seconds) * 1e3

@@ -163,10 +163,7 @@ class Server:
 
 def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     """The application. Open without a key is what load balancers ask, and the page, which asks its user for the key.
-
-    Args:
-        hosts: names that requests may give the server; none: any.
-    """
+    ``hosts``: names that requests may give the server; none: any."""
     app = FastAPI(version=__version__, title="dsa_engine", docs_url=None, redoc_url=None)
     add_handlers(app)
     app.add_middleware(BodyLimit)

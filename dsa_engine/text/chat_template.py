@@ -31,7 +31,7 @@ def render(
     """The text of a conversation.
 
     Args:
-        messages: one of the results of :func:`dsa_engine.text.conversations.messages.conversations`.
+        messages: one of the results of :func:`.conversations.messages.conversations`.
         tools: functions that the model may call: JSON schemas, or Python functions with types and a docstring.
         others: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
     """

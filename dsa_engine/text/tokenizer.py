@@ -139,9 +139,6 @@ class TextStream:
         min_tokens: number of first tokens whose text is not searched for stop strings.
         include_stop: the text ends after the stop string, not before it.
         streams: text is wanted before the end. Without it, and without stop strings, it is made once, at the end.
-
-    Attributes:
-        stop_string: the one that the text has reached; None if it has reached none.
     """
 
     def __init__(
@@ -166,7 +163,7 @@ class TextStream:
         self._before = ""  # the text of the settled tokens from there on
         self._final: list[str] = []  # text that can no longer change and has not been given
         self._tail = ""  # text after it, with which a stop string may begin
-        self.stop_string: str | None = None
+        self.stop_string: str | None = None  # the one that the text has reached
 
     @property
     def stopped(self) -> bool:

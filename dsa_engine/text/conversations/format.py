@@ -17,7 +17,6 @@ from dsa_engine.text.conversations.deltas import message_of
 from dsa_engine.text.conversations.families import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
-    Thoughts,
     reasoning_parser_of,
     tool_call_parser_of,
 )
@@ -78,25 +77,18 @@ def _has_v32_form(tokenizer: Tokenizer) -> bool:
 
 @dataclass(frozen=True)
 class ConversationFormat:
-    """The form of a model's conversations; made by :func:`conversation_format`.
-
-    Attributes:
-        own_form: prompts have DeepSeek-V3.2's own form, as the folder has no chat template.
-        thoughts: the form of thoughts; None: they are content.
-        calls: the form of tool calls; None: they are content.
-        end_tokens: with which answers end, besides the tokenizer's own; they are in no message.
-    """
+    """The form of a model's conversations; made by :func:`conversation_format`."""
 
     tokenizer: Tokenizer
-    own_form: bool = False
-    thoughts: Thoughts | None = None
-    calls: CallForm | None = None
-    end_tokens: tuple[str, ...] = ()
+    own_form: bool = False  # prompts have DeepSeek-V3.2's own form, as the folder has no chat template
+    thoughts: Thought = Thought.NONE  # how an answer begins, if its prompt does not say it; NONE: thoughts are content
+    calls: CallForm | None = None  # the form of tool calls; None: they are content
+    end_tokens: tuple[str, ...] = ()  # with which answers end, besides the tokenizer's own; they are in no message
 
     @property
     def needs_special_tokens(self) -> bool:
         """Whether a reader needs the text with its special tokens (``skip_special_tokens=False``)."""
-        return self.thoughts is not None or self.calls is not None
+        return self.thoughts is not Thought.NONE or self.calls is not None
 
     def render(
         self,
@@ -209,13 +201,13 @@ class ConversationFormat:
         return message_of([*reader.push(text), *reader.finish()])
 
     def _thought(self, prompt: str) -> Thought:
-        if self.thoughts is None:
+        if self.thoughts is Thought.NONE:
             return Thought.NONE
         last = max(prompt.rfind(THINK), prompt.rfind(THINK_END))
         after, answer = prompt[last:].partition(">")[2], max(map(prompt.rfind, _BEGINNINGS))
         if last >= 0 and (not after.strip() or (0 <= answer < last and deepseek_v32.END not in after)):
             return Thought.OPEN if prompt.startswith(THINK, last) else Thought.NONE
-        return Thought.OPEN if self.thoughts.always else Thought.POSSIBLE
+        return self.thoughts
 
 
 def _schema_of(response_format: Any) -> Any:

@@ -41,11 +41,7 @@ for _text, _end in (("string", "after"), ("name", "colon")):  # values and keys
 
 
 class JsonScanner:
-    """Reads one value; objects and lists nest at most ``MAX_DEPTH`` deep.
-
-    Args:
-        of_object: the value must be an object.
-    """
+    """Reads one value, or one object; objects and lists nest at most ``MAX_DEPTH`` deep."""
 
     def __init__(self, of_object: bool = False):
         self._closing: list[str] = []  # the brackets that will close what is open

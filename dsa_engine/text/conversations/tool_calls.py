@@ -10,36 +10,24 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 from dsa_engine.text.conversations.answer_grammar import Function, GrammarWriter, functions_of
+from dsa_engine.text.conversations.deltas import MessageWriter
 from dsa_engine.text.conversations.json_scanner import JsonScanner, is_json
 from dsa_engine.text.conversations.source import LostForm, Steps, Tags, TextEnded, TextSource
 
 _TYPES = {"{": "object", "[": "array", '"': "text in quotes", "t": "boolean", "f": "boolean", "n": "null"}
 
 
-class CallWriter(Protocol):
-    """Takes what a reader of calls has read."""
-
-    def begin_call(self, name: str) -> None: ...
-
-    def arguments(self, text: str) -> None: ...
-
-
 class CallForm(ABC):
-    """A form of tool calls.
+    """A form of tool calls."""
 
-    Attributes:
-        tags: what opens the calls, without the newlines before it.
-        around: what a model writes before all calls and after them.
-    """
-
-    tags: tuple[str, ...]
-    around: tuple[str, str] = ("", "")
+    tags: tuple[str, ...]  # what opens the calls, without the newlines before it
+    around: tuple[str, str] = ("", "")  # what a model writes before all calls and after them
 
     @abstractmethod
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         """Reads what follows one of the tags, up to the end of the calls."""
 
     @abstractmethod
@@ -65,7 +53,7 @@ class TaggedCalls(CallForm):
     tags = (f"<{_TAG}function_calls>",)
     around = f"\n\n{tags[0]}\n", _END
 
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.expect(self._CALL)
         tag = self._CALL
         while tag == self._CALL:
@@ -97,7 +85,7 @@ class PairedCalls(CallForm):
     _NAME_END, _KEY_END, _VALUE_END = Tags("\n", _KEY, _END), Tags("</arg_key>"), Tags("</arg_value>")
     tags = ("<tool_call>",)
 
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.space()
         name, tag = yield from source.name(self._NAME_END)
         if tag == "\n":
@@ -133,7 +121,7 @@ class JsonCalls(CallForm):
     def __init__(self, fenced: bool = False):
         self._fenced = fenced
 
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         tag = yield from source.expect(self._CALL)
         while tag == self._CALL:
             name, _ = yield from source.name(self._NAME_END)
@@ -160,7 +148,7 @@ class JsonCalls(CallForm):
 class _Call:
     """One call: begun with the first text of its arguments. What it has written is no content any more."""
 
-    def __init__(self, source: TextSource, calls: CallWriter, name: str):
+    def __init__(self, source: TextSource, calls: MessageWriter, name: str):
         self._source, self._calls, self._name = source, calls, name
         self._begun = False
         self._keys: set[str] = set()

@@ -16,9 +16,6 @@ from dsa_engine.weights.reader import CHUNK_ELEMENTS, CheckpointReader
 from dsa_engine.weights.tensors import Source, TensorSpec
 from dsa_engine.weights.writer import DEFAULT_SHARD_SIZE, WrittenCheckpoint
 
-# Maximum elements quantised at a time: 64 MiB in float32, of which a scheme holds a few copies.
-_ELEMENTS = CHUNK_ELEMENTS
-
 
 def quantize_checkpoint(
     source_folder: str | Path,
@@ -88,7 +85,7 @@ def _values(
     targets = scheme.specs(spec) if quantized else [spec]
     values = [torch.empty(target.shape, dtype=target.dtype) for target in targets]
     per_row = max(1, spec.numel // spec.shape[0])
-    step = max(1, _ELEMENTS // per_row // scheme.block_rows) * scheme.block_rows
+    step = max(1, CHUNK_ELEMENTS // per_row // scheme.block_rows) * scheme.block_rows
     for first in range(0, spec.shape[0], step):
         shape = (min(step, spec.shape[0] - first), *spec.shape[1:])
         rows = torch.empty(shape)

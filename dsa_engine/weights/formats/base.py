@@ -98,8 +98,7 @@ class Linear(Weights):
 
 
 class SideBySide(Linear):
-    """Linear layers over the same input, with their outputs side by side: for matrices that cannot be
-    stacked."""
+    """Linear layers over the same input, with their outputs side by side: for matrices that cannot be stacked."""
 
     def __init__(self, layers: Sequence[Linear]):
         self._layers = layers
@@ -154,8 +153,7 @@ class GroupedExperts(Weights):
 
     @property
     def moved(self) -> tuple[torch.Tensor, ...]:
-        """What an expert takes to another slot, here or on another rank: ``[count, …]`` each, as the products read
-        them."""
+        """What an expert takes to another slot, here or on another rank: ``[count, …]`` each, as products read them."""
         return self.tensors
 
     def separate(self) -> None:

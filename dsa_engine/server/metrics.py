@@ -143,6 +143,3 @@ class _StateCollector:
             family = kind(f"vllm:{name}", about, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
-
-    def describe(self) -> list[Metric]:
-        return []

@@ -177,9 +177,7 @@ class TextStream:
         return logprobs
 
     def _decode(self, tokens: list[int]) -> str:
-        if self._skip_special_tokens:
-            return self._tokenizer.decode(tokens)
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
     def add(self, token: int) -> None:
         """Appends a token; :attr:`stopped` tells whether the text has reached a stop string."""

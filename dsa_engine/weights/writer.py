@@ -68,10 +68,6 @@ class SafetensorsWriter:
         tensors: all tensors, in the order in which they will be written.
         max_shard_size: bytes, or text such as "5GB" or "512MiB"; a larger tensor gets its own shard. Memory holds
             about one shard.
-
-    Raises:
-        CheckpointError: the target exists and is not empty, or its disk has too little room.
-        ValueError: a bad shard size.
     """
 
     def __init__(

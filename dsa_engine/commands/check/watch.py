@@ -110,11 +110,8 @@ class Watch:
 
 
 def joined(pieces: Sequence[Piece], before: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions ``[n]``, ascending, and their values ``[n, ...]``; what was computed last counts.
-
-    Args:
-        before: values at the first positions, where the pieces have none.
-    """
+    """Positions ``[n]``, ascending, and their values ``[n, ...]``; what was computed last counts. ``before``: values at
+    the first positions, where the pieces have none."""
     pieces = sorted(pieces, key=lambda piece: piece[0])
     if before is not None:
         pieces = [(0, torch.arange(len(before)), before), *pieces]

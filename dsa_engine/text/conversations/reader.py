@@ -25,11 +25,8 @@ class Thought(Enum):
 class MessageReader:
     """Reads one answer. The pieces, joined, do not depend on where the text is cut.
 
-    Args:
-        calls: the form of tool calls; None: they are content.
-        tools: of the request; some forms need their schemas.
-        end_tokens: texts that are dropped.
-        several_calls: False drops the calls after the first.
+    Without a form ``calls`` they are content; some forms need the schemas of ``tools``. ``end_tokens`` are dropped, and
+    so are the calls after the first without ``several_calls``.
     """
 
     def __init__(

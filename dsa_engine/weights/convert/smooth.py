@@ -47,10 +47,8 @@ class Smoothing:
     ) -> Smoothing:
         """The factors of a model from the ranges of its channels; none without statistics. Reads the weights once.
 
-        Args:
-            quantized: names of the weights whose inputs are to be quantised.
-            statistics: the largest magnitude of each input channel, by the weight's name; layers without an entry
-                (an expert without tokens, the MTP module) are not changed.
+        ``quantized``: names of the weights whose inputs are to be quantised. ``statistics``: the largest magnitude of
+        each input channel, by the weight's name; layers without an entry (an expert without tokens, the MTP module) stay.
         """
         made = cls()
         for migration in _migrations(config, reader) if statistics else ():

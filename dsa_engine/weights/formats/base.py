@@ -57,10 +57,8 @@ class Weights(ABC):
     sources: list[Source]  # the parts of the checkpoint that fill it
 
     def loaded(self) -> None:  # noqa: B027 - most have nothing to do
-        """Arranges the weights as the products want them.
-
-        Called once, when ``sources`` have been loaded and before anything is multiplied or dequantised.
-        """
+        """Arranges the weights as the products want them: called once, when ``sources`` have been loaded and before
+        anything is multiplied or dequantised."""
 
 
 class Linear(Weights):

@@ -157,7 +157,7 @@ def test_rows_are_taken_some_at_a_time(source: Path, tmp_path: Path, monkeypatch
     for quantize, int8_activations in SCHEMES:
         with monkeypatch.context() as patch:
             quantize_checkpoint(source, tmp_path / f"{quantize}{int8_activations}", quantize)
-            patch.setattr("dsa_engine.weights.convert.quantize._ELEMENTS", 7 * 256)
+            patch.setattr("dsa_engine.weights.convert.quantize.CHUNK_ELEMENTS", 7 * 256)
             quantize_checkpoint(source, tmp_path / f"{quantize}{int8_activations} in parts", quantize)
         whole, parts = (tensors_of(tmp_path / f"{quantize}{int8_activations}{end}") for end in ("", " in parts"))
         assert whole.keys() == parts.keys()

@@ -52,14 +52,14 @@ def run_check(args: argparse.Namespace) -> None:
         mesh, tokens, layers = llm.engine.mesh, _tokens(llm, args.tokens), _layers(llm, args.layers)
         about = run_report(llm, reported(args), mesh.world_size)
 
-        def found() -> Iterator[Finding]:
+        def compared() -> Iterator[Finding]:
             agreements = yield from findings(llm, *text_ids(llm, args.text_file, tokens), layers)
             about["agreements"] = [asdict(one) for one in agreements]
             if mesh.is_leader:
                 header = ("layer", *(name for name, _, _ in _COLUMNS))
                 print(f"\n{format_table(header, [_row(layer, agreements) for layer in layers])}")
 
-        show_all(found(), args.json, about, mesh.is_leader, width=16)
+        show_all(compared(), args.json, about, mesh.is_leader, width=16)
 
 
 def _row(layer: int, agreements: list[Agreement]) -> tuple[str, ...]:

@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="under torchrun: compare this model's files on all nodes too")
 
 
-def show_all(found: Iterable[Finding], path: str | None, about: dict[str, Any], leads: bool, width: int) -> None:
+def show_all(findings: Iterable[Finding], path: str | None, about: dict[str, Any], leads: bool, width: int) -> None:
     """Prints a line per finding as it comes, and what to do, on the rank that leads; exit status 1 if one is wrong."""
     path, results = path if leads else None, []
-    for finding in found:
+    for finding in findings:
         results.append(asdict(finding))
         write_so_far(path, about, results, complete=False)  # in case a check never ends
         if leads:

@@ -15,20 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
-    """A command.
+    """A command. Its function raises ``ValueError`` or ``OSError`` for what a user can correct, before anything is
+    written or measured."""
 
-    Attributes:
-        about: its line in the help.
-        function: "module:function" in ``commands/``, of the parsed options. It raises ``ValueError`` or ``OSError``
-            for what a user can correct, before anything is written or measured.
-        options: adds the options to a parser, and imports no torch; "add_arguments" of the same module by default.
-        imports_torch: whether the function does.
-    """
-
-    about: str
-    function: str
-    options: str | None = None
-    imports_torch: bool = True
+    about: str  # its line in the help
+    function: str  # "module:function" in ``commands/``, of the parsed options
+    options: str | None = None  # adds them to a parser without importing torch; None: "add_arguments" of the module
+    imports_torch: bool = True  # whether the function does
 
     def run(self, args: argparse.Namespace) -> None:
         """Imports and calls the function; says first that it imports torch, which takes seconds."""

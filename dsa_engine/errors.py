@@ -26,11 +26,7 @@ class CapacityError(ValueError):
 
 @contextmanager
 def enough_memory(what: str, advice: str) -> Iterator[None]:
-    """Runs a block that only allocates, and names ``what`` did not fit.
-
-    Raises:
-        CapacityError: replaces PyTorch's error.
-    """
+    """Runs a block that only allocates; a :class:`CapacityError` names ``what`` did not fit."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one too

@@ -27,11 +27,7 @@ Folder = Annotated[str | Path, Rule("that names a folder", lambda value: os.fspa
 @documented
 @dataclass(frozen=True)
 class EngineOptions(Options):
-    """The options of :class:`dsa_engine.LLM`, from which those of the scripts and of ``dsa-engine`` are made.
-
-    Raises:
-        TypeError, ValueError: an option is not known or not possible; the text says what is.
-    """
+    """The options of :class:`dsa_engine.LLM`, from which those of the scripts and of ``dsa-engine`` are made."""
 
     model: str | Path = option(
         "demo",
@@ -261,11 +257,7 @@ _ENGINE_OF_PREFILL = ("host_cache_memory", "cache_folder", "cache_folder_size")
 
 
 def options_of_decode(options: EngineOptions) -> EngineOptions:
-    """The options that are in force on the ranks that decode, with ``prefill_ranks``.
-
-    Raises:
-        TypeError, ValueError: ``decode_options`` names an option that the parts share, or a value that is not possible.
-    """
+    """The options that are in force on the ranks that decode, with ``prefill_ranks``."""
     own, allowed = options.decode_options, OPTIONS_OF_DECODE
     if unknown := [name for name in own if name not in allowed]:
         raise ValueError(

@@ -144,8 +144,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The result of one prompt: ``SamplingParams.n`` outputs. Attributes such as ``text`` are those of the first
-    output."""
+    """The result of one prompt: ``SamplingParams.n`` outputs. Attributes such as ``text`` are the first one's."""
 
     request_id: str
     prompt: str | None  # its text; None for a prompt of token ids
@@ -200,29 +199,19 @@ class RequestOutput:
 class StreamPiece:
     """The new text and tokens of a streamed request. ``str(piece)`` is the text.
 
-    The texts of all pieces, joined, are the text of the output, and so are the token ids and log-probabilities.
-
-    Attributes:
-        text: text that can no longer change; "" if all new text may still change, and without a tokenizer.
-        token_ids: the tokens since the piece before; their text may come with a later piece.
-        finish_reason: None on every piece but the last, which has that of :class:`CompletionOutput`.
-        error: on the last piece, the error message if ``finish_reason`` is "error".
-        logprobs: one entry per new token, as in :class:`CompletionOutput`; None if not requested.
-        stop_reason: on the last piece, as in :class:`CompletionOutput`.
-        index: the number of the output in its call, from 0, which only a stream of several outputs needs.
-        metrics: on the last piece, the request's.
-        selection: on the last piece, as in :class:`CompletionOutput`.
+    The texts of all pieces, joined, are the text of the output, and so are the token ids and log-probabilities. What
+    the last piece has alone is as in :class:`CompletionOutput`.
     """
 
-    text: str
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    logprobs: list[Logprobs] | None = None
-    stop_reason: int | str | None = None
-    index: int = 0
-    metrics: RequestMetrics | None = None
-    selection: Selection | None = None
+    text: str  # can no longer change; "" if all new text may still change, and without a tokenizer
+    token_ids: list[int] = field(default_factory=list)  # since the piece before; their text may come with a later one
+    finish_reason: str | None = None  # of the last piece, None on all others
+    error: str | None = None  # of the last piece, if finish_reason is "error"
+    logprobs: list[Logprobs] | None = None  # one entry per new token; None if not requested
+    stop_reason: int | str | None = None  # of the last piece
+    index: int = 0  # the number of the output in its call, which only a stream of several outputs needs
+    metrics: RequestMetrics | None = None  # of the last piece: the request's
+    selection: Selection | None = None  # of the last piece
 
     def __str__(self) -> str:
         return self.text

@@ -35,9 +35,6 @@ class SamplingParams(Options):
     Logits are changed in this order: ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties,
     ``structured_outputs``, temperature. Then ``min_p``, ``top_k`` and ``top_p`` select the tokens to draw from. A
     parameter may be assigned later (``params.max_tokens = 64``); this does not change requests already made.
-
-    Raises:
-        TypeError, ValueError: a parameter is not known or not possible; the text says what is.
     """
 
     n: Annotated[int, at_least(1, MAX_OUTPUTS)] = option(

@@ -7,7 +7,6 @@ import difflib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -26,8 +25,6 @@ from dsa_engine.system.output_files import drop_stdout, keep_stdout, restore_std
 
 if TYPE_CHECKING:
     from dsa_engine.llm import LLM
-
-_RANK_0_SPEAKS_S = 10.0
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -56,15 +53,10 @@ class _HelpAll(argparse._HelpAction):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong option or command in one line, with the one that may have been meant.
+    """Reports a wrong option or command in one line, with the one that may have been meant."""
 
-    Attributes:
-        add_when_parsing: adds the options of a subcommand, when its words are parsed.
-        shows_all: the help has all options, not only those that matter for a start.
-    """
-
-    add_when_parsing: Callable[[argparse.ArgumentParser], None] | None = None
-    shows_all = False
+    add_when_parsing: Callable[[argparse.ArgumentParser], None] | None = None  # adds the options of a subcommand
+    shows_all = False  # the help has all options, not only those that matter for a start
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **{"formatter_class": HelpFormatter} | named)
@@ -87,10 +79,7 @@ class Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":  # all ranks have the same options; rank 0 reports
-            time.sleep(_RANK_0_SPEAKS_S)  # the launcher ends all ranks as soon as one has ended
-            self.exit(2)
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        raise ValueError(f"{message}; see {self.prog} --help")  # as any other wrong option: see `run`
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Also called for a subcommand, which so suggests its own options.

@@ -14,7 +14,7 @@ from dsa_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dsa_engine.llm import LLM
-    from dsa_engine.text.conversations import ConversationFormat, MessageDelta
+    from dsa_engine.text.conversations import MessageDelta
 
 _HELP = "/new begins another conversation, /help says this; Ctrl-C stops an answer; Ctrl-D, /quit or /exit ends"
 
@@ -30,7 +30,8 @@ def run_chat(args: argparse.Namespace) -> None:
     """Reads lines, answers each, and keeps the conversation until the input ends: rank 0; the others follow."""
     sampling_params(args)  # checks them before anything is loaded
     if leads():
-        _prompt(Early(args).conversation_format(), [*_beginning(args), {"role": "user", "content": "Hello"}], args)
+        greeting = [*_beginning(args), {"role": "user", "content": "Hello"}]
+        Early(args).conversation_format().render(greeting, chat_template_kwargs=args.chat_template_kwargs)
     llm = llm_from(args)
     if not llm.engine.mesh.is_front:
         llm.follow()
@@ -62,10 +63,6 @@ def _converse(llm: LLM, args: argparse.Namespace) -> None:
                 conversation = [*asked, answer]
 
 
-def _prompt(form: ConversationFormat, messages: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    return form.render(messages, chat_template_kwargs=args.chat_template_kwargs)
-
-
 def _beginning(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"role": "system", "content": args.system}] if args.system else []
 
@@ -94,7 +91,7 @@ def _answer(
     shown: list[MessageDelta] = []
     ended = False
     try:
-        prompt = _prompt(form, messages, args)
+        prompt = form.render(messages, chat_template_kwargs=args.chat_template_kwargs)
         reader = form.reader(prompt)
         stream: Any = llm.stream(llm.tokenizer.encode(prompt, add_special_tokens=False), params)
         try:

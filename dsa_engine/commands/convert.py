@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    """Writes the folder and prints what it holds."""
     _check(args)
     check_outputs(args.json)
     with ends_when_terminated():

@@ -42,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lens(args: argparse.Namespace) -> None:
-    """Asks, prints the answer and writes the file. With several ranks, rank 0 does this and the others follow.
-
-    Raises:
-        ValueError, OSError: an option, the document or a file is not possible.
-        RuntimeError: the request ended with an error.
-    """
+    """Asks, prints the answer and writes the file. With several ranks, rank 0 does this and the others follow."""
     params = replace(sampling_params(args), selection=args.selection)  # checked before anything is loaded
     if not args.selection:
         raise ValueError("--selection must be at least 1, not 0")

@@ -1,8 +1,5 @@
-"""Options as dataclass fields: a field declares the type, the default and the meaning of one option.
-
-``ParallelConfig``, ``EngineOptions`` and ``SamplingParams`` consist of such fields. Checks, docstrings, the signature
-of ``LLM`` and the command-line arguments are made from them.
-"""
+"""Options as dataclass fields, which declare the type, the default and the meaning of an option. Checks, docstrings,
+the signature of ``LLM`` and the command-line arguments are made from them."""
 
 from __future__ import annotations
 
@@ -47,12 +44,10 @@ def is_given(value: Any) -> bool:
 def option(
     default: Any, doc: str, metavar: str | None = None, *, common: bool = False, group: str | None = None
 ) -> Any:
-    """A dataclass field that is an option.
+    """A dataclass field that is an option. Its text ``doc`` is in the docstring and in ``--help``.
 
     Args:
         default: a class is called for each instance.
-        doc: its text in the docstring and in ``--help``.
-        metavar: the placeholder of its value in ``--help``.
         common: ``--help`` shows it; ``--help-all`` shows all.
         group: title of the group in ``--help-all`` that begins with it.
     """

@@ -10,11 +10,7 @@ from dsa_engine.config.checks import at_least, check, is_integer, shown
 
 
 class Keys:
-    """The keys of a JSON object. A key that is null counts as missing.
-
-    Args:
-        within: the key that holds the object, for errors; "" for config.json itself.
-    """
+    """The keys of a JSON object; one that is null counts as missing. ``within``: the key that holds it, for errors."""
 
     def __init__(self, raw: dict[str, Any], within: str = ""):
         self.raw = raw
@@ -89,11 +85,8 @@ class Keys:
         return f"config.json: {self._within}.{key}" if self._within else f"config.json: {key!r}"
 
     def refuse_unread(self, neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
-        """Raises ``ValueError`` for a key that was not read, as it might change what the others mean.
-
-        Args:
-            neutral: values that change nothing, as null does, by key; (): all values.
-        """
+        """Raises ``ValueError`` for a key that was not read, as it might change what the others mean. ``neutral``: by
+        key, values that change nothing, as null does; (): all values."""
         for key, value in self.raw.items():
             allowed = (neutral or {}).get(key)
             if key in self.asked or value is None or allowed == () or value in (allowed or ()):

@@ -1,7 +1,4 @@
-"""The configurations of the released models, for sizes and for random checkpoints of real layers.
-
-They hold the ``config.json`` keys that the engine reads, dtype and vocabulary included.
-"""
+"""The ``config.json`` keys of the released models, for sizes and for random checkpoints of real layers."""
 
 from __future__ import annotations
 

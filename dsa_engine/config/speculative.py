@@ -16,11 +16,7 @@ Method = Literal["mtp", "deepseek_mtp"]  # the second is vLLM's word for the fir
 @documented
 @dataclass(frozen=True)
 class SpeculativeConfig(Options):
-    """How tokens are drafted and accepted (``LLM(speculative_config={…})``).
-
-    Raises:
-        TypeError, ValueError: an option is not known or not possible; the text says what is.
-    """
+    """How tokens are drafted and accepted (``LLM(speculative_config={…})``)."""
 
     method: Method = option(
         "mtp",

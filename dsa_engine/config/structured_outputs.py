@@ -29,11 +29,7 @@ Text = Annotated[str, NOT_EMPTY]
 @documented
 @dataclass
 class StructuredOutputsParams(Options):
-    """The form of an output: exactly one of these, and how JSON is written. Names and meanings are vLLM's.
-
-    Raises:
-        TypeError, ValueError: a parameter is not known or not possible; the text says what is.
-    """
+    """The form of an output: exactly one of these, and how JSON is written. Names and meanings are vLLM's."""
 
     json: dict[str, Any] | Text | None = option(None, "JSON of this JSON schema, a dictionary or its text.")
     regex: Text | None = option(None, "a text that this regular expression matches from begin to end.")
@@ -63,11 +59,7 @@ class StructuredOutputsParams(Options):
             raise TypeError(f"structured_outputs has a field that is not possible: {error}") from None
 
     def source(self) -> str:
-        """The grammar as llguidance reads it: JSON with a list of grammars, of which the first is that of the output.
-
-        Raises:
-            ValueError: the grammar is not possible, or too large.
-        """
+        """The grammar as llguidance reads it: JSON with a list of grammars, the first of which is the output's."""
         kind = next(name for name in _KINDS if getattr(self, name) not in (None, False))
         value = {"type": "object"} if self.json_object else getattr(self, kind)
         if kind == "choice" and len(value) > MAX_CHOICES:

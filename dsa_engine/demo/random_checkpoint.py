@@ -42,12 +42,8 @@ def write_random_checkpoint(
 
     Args:
         folder: the folder to make; it must not exist, or be empty.
-        raw_config: the keys of a ``config.json``, written with the checkpoint.
-        seed: seed of the weights.
         fp8: projections in FP8 blocks, with the ``quantization_config`` of ``raw_config`` or else the released one;
             otherwise everything in the configuration's dtype, and no ``quantization_config``.
-        max_shard_size: bytes, or text such as "5GB".
-        progress: show a progress bar on stderr.
         extra_files: further small files (name to content), for example of a tokenizer.
     """
     raw = dict(raw_config)

@@ -20,18 +20,13 @@ _MEASURED_S = 0.05
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Peak rates, measured within a fraction of a second in the process whose results are compared with them.
+    """Peak rates, measured within a fraction of a second in the process whose results are compared with them."""
 
-    Attributes:
-        flops_per_s: no product is faster: a large matrix product in the run's dtype, on a CPU also multiply-adds from
-            registers to registers on all threads, whichever is faster.
-        bytes_per_s: a large copy, bytes read plus bytes written.
-        matmul_flops_per_s: the large matrix product alone; None: as ``flops_per_s``.
-    """
-
+    # No product is faster: a large matrix product in the run's dtype, or on a CPU multiply-adds from registers to
+    # registers on all threads, if they are faster.
     flops_per_s: float
-    bytes_per_s: float
-    matmul_flops_per_s: float | None = None
+    bytes_per_s: float  # a large copy, bytes read plus bytes written
+    matmul_flops_per_s: float | None = None  # the large matrix product alone; None: as flops_per_s
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:

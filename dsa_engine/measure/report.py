@@ -45,12 +45,8 @@ def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> di
 
 
 def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """The facts needed to compare a run with another one, or to repeat it.
-
-    Args:
-        given: the options of the command line, as they were typed; "options_in_force" has all, defaults included.
-        world_size: number of processes.
-    """
+    """The facts needed to compare a run with another one, or to repeat it, of ``world_size`` processes. ``given``: the
+    options as they were typed; "options_in_force" has all, defaults included."""
     engine = llm.engine
     shape = {name: v for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
     return {
@@ -79,8 +75,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median, 90th and 99th percentile, minimum and maximum, in milliseconds, named as ``vllm bench`` names
-    them."""
+    """Mean, median, p90, p99, minimum and maximum, in milliseconds, named as ``vllm bench`` names them."""
     import numpy as np  # which --help does not need
 
     ms = np.asarray(seconds) * 1e3

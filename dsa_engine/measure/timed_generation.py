@@ -16,25 +16,16 @@ from dsa_engine.sampling_params import SamplingParams
 
 
 class TimedGeneration:
-    """A batch of requests and the times of its steps, counted from when the requests arrive.
-
-    Attributes:
-        requests: the requests, in the order of their prompts.
-        step_end_times: seconds, for the steps that gave tokens; for every step, if steps are watched.
-        timers: stages of every step, if steps are watched.
-        first_token_steps: step of the first token of every request; empty if caches are filled.
-        decode_steps: steps in which the whole batch decodes; may be empty.
-        decoded_tokens: tokens that a request got in these steps, on average.
-    """
+    """A batch of requests and the times of its steps, counted from when the requests arrive."""
 
     def __init__(self, engine: Engine, watch: bool):
         self.engine = engine
-        self.requests: list[Request] = []
-        self.step_end_times: list[float] = []
-        self.timers: list[StageTimer] = []
-        self.first_token_steps: list[int] = []
-        self.decode_steps = range(0)
-        self.decoded_tokens = 0.0
+        self.requests: list[Request] = []  # in the order of their prompts
+        self.step_end_times: list[float] = []  # seconds, for the steps that gave tokens; for every step, if watched
+        self.timers: list[StageTimer] = []  # stages of every step, if steps are watched
+        self.first_token_steps: list[int] = []  # of every request; empty if caches are filled
+        self.decode_steps = range(0)  # in which the whole batch decodes; may be empty
+        self.decoded_tokens = 0.0  # that a request got in these steps, on average
         self._watch = watch
         self._arrival = time.perf_counter()
 
@@ -92,12 +83,8 @@ def generate_batch(
     fill_cache: bool = False,
 ) -> TimedGeneration:
     """Generates ``output_len`` tokens with the whole batch; a request whose prompt is computed first may get more. No
-    request remains in the engine afterwards, also after an error.
-
-    Args:
-        watch: time the stages of each step.
-        fill_cache: fill caches with random rows instead of computing the prompts.
-    """
+    request remains in the engine afterwards, also after an error. ``watch``: time the stages of each step;
+    ``fill_cache``: with random rows, instead of computing the prompts."""
     max_tokens = max_output_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     agree_on_prompts(engine, prompts)

@@ -44,15 +44,7 @@ _LONG_BODIES_AT_ONCE = 2
 
 
 class Server:
-    """What the routes share.
-
-    Args:
-        number: of this process, of those of the server.
-        counts: see :class:`.generation.Admission`.
-
-    Raises:
-        ValueError: a parser or the chat template is not possible.
-    """
+    """What the routes share; ``number`` and ``counts``: see :class:`.generation.Admission`."""
 
     def __init__(
         self, llm: EngineClient, options: ServerOptions, number: int = 0, counts: MutableSequence[int] | None = None
@@ -174,10 +166,7 @@ class Server:
 
 def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     """The application. Open without a key is what load balancers ask, and the page, which asks its user for the key.
-
-    Args:
-        hosts: names that requests may give the server; none: any.
-    """
+    ``hosts``: names that requests may give the server; none: any."""
     app = FastAPI(version=__version__, title="dsa_engine", docs_url=None, redoc_url=None)
     add_handlers(app)
     app.add_middleware(BodyLimit)

@@ -41,10 +41,7 @@ class EngineClient(AsyncCalls):
 
     Text is made here, and stop strings are found here, so the engine's process has little to do for each token. All
     runs in one event loop, between :meth:`connect` and :meth:`close`; it takes the messages of its own calls, see
-    :class:`dsa_engine.engine.calls.call.MessageQueue`.
-
-    Args:
-        folder: with the relay's sockets.
+    :class:`dsa_engine.engine.calls.call.MessageQueue`. ``folder`` has the relay's sockets.
     """
 
     def __init__(self, facts: EngineFacts, folder: str):

@@ -35,13 +35,8 @@ _RETRY_AFTER = {"Retry-After": "1"}  # seconds that a client is told to wait bef
 
 
 class ApiError(HTTPException):
-    """An error that the client gets.
-
-    Args:
-        message: what was given, what is allowed and what to do.
-        param: the parameter at fault, if it is one.
-        code: a word for programs, such as "model_not_found".
-    """
+    """An error that the client gets. ``param``: the parameter at fault, if it is one; ``code``: a word for programs,
+    such as "model_not_found"."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(status, message, _RETRY_AFTER if status in (429, 503) else None)

@@ -36,11 +36,8 @@ class ClientLeft(Exception):
 
 
 class Admission:
-    """Counts the outputs that run or wait; more than ``limit`` are refused.
-
-    Args:
-        counts: the outputs of each process of the server, of which this is ``number``; shared by them.
-    """
+    """Counts the outputs that run or wait; more than ``limit`` are refused. ``counts``: those of each process of the
+    server, of which this is ``number``, in shared memory."""
 
     def __init__(self, limit: int, number: int = 0, counts: MutableSequence[int] | None = None):
         self.limit, self._number = limit, number
@@ -72,11 +69,7 @@ def open_counts(file: Path) -> MutableSequence[int]:
 
 
 class Generation(Response):
-    """Answers one request.
-
-    Args:
-        timeout_s: maximum time of the request in seconds; None: no limit.
-    """
+    """Answers one request, within ``timeout_s`` if there is a limit."""
 
     def __init__(
         self,

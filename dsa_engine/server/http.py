@@ -32,11 +32,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet; port 0 is any free one.
-
-    Raises:
-        OSError: the address is in use, or not this machine's.
-    """
+    """A socket bound to the address, not listening yet; port 0 is any free one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -85,14 +81,7 @@ def hosts_of(bound: socket.socket, host: str) -> list[str]:
 
 class HttpServer(uvicorn.Server):
     """Serves an engine. On SIGTERM or Ctrl-C running requests have ``shutdown_timeout`` to end; if the engine ends, so
-    does the server.
-
-    Args:
-        bound: a socket of :func:`bind`.
-
-    Attributes:
-        failed: whether the end of the engine has ended it.
-    """
+    does the server, which has then ``failed``. ``bound``: a socket of :func:`bind`."""
 
     def __init__(self, server: Server, bound: socket.socket):
         options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}

@@ -25,18 +25,10 @@ _PARAMS = tuple(f.name for f in fields(SamplingParams) if f.init)
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """What the HTTP server knows of the engine.
-
-    Attributes:
-        default_sampling: see :class:`dsa_engine.engine.calls.async_calls.AsyncCalls`.
-        model: the option ``model`` as it was given.
-        pid: the engine's process.
-        cache: settings of the caches, as metrics show them.
-        no_selection: see :class:`.requests.limits.Limits`.
-    """
+    """What the HTTP server knows of the engine."""
 
     folder: str
-    default_sampling: dict[str, Any]
+    default_sampling: dict[str, Any]  # see :class:`dsa_engine.engine.calls.async_calls.AsyncCalls`
     trust_remote_code: bool
     model_type: str
     vocab_size: int
@@ -44,10 +36,10 @@ class EngineFacts(msgspec.Struct, frozen=True):
     max_model_len: int
     max_num_seqs: int
     stream_interval: int
-    model: str
-    pid: int
-    cache: dict[str, str] = {}
-    no_selection: str | None = None
+    model: str  # the option as it was given
+    pid: int  # the engine's process
+    cache: dict[str, str] = {}  # settings of the caches, as metrics show them
+    no_selection: str | None = None  # see :class:`.requests.limits.Limits`
 
 
 class NewRequest(msgspec.Struct, tag=True):

@@ -23,11 +23,8 @@ _LENGTHS = tuple(2**power for power in range(21))
 class Metrics:
     """What has been served, and what the engine is doing.
 
-    Of several processes, which have ``PROMETHEUS_MULTIPROC_DIR``, any gives the sums over all.
-
-    Args:
-        facts: of the engine; memory and times of its process are metrics too.
-        model_name: a label of every metric.
+    Of several processes, which have ``PROMETHEUS_MULTIPROC_DIR``, any gives the sums over all. Memory and times of
+    the engine's process are metrics too; ``model_name`` is a label of every metric.
     """
 
     def __init__(self, facts: EngineFacts, model_name: str):
@@ -146,6 +143,3 @@ class _StateCollector:
             family = kind(f"vllm:{name}", about, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
-
-    def describe(self) -> list[Metric]:
-        return []

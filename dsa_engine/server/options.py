@@ -15,11 +15,7 @@ Port = Annotated[int, at_least(0, 65535)]
 @documented
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """The options of ``dsa-engine serve``, besides those of the engine.
-
-    Raises:
-        TypeError, ValueError: an option is not possible; the text says what is.
-    """
+    """The options of ``dsa-engine serve``, besides those of the engine."""
 
     host: str = option(
         "127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's.", common=True, group="server"

@@ -50,21 +50,14 @@ _SILENT_S = 120  # an HTTP process that has said nothing for so long is stopped 
 
 
 class Relay:
-    """Serves the requests of another process until :meth:`close`, which aborts those that run.
-
-    Args:
-        llm: serves calls of any thread: on several ranks, the others follow.
-
-    Attributes:
-        folder: where an :class:`.client.EngineClient` finds the sockets.
-        silent: seconds since the other process was heard; it says something every second.
-    """
+    """Serves the requests of another process until :meth:`close`, which aborts those that run."""
 
     def __init__(self, llm: LLM):
-        self._llm, self.silent = llm, 0
+        self._llm = llm
+        self.silent = 0  # seconds since the other process was heard; it says something every second
         self._ids: dict[int, int] = {}  # the engine's ids of requests that run, by the other process's
         self._folder = TemporaryDirectory(prefix="dsa_engine-")
-        self.folder = self._folder.name
+        self.folder = self._folder.name  # where an :class:`.client.EngineClient` finds the sockets
         self._context = zmq.Context()
         self._tokens, self._requests = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         self._requests.set_hwm(0)
@@ -168,11 +161,8 @@ class Relay:
 
 
 class RelayedRequest(Receiver):
-    """A request whose caller is in another process; it is its own mailbox, which gets the error that ends it.
-
-    Args:
-        number: the other process's id of the request.
-    """
+    """A request whose caller is in another process, where its id is ``number``; it is its own mailbox, which gets the
+    error that ends it."""
 
     def __init__(self, add: Add, number: int, relay: Relay):
         super().__init__(add, self)
@@ -202,11 +192,7 @@ class _Reset:
 class HttpProcesses:
     """Processes that serve an engine of this one at one address; the system gives each new connection to one of them.
 
-    If one ends, for whatever reason, so do the others.
-
-    Args:
-        relays: one for each process; closed here.
-        bound: a socket of :func:`.http.bind`; closed here.
+    If one ends, for whatever reason, so do the others. ``relays``, one for each, and ``bound`` are closed here.
     """
 
     def __init__(self, relays: Sequence[Relay], options: ServerOptions, bound: socket.socket):

@@ -17,13 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def progress_bar(total: int | None, unit: str, title: str, shown: bool = True) -> Any:
-    """A bar of ``tqdm``.
-
-    Args:
-        total: the number of units; None: it is not known.
-        unit: their name, in the plural; "B": bytes.
-        shown: False shows nothing.
-    """
+    """A bar of ``tqdm`` over ``total`` units (None: not known), whose name is a plural; "B": bytes."""
     scaled = unit == "B"
     bar: dict[str, Any] = {"total": total, "unit_scale": scaled, "desc": title, "leave": False, "delay": _FIRST_S}
     if not shown or sys.stderr is None:

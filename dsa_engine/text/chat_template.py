@@ -31,13 +31,9 @@ def render(
     """The text of a conversation.
 
     Args:
-        messages: one of the results of :func:`dsa_engine.text.conversations.messages.conversations`.
-        folder: where the tokenizer comes from, for errors.
+        messages: one of the results of :func:`.conversations.messages.conversations`.
         tools: functions that the model may call: JSON schemas, or Python functions with types and a docstring.
         others: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
-
-    Raises:
-        ValueError: the folder has no template, the template fails, or has no words for the tools or a message's role.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -116,11 +112,7 @@ def _call_as_read(call: Any, as_object: bool) -> Any:
 
 
 def tool_schema(tool: Any) -> Any:
-    """A tool's JSON schema; that of a Python function is made of its types and docstring.
-
-    Raises:
-        ValueError: the function has no types, or no docstring.
-    """
+    """A tool's JSON schema; that of a Python function is made of its types and docstring."""
     if not callable(tool):
         return tool
     from transformers.utils import get_json_schema

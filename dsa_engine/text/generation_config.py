@@ -18,14 +18,8 @@ _NAMES["max_new_tokens"] = "max_tokens"
 
 
 def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
-    """Parameters that apply if a call gives none; a log line lists those that the file sets.
-
-    Args:
-        generation_config: "auto" reads the file, if there is one; "vllm" only checks it.
-
-    Raises:
-        CheckpointError: the file is damaged or holds impossible values.
-    """
+    """Parameters that apply if a call gives none; a log line lists those that the file sets. "auto" reads the file, if
+    there is one; "vllm" only checks it."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}

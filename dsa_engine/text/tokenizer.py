@@ -22,15 +22,7 @@ class Tokenizer:
 
     What fails in it is a ``ValueError`` that names the folder, even a panic of its Rust code, which is no
     ``Exception``. So it fails the request whose text is at fault, and no other.
-
-    Args:
-        trust_remote_code: let the tokenizer run Python code of the folder.
-
-    Attributes:
-        hf: the tokenizer object of ``transformers``.
-
-    Raises:
-        ValueError: there is none, or it needs code of the folder, which is not trusted, or it cannot be read.
+    ``hf`` is the tokenizer object of ``transformers``.
     """
 
     def __init__(self, folder: Path, trust_remote_code: bool = False):
@@ -82,12 +74,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a text. If the text begins with the token that begins every text (BOS), it gets no second one.
 
-        Args:
-            max_tokens: a text whose bytes are more than those of so many tokens, the longest ones, is refused before
-                it is encoded, which takes hundreds of bytes of memory for each of its own.
-
-        Raises:
-            ValueError: the text is not whole characters, or too long, or the tokenizer fails.
+        A text with more bytes than ``max_tokens`` of the longest tokens is refused before it is encoded, which takes
+        hundreds of bytes of memory for each of its own.
         """
         check_text("the text", text)
         if max_tokens is not None and len(text) > max_tokens:  # most texts are shorter
@@ -153,11 +141,7 @@ class Tokenizer:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Checks the tokenizer's files before weights are loaded; a folder without a tokenizer passes.
-
-    Raises:
-        CheckpointError: a file is damaged; the text names it.
-    """
+    """Checks the tokenizer's files before weights are loaded; a folder without a tokenizer passes."""
     from tokenizers import Tokenizer as Read  # a part of transformers, and much quicker to import
 
     for name, read in (("tokenizer_config.json", json.loads), ("tokenizer.json", Read.from_str)):
@@ -181,9 +165,6 @@ class TextStream:
         min_tokens: number of first tokens whose text is not searched for stop strings.
         include_stop: the text ends after the stop string, not before it.
         streams: text is wanted before the end. Without it, and without stop strings, it is made once, at the end.
-
-    Attributes:
-        stop_string: the one that the text has reached; None if it has reached none.
     """
 
     def __init__(
@@ -208,7 +189,7 @@ class TextStream:
         self._before = ""  # the text of the settled tokens from there on
         self._final: list[str] = []  # text that can no longer change and has not been given
         self._tail = ""  # text after it, with which a stop string may begin
-        self.stop_string: str | None = None
+        self.stop_string: str | None = None  # the one that the text has reached
 
     @property
     def stopped(self) -> bool:
@@ -222,9 +203,7 @@ class TextStream:
         return logprobs
 
     def _decode(self, tokens: list[int]) -> str:
-        if self._skip_special_tokens:
-            return self._tokenizer.decode(tokens)
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
     def add(self, token: int) -> None:
         """Appends a token; :attr:`stopped` tells whether the text has reached a stop string."""

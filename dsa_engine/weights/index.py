@@ -28,11 +28,7 @@ _OTHER_FORMATS = {
 
 
 def open_shard(path: Path) -> Any:
-    """A safetensors file, mapped into memory (a ``safetensors.safe_open``); its tensors are views of the mapping.
-
-    Raises:
-        CheckpointError: the file is missing, truncated or damaged.
-    """
+    """A safetensors file, mapped into memory (a ``safetensors.safe_open``); its tensors are views of the mapping."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
@@ -44,11 +40,7 @@ def open_shard(path: Path) -> Any:
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
-    """Maps every tensor name to its file: by the index if there is one, else by the files' headers.
-
-    Raises:
-        CheckpointError: no such folder, no safetensors files, a bad index, a damaged file, or a name in two files.
-    """
+    """Maps every tensor name to its file: by the index if there is one, else by the files' headers."""
     if not folder.is_dir():
         raise CheckpointError(f"no such checkpoint folder: {folder}")
     index = folder / INDEX_NAME
@@ -96,9 +88,6 @@ def checkpoint_digest(folder: Path) -> str:
 
     A fine-tuned model has other bytes nearly everywhere, so it has another digest. A change of single numbers
     is not noticed, nor is a damaged byte.
-
-    Raises:
-        CheckpointError: see :func:`locate_tensors`.
     """
     digest = blake2b(digest_size=16)
     for path in sorted(set(locate_tensors(folder).values())):

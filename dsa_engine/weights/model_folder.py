@@ -51,11 +51,7 @@ def resolve_model(model: str | Path, dummy: bool = False) -> Path:
 
 
 def model_config(model: str, overrides: dict[str, Any]) -> ModelConfig:
-    """The configuration of a model: one that :func:`resolve_model` finds, or a released one by its name.
-
-    Raises:
-        CheckpointError, ValueError: there is no such configuration, or it is not supported.
-    """
+    """The configuration of a model: one that :func:`resolve_model` finds, or a released one by its name."""
     if model in RELEASED_CONFIGS and not Path(model).is_dir():
         return ModelConfig.from_dict(released_config(model), overrides)
     return ModelConfig.from_pretrained(resolve_model(model), overrides)

@@ -40,16 +40,8 @@ STORED_DTYPES = {
 
 
 class CheckpointReader:
-    """The tensors of a folder of safetensors files, which are opened on demand.
-
-    Args:
-        folder: holds ``model.safetensors.index.json`` and its shards, or ``model.safetensors``, or any
-            ``*.safetensors``.
-        block_size: rows and columns that share one FP8 scale (``ModelConfig.weight_block_size``), or None.
-
-    Raises:
-        CheckpointError: no safetensors files, or an index that is not valid.
-    """
+    """The tensors of a folder of safetensors files, which are opened on demand. ``block_size``: rows and columns that
+    share one FP8 scale (``ModelConfig.weight_block_size``), or None."""
 
     def __init__(self, folder: str | Path, block_size: tuple[int, int] | None = None):
         self.folder = Path(folder)
@@ -81,11 +73,8 @@ class CheckpointReader:
         return tuple(stored.get_shape()), dtype
 
     def load(self, source: Source) -> None:
-        """Fills ``source.into``.
-
-        Raises:
-            CheckpointError: the tensor or its file is missing, damaged, or not what the configuration says.
-        """
+        """Fills ``source.into``; :class:`CheckpointError` if the tensor or its file is missing, damaged, or not what
+        the configuration says."""
         shape, dtype = self.describe(source.name)
         if source.without in self._file_of:
             raise self._error(

@@ -68,10 +68,6 @@ class SafetensorsWriter:
         tensors: all tensors, in the order in which they will be written.
         max_shard_size: bytes, or text such as "5GB" or "512MiB"; a larger tensor gets its own shard. Memory holds
             about one shard.
-
-    Raises:
-        CheckpointError: the target exists and is not empty, or its disk has too little room.
-        ValueError: a bad shard size.
     """
 
     def __init__(
@@ -112,12 +108,7 @@ class SafetensorsWriter:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes an announced tensor, with the last one of its shard that shard.
-
-        Raises:
-            ValueError: it was not announced with this name, shape and dtype, or is written a second time.
-            CheckpointError: the file cannot be written, for instance on a full disk.
-        """
+        """Writes an announced tensor, with the last one of its shard that shard."""
         spec, file = self._specs.get(name), self._split.tensor_to_filename.get(name, "")
         if (
             spec is None

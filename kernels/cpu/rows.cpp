@@ -18,6 +18,16 @@ inline void for_vectors(int64_t width, const Work& work) {
     if (i < width) work(i, width - i);
 }
 
+// Calls work(row, T{}) for every row of a step, whose numbers are of the type T.
+template <class Work>
+void for_typed_rows(int64_t type, int64_t rows, int64_t threads, const Work& work) {
+    of_type(type, [&](auto zero) {
+        for_rows(rows, (int)threads, nullptr, 0, [&](int64_t first, int64_t end, float*) {
+            for (int64_t row = first; row < end; row++) work(row, zero);
+        });
+    });
+}
+
 // out = weight * x / sqrt(mean(x^2) + eps), rounded before the weight as well
 template <class T>
 void rms_norm_row(const T* x, const T* weight, int64_t width, float eps, T* out) {
@@ -119,24 +129,20 @@ struct Pool {
 extern "C" void dsa_rms_norm(
     const void* x, const void* also, const void* residual, const void* weight, void* normed, void* summed, int64_t type,
     int64_t rows, int64_t width, int64_t x_stride, float eps, int64_t threads) {
-    of_type(type, [&](auto zero) {
+    for_typed_rows(type, rows, threads, [&](int64_t row, auto zero) {
         typedef decltype(zero) T;
-        for_rows(rows, (int)threads, nullptr, 0, [&](int64_t first, int64_t end, float*) {
-            for (int64_t row = first; row < end; row++) {
-                const T* from = (const T*)x + row * x_stride;
-                if (residual) {
-                    T* sum = (T*)summed + row * width;
-                    const T *rest = (const T*)residual + row * width, *second = (const T*)also + (also ? row * width : 0);
-                    for_vectors(width, [&](int64_t i, int64_t count) {
-                        Floats values = load_some(from + i, count);
-                        if (also) values = rounded<T>(values + load_some(second + i, count));
-                        store_some(sum + i, load_some(rest + i, count) + values, count);
-                    });
-                    from = sum;
-                }
-                rms_norm_row(from, (const T*)weight, width, eps, (T*)normed + row * width);
-            }
-        });
+        const T* from = (const T*)x + row * x_stride;
+        if (residual) {
+            T* sum = (T*)summed + row * width;
+            const T *rest = (const T*)residual + row * width, *second = (const T*)also + (also ? row * width : 0);
+            for_vectors(width, [&](int64_t i, int64_t count) {
+                Floats values = load_some(from + i, count);
+                if (also) values = rounded<T>(values + load_some(second + i, count));
+                store_some(sum + i, load_some(rest + i, count) + values, count);
+            });
+            from = sum;
+        }
+        rms_norm_row(from, (const T*)weight, width, eps, (T*)normed + row * width);
     });
 }
 REPLAYED(dsa_rms_norm)
@@ -147,16 +153,12 @@ extern "C" void dsa_rope(
     int64_t x_token, int64_t x_head, int64_t out_token, int64_t out_head, int64_t cos_stride, int64_t sin_stride,
     int64_t interleaved, int64_t threads) {
     const Angles angles{cos, sin, cos_stride, sin_stride, half, interleaved != 0};
-    of_type(type, [&](auto zero) {
+    for_typed_rows(type, tokens, threads, [&](int64_t token, auto zero) {
         typedef decltype(zero) T;
-        for_rows(tokens, (int)threads, nullptr, 0, [&](int64_t first, int64_t end, float*) {
-            for (int64_t token = first; token < end; token++) {
-                for (int64_t head = 0; head < heads; head++) {
-                    const T* from = (const T*)x + token * x_token + head * x_head;
-                    angles.turn(token, from, (T*)out + token * out_token + head * out_head);
-                }
-            }
-        });
+        for (int64_t head = 0; head < heads; head++) {
+            const T* from = (const T*)x + token * x_token + head * x_head;
+            angles.turn(token, from, (T*)out + token * out_token + head * out_head);
+        }
     });
 }
 REPLAYED(dsa_rope)
@@ -164,14 +166,10 @@ REPLAYED(dsa_rope)
 // gate_up [rows, 2 width] with any row stride, out [rows, width].
 extern "C" void dsa_silu_mul(
     const void* gate_up, void* out, int64_t type, int64_t rows, int64_t width, int64_t stride, int64_t threads) {
-    of_type(type, [&](auto zero) {
+    for_typed_rows(type, rows, threads, [&](int64_t row, auto zero) {
         typedef decltype(zero) T;
-        for_rows(rows, (int)threads, nullptr, 0, [&](int64_t first, int64_t end, float*) {
-            for (int64_t row = first; row < end; row++) {
-                const T* gate = (const T*)gate_up + row * stride;
-                silu_mul_row(gate, gate + width, width, (T*)out + row * width);
-            }
-        });
+        const T* gate = (const T*)gate_up + row * stride;
+        silu_mul_row(gate, gate + width, width, (T*)out + row * width);
     });
 }
 REPLAYED(dsa_silu_mul)
@@ -185,17 +183,13 @@ extern "C" int64_t dsa_store_latent(
     const Angles angles{cos, sin, cos_stride, sin_stride, half, interleaved != 0};
     const Pool to{pool, slots, wide, pages, page_size, page_stride, rank + 2 * half};
     if (!to.holds(rows)) return 1;
-    of_type(type, [&](auto zero) {
+    for_typed_rows(type, rows, threads, [&](int64_t row, auto zero) {
         typedef decltype(zero) T;
-        for_rows(rows, (int)threads, nullptr, 0, [&](int64_t first, int64_t end, float*) {
-            for (int64_t row = first; row < end; row++) {
-                T* place = to.place<T>(row);
-                if (!place) continue;
-                const T* from = (const T*)x + row * x_stride;
-                rms_norm_row(from, (const T*)weight, rank, eps, place);
-                angles.turn(row, from + rank, place + rank);
-            }
-        });
+        T* place = to.place<T>(row);
+        if (!place) return;
+        const T* from = (const T*)x + row * x_stride;
+        rms_norm_row(from, (const T*)weight, rank, eps, place);
+        angles.turn(row, from + rank, place + rank);
     });
     return 0;
 }
@@ -210,16 +204,12 @@ extern "C" int64_t dsa_store_index_keys(
     const Angles angles{cos, sin, cos_stride, sin_stride, half, interleaved != 0};
     const Pool to{pool, slots, wide, pages, page_size, page_stride, dim};
     if (!to.holds(rows)) return 1;
-    of_type(type, [&](auto zero) {
+    for_typed_rows(type, rows, threads, [&](int64_t row, auto zero) {
         typedef decltype(zero) T;
-        for_rows(rows, (int)threads, nullptr, 0, [&](int64_t first, int64_t end, float*) {
-            for (int64_t row = first; row < end; row++) {
-                T* place = to.place<T>(row);
-                if (!place) continue;
-                layer_norm_row((const T*)x + row * x_stride, weight, bias, dim, eps, place);
-                angles.turn(row, place, place);
-            }
-        });
+        T* place = to.place<T>(row);
+        if (!place) return;
+        layer_norm_row((const T*)x + row * x_stride, weight, bias, dim, eps, place);
+        angles.turn(row, place, place);
     });
     return 0;
 }

@@ -144,8 +144,8 @@ def test_a_fault_of_the_engine(fault: str, where: str, named: str, demo: LLM, mo
     elif fault == "index rope":
         monkeypatch.setattr(attention.indexer, "config", replace(config, index_rope_interleaved=True))
     elif fault == "experts":
-        monkeypatch.setattr(experts, "gate_up", experts.gate_up.roll(3, dims=0))
-        monkeypatch.setattr(experts, "down", experts.down.roll(3, dims=0))
+        for name in ("gate_up", "down"):
+            monkeypatch.setattr(experts, name, (getattr(experts, name)[0].roll(3, dims=0),))
     else:
         changed = {
             "router": layer.moe.bias,

@@ -12,6 +12,7 @@ import pytest
 from conversation_cases import CONVERSATIONS, FORM, TIME, USER, Message, calls, says, write_folder, write_v32_folder
 from dsa_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from dsa_engine.text.conversations import ConversationFormat, conversation_format
+from dsa_engine.text.conversations.reader import Thought
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +150,11 @@ def test_which_form_a_folder_has(
     name, other = family
     assert form.own_form and not other.own_form and form.needs_special_tokens and other.needs_special_tokens
     assert other.end_tokens == (("<|user|>", "<|observation|>") if name == "glm" else ())
-    assert other.thoughts is not None and other.thoughts.always == (name == "r1")
+    assert other.thoughts is (Thought.OPEN if name == "r1" else Thought.POSSIBLE)
     plain = conversation_format(
         other.tokenizer.folder, "x", reasoning_parser="none", tool_call_parser="none", tokenizer=other.tokenizer
     )
-    assert not plain.needs_special_tokens and plain.thoughts is None and plain.calls is None
+    assert not plain.needs_special_tokens and plain.thoughts is Thought.NONE and plain.calls is None
     with pytest.raises(ValueError, match="tool_call_parser must be one of deepseek_v3, .*, none, not 'hermes'"):
         conversation_format(tmp_path, "x", tool_call_parser="hermes")
     assert other.render([USER], response_format=FORM) == other.render([USER]), "it has no words for it"

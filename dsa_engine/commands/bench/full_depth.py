@@ -24,11 +24,7 @@ _LAYER_KEYS = {
 
 
 def depth_factors(measured: ModelConfig, full: ModelConfig) -> dict[str, float]:
-    """Factor of every stage of a layer: the number of layers with that stage in ``full`` over the number in the run.
-
-    Raises:
-        ValueError: a kind of layer that ``full`` has was not measured.
-    """
+    """Factor of every stage of a layer: the number of layers with that stage in ``full`` over the number in the run."""
     factors: dict[str, float] = {}
     for stages, what, count in (
         (_EVERY_LAYER, "decoder layer", lambda c: c.num_hidden_layers),

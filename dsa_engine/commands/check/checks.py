@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import chain
 
 from dsa_engine.commands.check.layer import Agreement, PageLayer
@@ -20,8 +20,10 @@ _TRAINED = 0.85  # a trained model's loss on a text, in that of a uniform choice
 _REPORT = "report it, with the JSON of this check"
 
 
-def findings(llm: LLM, ids: Sequence[int], is_text: bool, layers: Sequence[int]) -> Iterator[Finding | list[Agreement]]:
-    """Makes all checks with requests that begin as ``ids`` do; the last item has what was compared."""
+def findings(
+    llm: LLM, ids: Sequence[int], is_text: bool, layers: Sequence[int]
+) -> Generator[Finding, None, list[Agreement]]:
+    """Makes all checks with requests that begin as ``ids`` do; returns what was compared."""
     engine, mesh, base = llm.engine, llm.engine.mesh, list(ids[:-2])
     engine.async_scheduling = False  # steps are watched one by one
     ranks = mesh.host
@@ -57,19 +59,15 @@ def findings(llm: LLM, ids: Sequence[int], is_text: bool, layers: Sequence[int])
     for case in done:
         yield _agreement(case, compared)
     yield from _of_text(prefill, compared, is_text, math.log(engine.config.vocab_size))
-    yield compared
+    return compared
 
 
 def _run(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int, *, hits: bool = False, preempt: bool = False,
     prompt_logprobs: int | None = None,
 ) -> list[Request]:  # fmt: skip
-    """Generates greedily for prompts together, without the engine's loop; every rank calls it.
-
-    Args:
-        hits: whether pages of the prefix cache are used.
-        preempt: whether each request loses its pages once, when it has two tokens.
-    """
+    """Generates greedily for prompts together, without the engine's loop; every rank calls it. ``hits``: pages of the
+    prefix cache are used; ``preempt``: each request loses its pages once, when it has two tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs)
     requests = [engine.add(prompt, params) for prompt in prompts]
     for request in requests:
@@ -136,5 +134,5 @@ def _judged(name: str, ok: bool | None, seen: str, advice: str) -> Finding:
     return Finding(name, ok, seen, advice if ok is False else "")
 
 
-def _some(texts: Sequence[str], count: int = 4) -> str:
-    return "; ".join(texts[:count]) + (f"; and {len(texts) - count} more" if len(texts) > count else "")
+def _some(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")

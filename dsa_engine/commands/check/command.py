@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsa_engine.commands.arguments import add_engine_arguments, add_json_argument, engine_options, read_text, reported
 from dsa_engine.system.output_files import check_outputs
 
 if TYPE_CHECKING:
     from dsa_engine.commands.check.layer import Agreement
+    from dsa_engine.commands.doctor.checks import Finding
     from dsa_engine.llm import LLM
 
 _TOKENS_ON_CPU = 1024
@@ -37,39 +37,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> None:
-    """Prints a line per finding; exit status 1 if one is wrong.
-
-    Raises:
-        ValueError, OSError: an option or the model is not possible.
-    """
+    """Prints a line per finding, and a table of all layers; exit status 1 if one is wrong."""
     from dsa_engine.commands.check.checks import findings
-    from dsa_engine.commands.doctor.command import show
+    from dsa_engine.commands.doctor.command import show_all
     from dsa_engine.llm import LLM
-    from dsa_engine.measure.report import format_table, run_report, write_so_far
+    from dsa_engine.measure.report import format_table, run_report
 
     check_outputs(args.json)
     args.model = args.model_tag or args.model
     if args.load_format == "dummy" or args.prefill_ranks:
         raise ValueError("check needs a checkpoint, and ranks that do all: no load_format 'dummy', no prefill_ranks")
-    results: list[dict[str, Any]] = []
     with LLM(**(engine_options(args) | {"enforce_eager": True, "enable_dbo": False})) as llm:
         llm.wait_idle()
         mesh, tokens, layers = llm.engine.mesh, _tokens(llm, args.tokens), _layers(llm, args.layers)
-        about, path = run_report(llm, reported(args), mesh.world_size), args.json if mesh.is_leader else None
-        for one in findings(llm, *text_ids(llm, args.text_file, tokens), layers):
-            if isinstance(one, list):
-                about["agreements"] = [asdict(each) for each in one]
-                if mesh.is_leader:
-                    header = ("layer", *(name for name, _, _ in _COLUMNS))
-                    print(f"\n{format_table(header, [_row(layer, one) for layer in layers])}")
-                continue
-            results.append(asdict(one))
-            write_so_far(path, about, results, complete=False)
+        about = run_report(llm, reported(args), mesh.world_size)
+
+        def compared() -> Iterator[Finding]:
+            agreements = yield from findings(llm, *text_ids(llm, args.text_file, tokens), layers)
+            about["agreements"] = [asdict(one) for one in agreements]
             if mesh.is_leader:
-                show(one, 16)
-        write_so_far(path, about, results, complete=True)
-    if any(result["ok"] is False for result in results):
-        sys.exit(1)
+                header = ("layer", *(name for name, _, _ in _COLUMNS))
+                print(f"\n{format_table(header, [_row(layer, agreements) for layer in layers])}")
+
+        show_all(compared(), args.json, about, mesh.is_leader, width=16)
 
 
 def _row(layer: int, agreements: list[Agreement]) -> tuple[str, ...]:

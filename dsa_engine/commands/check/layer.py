@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -28,34 +30,23 @@ _COARSE, _BFLOAT16, _FLOAT32 = (0.15, 0.5), (4e-2, 0.2), (1e-3, 1e-2)
 
 @dataclass
 class Agreement:
-    """The rows of one request in one layer.
-
-    Attributes:
-        attention, feed_forward: largest error of a row, relative to it; the latter of rows with the page's experts.
-        selection, experts: fraction of the engine's choices that are the page's too; None: the layer makes none.
-        mass, random, recent: share of dense attention's mass that the selection carries, as many random tokens, and as
-            many last ones.
-        wrong: what is wrong, and where.
-    """
+    """The rows of one request in one layer."""
 
     case: str
     layer: int
     positions: list[int]
-    attention: float = 0.0
-    feed_forward: float = 0.0
-    selection: float | None = None
-    experts: float | None = None
-    mass: float | None = None
-    random: float | None = None
-    recent: float | None = None
-    wrong: list[str] = field(default_factory=list)
+    attention: float = 0.0  # largest error of a row, relative to it
+    feed_forward: float = 0.0  # the same, of rows with the page's experts
+    selection: float | None = None  # fraction of the engine's choices that are the page's too; None: there are none
+    experts: float | None = None  # the same
+    mass: float | None = None  # share of dense attention's mass that the selection carries
+    random: float | None = None  # that as many random tokens carry
+    recent: float | None = None  # that as many last ones carry
+    wrong: list[str] = field(default_factory=list)  # what is wrong, and where
 
 
-class _Alone(dsa.World):
-    """This process on its CPU: each rank compares layers of its own."""
-
-    def __init__(self) -> None:
-        self.size, self.rank, self.device = 1, 0, torch.device("cpu")
+# This process on its CPU: each rank compares layers of its own.
+_ALONE: Any = SimpleNamespace(size=1, rank=0, device=torch.device("cpu"), all_gather=lambda rows, padded: rows)
 
 
 class _Experts(dict[int, dsa.Weights]):
@@ -75,10 +66,10 @@ class PageLayer:
         self._engine, self._number, self._files = engine, number, locate_tensors(folder)
         self._reader = CheckpointReader(folder, engine.config.weight_block_size)
         self._shapes = {spec.name: spec.shape for spec in released_tensors(engine.config, False)}
-        self._c, self._world, self._w = dsa.Config.read(folder), _Alone(), self.weights("")
+        self._c, self._w = dsa.Config.read(folder), self.weights("")
         self._w.setdefault("mlp", dsa.Weights())["experts"] = _Experts(self)
         whole = dsa.Weights(model=dsa.Weights(layers={}))
-        self._turns = dsa.Model(self._c, whole, self._world, 0, 1, torch.float32).turns
+        self._turns = dsa.Model(self._c, whole, _ALONE, 0, 1, torch.float32).turns
         coarse = engine.cache.format.coded or not isinstance(engine.model.runtime.weights, Unquantized)
         self._error, self._choice = _COARSE if coarse else _FLOAT32 if engine.dtype == torch.float32 else _BFLOAT16
         self._noise = 1e-3 if engine.dtype == torch.float32 else 2e-2  # of the router's input, by rounding
@@ -125,7 +116,7 @@ class PageLayer:
             inputs.append(dsa.rms_norm(h[at] + attended, w.post_attention_layernorm, c.rms_norm_eps))
         x = torch.cat(inputs)  # of all requests, as each expert is read once
         moe = w.mlp.gate is not None
-        wanted = dsa.experts(w.mlp, c, x, self._world, len(x)) if moe else dsa.ffn(w.mlp, x)
+        wanted = dsa.experts(w.mlp, c, x, _ALONE, len(x)) if moe else dsa.ffn(w.mlp, x)
         for result, own, x, of_page in zip(results, requests, inputs, wanted.split([len(x) for x in inputs])):
             at, ours = joined(own["fed"])
             same = self._same_experts(result, x, joined(own["experts"])[1].long(), at) if moe else at >= 0
@@ -157,10 +148,8 @@ class PageLayer:
             positions, tokens, gaps, *parts = torch.tensor(measured, dtype=torch.float64).T
             result.selection, result.mass, result.random, result.recent = (float(part.mean()) for part in parts)
             if bool((bad := (tokens != c.index_topk) | (gaps > self._choice)).any()):
-                seen = (
-                    f"{int(tokens[bad][0])} tokens, index_topk is {c.index_topk}, {result.selection:.0%} are the page's"
-                )
-                result.wrong.append(f"selection: {seen}, {_where(bad, positions)}")
+                seen = f"{int(tokens[bad][0])} tokens, index_topk is {c.index_topk}, {result.selection:.0%}"
+                result.wrong.append(f"selection: {seen} are the page's, {_where(bad, positions)}")
         result.attention = self._differ(result, "attention", ours, dsa.output(w, c, torch.cat(attended)), at)
 
     def _selection(self, chosen: torch.Tensor, scores: torch.Tensor, mass: torch.Tensor) -> tuple[float, ...]:

@@ -23,9 +23,7 @@ Rows = dict[tuple[int, int, str], list[Piece]]
 class Watch:
     """Collects rows of some layers while steps run eagerly; every rank makes one.
 
-    Args:
-        wanted: positions whose results are collected.
-        ranks: all ranks, on the CPU.
+    ``wanted``: positions whose results are collected; ``ranks``: all, on the CPU.
     """
 
     def __init__(self, engine: Engine, layers: Iterable[int], wanted: Iterable[int], ranks: Group):
@@ -112,11 +110,8 @@ class Watch:
 
 
 def joined(pieces: Sequence[Piece], before: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions ``[n]``, ascending, and their values ``[n, ...]``; what was computed last counts.
-
-    Args:
-        before: values at the first positions, where the pieces have none.
-    """
+    """Positions ``[n]``, ascending, and their values ``[n, ...]``; what was computed last counts. ``before``: values at
+    the first positions, where the pieces have none."""
     pieces = sorted(pieces, key=lambda piece: piece[0])
     if before is not None:
         pieces = [(0, torch.arange(len(before)), before), *pieces]

@@ -6,8 +6,9 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsa_engine.measure.report import environment, write_so_far
 from dsa_engine.system.output_files import check_outputs
@@ -24,15 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="under torchrun: compare this model's files on all nodes too")
 
 
-def show(finding: Finding, width: int = 9) -> None:
-    """Prints a line, and what to do if it says so."""
-    print(f"{_MARKS[finding.ok]} {finding.check:<{width}} {finding.seen}", flush=True)
-    if finding.advice:
-        print(f"  {'':<{width}} what to do: {finding.advice}", flush=True)
+def show_all(findings: Iterable[Finding], path: str | None, about: dict[str, Any], leads: bool, width: int) -> None:
+    """Prints a line per finding as it comes, and what to do, on the rank that leads; exit status 1 if one is wrong."""
+    path, results = path if leads else None, []
+    for finding in findings:
+        results.append(asdict(finding))
+        write_so_far(path, about, results, complete=False)  # in case a check never ends
+        if leads:
+            print(f"{_MARKS[finding.ok]} {finding.check:<{width}} {finding.seen}", flush=True)
+        if leads and finding.advice:
+            print(f"  {'':<{width}} what to do: {finding.advice}", flush=True)
+    write_so_far(path, about, results, complete=True)
+    if any(result["ok"] is False for result in results):
+        sys.exit(1)
 
 
 def run_doctor(args: argparse.Namespace) -> None:
-    """Prints a line per check as it ends; exit status 1 if one failed."""
     import torch
 
     from dsa_engine.commands.doctor.checks import doctor_mesh, findings
@@ -43,17 +51,8 @@ def run_doctor(args: argparse.Namespace) -> None:
     if not os.environ.get("DSA_ENGINE_LOG_LEVEL"):
         logger.setLevel(logging.WARNING)  # hides the start messages of the engines under test
     mesh = doctor_mesh(args.device)
-    path = args.json if mesh.is_leader else None
     about = {"environment": environment(mesh.device, torch.float32, mesh.world_size)}
-    results = []
     try:
-        for finding in findings(mesh, args.model):
-            results.append(asdict(finding))
-            write_so_far(path, about, results, complete=False)  # in case a check never ends
-            if mesh.is_leader:
-                show(finding)
+        show_all(findings(mesh, args.model), args.json, about, mesh.is_leader, width=9)
     finally:
         logger.setLevel(level)
-    write_so_far(path, about, results, complete=True)
-    if any(result["ok"] is False for result in results):
-        sys.exit(1)

@@ -12,21 +12,15 @@ ACCEPTANCE = (0.85, 0.72, 0.61)  # assumed, as MEASURED.md has it of others for 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is asked of a deployment.
-
-    Attributes:
-        input_len, output_len: tokens of a request.
-        ttft, tpot: maximum seconds; None: any.
-        requests: number of requests at once; None: the best number.
-        acceptance: by draft position, the fraction of steps in which this draft and those before it are accepted.
-    """
+    """What is asked of a deployment."""
 
     devices: int
-    input_len: int
+    input_len: int  # tokens of a request, as output_len
     output_len: int = 1024
-    ttft: float | None = None
+    ttft: float | None = None  # maximum seconds, as tpot; None: any
     tpot: float | None = None
-    requests: int | None = None
+    requests: int | None = None  # number of requests at once; None: the best number
+    # By draft position, the fraction of steps in which this draft and all before it are accepted.
     acceptance: tuple[float, ...] = ACCEPTANCE
 
     def __post_init__(self) -> None:

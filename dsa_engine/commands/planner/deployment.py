@@ -27,25 +27,15 @@ _LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a node, between
 
 @dataclass(frozen=True)
 class Deployment:
-    """The way in which some ranks run the model.
+    """The way in which some ranks run the model."""
 
-    Attributes:
-        ranks: number of ranks over which the experts are divided.
-        cp_size: number of ranks that prefill a prompt together.
-        tp_size: number of neighbouring ranks over which embedding, o_proj and LM head are cut.
-        chunk: maximum number of tokens of a rank in a prefill step.
-        weights: one of ``WEIGHTS``.
-        cache: one of ``CACHES``.
-        drafts: number of drafts in a decode step.
-    """
-
-    ranks: int
-    cp_size: int = 1
-    tp_size: int = 1
-    chunk: int = 8192
-    weights: str = "fp8"
-    cache: str = "bfloat16"
-    drafts: int = 0
+    ranks: int  # over which the experts are divided
+    cp_size: int = 1  # ranks that prefill a prompt together
+    tp_size: int = 1  # neighbouring ranks over which embedding, o_proj and LM head are cut
+    chunk: int = 8192  # maximum number of tokens of a rank in a prefill step
+    weights: str = "fp8"  # one of ``WEIGHTS``
+    cache: str = "bfloat16"  # one of ``CACHES``
+    drafts: int = 0  # in a decode step
 
 
 class Placed:

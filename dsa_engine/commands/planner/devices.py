@@ -11,26 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One device, as a rank uses it.
-
-    Attributes:
-        memory_gb: memory, in 10^9 bytes.
-        tflops, narrow_tflops: 10^12 operations of dense matrix products per second, with 16-bit and with 8-bit inputs.
-        narrow: weight formats of the 8-bit products: "fp8", "int8".
-        tb_s: 10^12 bytes of memory per second.
-        node_size: number of devices that the fast links join.
-        inside_gb_s, between_gb_s: 10^9 bytes of a link per second and direction, within a node and between nodes.
-    """
+    """One device, as a rank uses it."""
 
     name: str
-    memory_gb: float
-    tflops: float
-    narrow_tflops: float
-    narrow: tuple[str, ...]
-    tb_s: float
-    node_size: int
-    inside_gb_s: float
-    between_gb_s: float
+    memory_gb: float  # 10^9 bytes
+    tflops: float  # 10^12 operations of dense matrix products per second, with 16-bit inputs
+    narrow_tflops: float  # with 8-bit inputs
+    narrow: tuple[str, ...]  # weight formats of the 8-bit products: "fp8", "int8"
+    tb_s: float  # 10^12 bytes of memory per second
+    node_size: int  # devices that the fast links join
+    inside_gb_s: float  # 10^9 bytes of a link per second and direction, within a node
+    between_gb_s: float  # between nodes
     source: str
 
 

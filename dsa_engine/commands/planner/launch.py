@@ -23,11 +23,8 @@ HUB_IDS = {
 
 def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy: bool) -> dict[str, list[str]]:
     """The words of each command of one instance, by name: "convert" if the checkpoint has other weights than the plan,
-    then "serve", "bench prefill", "bench ttft" and "bench tpot", for every node.
-
-    Args:
-        model: a folder or hub id, or a key of :data:`HUB_IDS`.
-    """
+    then "serve", "bench prefill", "bench ttft" and "bench tpot", for every node. ``model``: a folder, a hub id, or a
+    key of :data:`HUB_IDS`."""
     demand, prefill, decode, weights = planner.demand, plan.prefill, plan.decode, plan.decode.how.weights
     model, words = model if dummy else HUB_IDS.get(model, model), {}
     if weights not in planner.stored:

@@ -40,23 +40,14 @@ HOST_PREFILL = (0.0, 0.369e-6)
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """What a set of kernels reaches.
+    """What a set of kernels reaches."""
 
-    Attributes:
-        parts: parts of the peak of products in prefill and in decode, by stage; others reach ``PRODUCT``.
-        weights: part of the bandwidth with which products of few rows read weights.
-        launch: seconds from one kernel's end to the next one's begin in a CUDA graph, and a small kernel's least time.
-        selection: seconds of top-k in a layer of a decode step.
-        collective: part of the multiprocessors that a running collective holds.
-        slack: factor of every time.
-    """
-
-    parts: dict[str, tuple[float, float]]
-    weights: float
-    launch: float
-    selection: float
-    collective: float
-    slack: float = 1.0
+    parts: dict[str, tuple[float, float]]  # of the peak of products in prefill and in decode; other stages: PRODUCT
+    weights: float  # part of the bandwidth with which products of few rows read weights
+    launch: float  # seconds from one kernel's end to the next one's begin in a CUDA graph; a small kernel's least time
+    selection: float  # seconds of top-k in a layer of a decode step
+    collective: float  # part of the multiprocessors that a running collective holds
+    slack: float = 1.0  # factor of every time
 
 
 # On the H100: DeepGEMM's products alone at 65%, its logits at 53%, FlashMLA over FP8 rows 413 TFLOP/s. Published:
@@ -84,25 +75,16 @@ OWN = Kernels(
 
 @dataclass(frozen=True)
 class Predicted:
-    """A prefill of one prompt per context-parallel group, or a decode step, without other work.
-
-    Attributes:
-        micro_batches: the faster number of them, 1 or 2.
-        seconds: of the prompt, or of a token of a request.
-        requests: prompts or requests of all ranks of the instance.
-        room: bytes that remain on a rank with all of them in its caches; negative if they do not fit.
-        host: seconds of the host, of which a decode step waits for those beyond the device's.
-        stages: seconds by stage, and of what they wait for.
-    """
+    """A prefill of one prompt per context-parallel group, or a decode step, without other work."""
 
     how: Deployment
     dispatch: DispatchMethod
-    micro_batches: int
-    seconds: float
-    requests: int
-    room: float
-    host: float
-    stages: dict[str, float]
+    micro_batches: int  # the faster number of them, 1 or 2
+    seconds: float  # of the prompt, or of a token of a request
+    requests: int  # prompts or requests of all ranks of the instance
+    room: float  # bytes that remain on a rank with all of them in its caches; negative if they do not fit
+    host: float  # seconds of the host; a decode step waits for what is beyond the device's
+    stages: dict[str, float]  # seconds, and of what they wait for
 
 
 def predict_prefill(placed: Placed, tokens: int, kernels: Kernels) -> Predicted:

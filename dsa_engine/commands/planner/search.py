@@ -25,17 +25,12 @@ NEAR = 0.1  # part of the highest rate that a plan may lack if its latency is lo
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to use the devices: instances of the model that prefill and decode.
-
-    Attributes:
-        prefill, decode: of one instance, on the same ranks.
-        waited: seconds per output token in which a request's ranks prefill others.
-    """
+    """A way to use the devices: instances of the model that prefill and decode."""
 
     instances: int
-    prefill: Predicted
+    prefill: Predicted  # of one instance, as decode, on the same ranks
     decode: Predicted
-    waited: float
+    waited: float  # seconds per output token in which a request's ranks prefill others
 
     @property
     def ttft(self) -> float:
@@ -66,14 +61,9 @@ class NothingFits(ValueError):
 
 
 class Planner:
-    """Makes plans for one model, device and demand.
+    """Makes plans for one model, device and demand, by the times of ``kernels``.
 
-    Args:
-        fixed: settings that are given, not searched, such as ``{"tp_size": 8}``, by the names of :class:`Deployment`.
-        kernels: those whose times are compared.
-
-    Attributes:
-        stored: formats of weights for which the checkpoint need not be converted.
+    ``fixed``: settings that are given, not searched, such as ``{"tp_size": 8}``, by the names of :class:`Deployment`.
     """
 
     def __init__(
@@ -87,7 +77,7 @@ class Planner:
         if self.fixed.get("drafts") and not config.num_nextn_predict_layers:
             raise ValueError(f"--drafts {self.fixed['drafts']}: the model has no MTP module to make them")
         stored, is_released = quantization_name(config.quantization) or "bfloat16", config.weight_block_size is not None
-        self.stored = ("fp8", "bfloat16") if is_released else (stored,)
+        self.stored = ("fp8", "bfloat16") if is_released else (stored,)  # formats that take no conversion
         weights = self.fixed.get("weights", stored)
         if weights not in self.stored and config.quantization is not None and not is_released:
             raise ValueError(

@@ -116,12 +116,7 @@ class Decode(NamedTuple):
 
 
 class ModelCosts:
-    """Work of one rank's forward passes.
-
-    Args:
-        weights: bytes of the rank's weights.
-        itemsize: bytes of an element of the embedding.
-    """
+    """Work of one rank's forward passes. ``itemsize``: bytes of an element of the embedding."""
 
     def __init__(self, config: ModelConfig, weights: WeightBytes, cache: CacheFormat, itemsize: int = 2):
         self.config, self.weights, self.cache, self.itemsize = config, weights, cache, itemsize
@@ -213,12 +208,8 @@ class ModelCosts:
 def prefill_plans(
     config: ModelConfig, tokens: int, cp_size: int, chunk: int, world_size: int | None = None
 ) -> list[StepPlan]:
-    """Step plans of a prompt's prefill by the first context-parallel group.
-
-    Args:
-        chunk: maximum number of tokens of a rank in a step.
-        world_size: number of ranks that have a plan; default: those of the group.
-    """
+    """Step plans of a prompt's prefill by the first context-parallel group, at most ``chunk`` tokens of a rank in a
+    step; ``world_size`` ranks (default: the group's) have a plan."""
     request, maximum = Request(-1, array("i", bytes(4 * tokens)), SamplingParams()), chunk * cp_size
     each = [(first, min(maximum, tokens - first)) for first in range(0, tokens, maximum)]
     chunks = [Chunk(request, first, count, range(cp_size)) for first, count in each]

@@ -13,8 +13,7 @@ from dsa_engine.parallel import ParallelConfig
 
 
 def measured_llm(args: argparse.Namespace) -> LLM:
-    """The model that the options describe, on the ranks of the run or as one emulated rank. It computes every prompt in
-    full."""
+    """The model that the options describe, on the run's ranks or as one emulated rank; prompts are computed in full."""
     if args.emulate_world is None:
         if args.emulate_rank is not None:
             raise ValueError("--emulate-rank needs --emulate-world, the number of ranks to emulate")

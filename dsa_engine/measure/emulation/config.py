@@ -26,16 +26,11 @@ from dsa_engine.parallel.mesh import Mesh
 class EmulatedConfig(ParallelConfig):
     """Runs the work of one rank of a world in one process, to measure it. Give it to :class:`dsa_engine.LLM` as
     ``parallel``. The other ranks are made up, tokens choose experts evenly, and the resulting tokens mean nothing.
-
-    Attributes:
-        emulate_world: number of ranks.
-        emulate_rank: the rank of this process.
-        node_size: number of consecutive ranks on a node.
     """
 
-    emulate_world: int = 1
-    emulate_rank: int = 0
-    node_size: int = 8
+    emulate_world: int = 1  # number of ranks
+    emulate_rank: int = 0  # the rank of this process
+    node_size: int = 8  # number of consecutive ranks on a node
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,8 +20,7 @@ from dsa_engine.parallel.group import Group
 
 @dataclass
 class EmulatedGroup(Group):
-    """A group of which only ``ranks[index]`` exists. Its collectives return copies of this rank's rows for all ranks,
-    which take the time of a copy in the memory of this device."""
+    """A group of which only ``ranks[index]`` exists: collectives return copies of this rank's rows for all ranks."""
 
     _made: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)  # kept: CUDA graphs read them
 

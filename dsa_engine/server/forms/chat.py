@@ -19,11 +19,7 @@ from dsa_engine.text.conversations.reader import THINK_END
 
 
 class ChatForm(Form):
-    """One request to ``/v1/chat/completions``; ``chat_template`` is that of requests without one.
-
-    Raises:
-        ValueError, TypeError: a parameter is not possible, or the template refuses the conversation.
-    """
+    """One request to ``/v1/chat/completions``; ``chat_template`` is that of requests without one."""
 
     def __init__(
         self,

@@ -16,11 +16,7 @@ from dsa_engine.server.forms.protocol import CompletionRequest
 
 
 class CompletionForm(Form):
-    """One request to ``/v1/completions``.
-
-    Raises:
-        ValueError, TypeError: a parameter is not possible.
-    """
+    """One request to ``/v1/completions``."""
 
     def __init__(self, llm: EngineClient, asked: CompletionRequest, model: str):
         super().__init__(asked)
@@ -36,7 +32,7 @@ class CompletionForm(Form):
         prompts = _prompts_of(asked.prompt)
         self.params = asked.sampling(llm.default_sampling, len(prompts), **more)
         salt = {} if asked.cache_salt is None else {"cache_salt": asked.cache_salt}
-        self.prompts = [prompt | salt for prompt in self._encoded(llm, prompts)]
+        self.prompts = [self._encoded(llm, prompt) | salt for prompt in prompts]
         self._texts = [prompt.get("prompt") for prompt in self.prompts]
         if asked.echo:
             self._texts = [
@@ -53,20 +49,16 @@ class CompletionForm(Form):
         self._begun: set[int] = set()  # outputs with a chunk
         self._prompt_ids: Sequence[Sequence[int]] = ()
 
-    def _encoded(self, llm: EngineClient, prompts: list[str | list[int]]) -> list[dict[str, Any]]:
-        """The prompts as the engine takes them. It encodes texts itself, unless they begin in another way."""
+    def _encoded(self, llm: EngineClient, prompt: str | list[int]) -> dict[str, Any]:
+        """A prompt as the engine takes it, which encodes a text itself, unless it begins in another way."""
         asked, length = self._asked, llm.facts.max_model_len
         cuts = asked.truncate_prompt_tokens is not None
-
-        def encoded(prompt: str | list[int]) -> dict[str, Any]:
-            if isinstance(prompt, list):
-                return {"prompt_token_ids": asked.cut(prompt, length)}
-            if asked.add_special_tokens and not cuts:
-                return {"prompt": prompt}
-            ids = asked.cut(llm.encode_prompt(prompt, asked.add_special_tokens), length)
-            return {"prompt_token_ids": ids} | ({} if cuts else {"prompt": prompt})
-
-        return [encoded(prompt) for prompt in prompts]
+        if isinstance(prompt, list):
+            return {"prompt_token_ids": asked.cut(prompt, length)}
+        if asked.add_special_tokens and not cuts:
+            return {"prompt": prompt}
+        ids = asked.cut(llm.encode_prompt(prompt, asked.add_special_tokens), length)
+        return {"prompt_token_ids": ids} | ({} if cuts else {"prompt": prompt})
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = [

@@ -18,20 +18,13 @@ to_json = msgspec.json.Encoder().encode
 
 
 class Form(ABC):
-    """What a request asks for, and how its endpoint writes outputs.
-
-    Attributes:
-        prompts: what the engine gets.
-        params: the same for all prompts.
-        chunk_head: what all chunks of a stream begin with.
-        end_of_stream: its last bytes.
-    """
+    """What a request asks for, and how its endpoint writes outputs."""
 
     end_of_stream = b"data: [DONE]\n\n"
 
-    prompts: list[dict[str, Any]]
-    params: SamplingParams
-    chunk_head: dict[str, Any]
+    prompts: list[dict[str, Any]]  # what the engine gets
+    params: SamplingParams  # the same for all prompts
+    chunk_head: dict[str, Any]  # what all chunks of a stream begin with
 
     def __init__(self, asked: GenerationBody):
         self.asked = asked

@@ -50,11 +50,7 @@ class RequestBody(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
     def further(self, known: set[str]) -> dict[str, Any]:
-        """The fields of names that are ``known``, of those that the model does not have.
-
-        Raises:
-            ValueError: a field is known to the field's servers, and asks for what does not exist here.
-        """
+        """The given fields whose names are ``known``; ``ValueError`` for one that asks for what does not exist here."""
         given = self.model_extra or {}
         for name in given.keys() - known - _WITHOUT_EFFECT:
             if instead := _advice(name, given[name]):
@@ -95,11 +91,7 @@ class GenerationBody(RequestBody):
         return "max_tokens", (self.model_extra or {}).get("max_tokens")
 
     def cut(self, tokens: list[int], max_model_len: int) -> list[int]:
-        """The tokens of a prompt that ``truncate_prompt_tokens`` leaves.
-
-        Raises:
-            ValueError: it leaves none.
-        """
+        """The tokens of a prompt that ``truncate_prompt_tokens`` leaves."""
         count = self.truncate_prompt_tokens
         if count is None:
             return tokens
@@ -128,11 +120,7 @@ class GenerationBody(RequestBody):
         return self
 
     def sampling(self, defaults: dict[str, Any], prompts: int = 1, **more: Any) -> SamplingParams:
-        """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both.
-
-        Raises:
-            ValueError, TypeError: see :class:`SamplingParams` and :meth:`further`.
-        """
+        """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both."""
         given = self.further(_SAMPLING) | more
         given |= self._form(given.get("structured_outputs"))
         if isinstance(bias := given.get("logit_bias"), dict):  # keys are texts in JSON

@@ -9,7 +9,7 @@ A further family needs:
 * a ``CallForm`` in ``tool_calls.py``: the tags that open its tool calls, and ``read``, a generator that asks the
   ``TextSource`` for one tag after the other; where it gets another, ``TextSource`` raises, and the text is content;
 * an entry for it in ``families.py``, under vLLM's name, and a mark by which its chat template is known;
-* for thoughts with other tags than ``<think>``: the tags in ``Thoughts``, instead of the constants in ``reader.py``;
+* for thoughts with other tags than ``<think>``: their tags, instead of the constants in ``reader.py``;
 * in the tests, a writer of its calls in ``WRITERS``, and a template in ``FAMILIES``.
 """
 

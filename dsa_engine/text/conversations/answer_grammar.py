@@ -14,11 +14,7 @@ _SHAPES = {"pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "one
 
 
 class GrammarWriter:
-    """Writes the rules of a grammar.
-
-    Args:
-        special: ids of the tokens that no text contains, by their texts.
-    """
+    """Writes the rules of a grammar. ``special``: ids of the tokens that no text contains, by their texts."""
 
     def __init__(self, special: Mapping[str, int]):
         self._special, self._rules = special, list[str]()
@@ -51,10 +47,7 @@ class GrammarWriter:
 
     def value(self, schema: Any, end: str, as_text: bool = False) -> tuple[bool, str]:
         """A parameter's value and the text after it: whether it is text as it stands, not JSON, and its grammar.
-
-        Args:
-            as_text: strings never stand in quotes, so a value of which only its length or pattern is said is any text.
-        """
+        ``as_text``: strings never stand in quotes, so if only length or pattern is said, any text will do."""
         allowed = schema.get("enum", [schema["const"]] if "const" in schema else []) if isinstance(schema, dict) else []
         if allowed and all(isinstance(one, str) and one for one in allowed):
             return True, f"({' | '.join(map(self.literal, allowed))}) {self.literal(end)}"
@@ -120,11 +113,7 @@ def functions_of(tools: Sequence[Any]) -> list[Function]:
 
 
 def after_thought(answer: str, writer: GrammarWriter, begin: str, end: str, is_open: bool) -> str:
-    """The source of a grammar ``answer`` after a thought.
-
-    Args:
-        is_open: whether the answer begins inside the thought; otherwise it may begin with one.
-    """
+    """The source of a grammar ``answer`` after a thought: one that ``is_open``, or one that may be opened."""
     thought = writer.rule(writer.until(end))
     first, *others = json.loads(answer)["grammars"]
     begins = thought if is_open else f"({writer.literal(begin)} {thought})?"

@@ -36,16 +36,11 @@ def render_v32(
     Args:
         messages: with the roles system, user, developer, assistant and tool. A system or developer message may carry
             ``tools`` and a ``response_format``, the JSON schema of the answer.
-        folder: the model's folder, in whose file the words about tools and formats stand.
         chat_template_kwargs: ``thinking`` (also ``enable_thinking``): whether the answer begins with a thought, False
             by default; ``drop_thinking``: whether a thinking model's prompt leaves out the developer messages before
             the last question, True by default; ``reasoning_effort``, which changes nothing. Thoughts before that
             question are never written.
-        add_generation_prompt: end the text where the assistant's answer begins.
-        continue_final_message: leave the assistant's last message open, to be continued.
-
-    Raises:
-        ValueError: a message is not as the form allows, or the words about tools or formats are not to be had.
+        others: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
     """
     thinking, drops = _modes(dict(chat_template_kwargs or {}))
     messages = list(messages)

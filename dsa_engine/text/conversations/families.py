@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from dsa_engine.text.conversations.deepseek_v32 import TAG
-from dsa_engine.text.conversations.reader import THINK_END
+from dsa_engine.text.conversations.reader import THINK_END, Thought
 from dsa_engine.text.conversations.tool_calls import CallForm, JsonCalls, PairedCalls, TaggedCalls
 
-
-class Thoughts(NamedTuple):
-    """A form of thoughts. ``always``: an answer begins inside a thought, unless its prompt ends one."""
-
-    always: bool
-
-
-# deepseek_v3 is also for V3.1 and V3.2, whose prompts say whether the model thinks.
-REASONING_PARSERS: dict[str, Thoughts | None] = {
-    "deepseek_r1": Thoughts(always=True),
-    "deepseek_v3": Thoughts(always=False),
-    "glm45": Thoughts(always=False),
-    "glm47": Thoughts(always=False),
-    "none": None,
+# How an answer begins, where its prompt does not say it; deepseek_v3 is also for V3.1 and V3.2, whose prompts do.
+REASONING_PARSERS = {
+    "deepseek_r1": Thought.OPEN,
+    "deepseek_v3": Thought.POSSIBLE,
+    "glm45": Thought.POSSIBLE,
+    "glm47": Thought.POSSIBLE,
+    "none": Thought.NONE,
 }
 
 # deepseek_v3 is also for R1, deepseek_v31 for V3.2-Exp, glm47 for GLM-5.

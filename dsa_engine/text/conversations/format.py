@@ -17,7 +17,6 @@ from dsa_engine.text.conversations.deltas import message_of
 from dsa_engine.text.conversations.families import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
-    Thoughts,
     reasoning_parser_of,
     tool_call_parser_of,
 )
@@ -39,16 +38,10 @@ def conversation_format(
     tool_call_parser: str | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> ConversationFormat:
-    """The form of the conversations of a model.
+    """The form of the conversations of a model, given by its ``ModelConfig`` or ``model_type``.
 
-    Args:
-        config_or_model_type: the ``ModelConfig``, or its ``model_type``.
-        reasoning_parser: the form of thoughts, by vLLM's name, or "none"; default: that of the folder's template.
-        tool_call_parser: the form of tool calls, by vLLM's name, or "none"; default: that of the folder's template.
-        tokenizer: the folder's tokenizer, if it is loaded already.
-
-    Raises:
-        ValueError: there is no parser of that name, or the folder has no tokenizer.
+    The parsers are the forms of thoughts and of tool calls, by vLLM's names, or "none"; default: those of the folder's
+    template. ``tokenizer``: the folder's, if it is loaded already.
     """
     for name, given, parsers in (
         ("reasoning_parser", reasoning_parser, list(REASONING_PARSERS)),
@@ -84,25 +77,18 @@ def _has_v32_form(tokenizer: Tokenizer) -> bool:
 
 @dataclass(frozen=True)
 class ConversationFormat:
-    """The form of a model's conversations; made by :func:`conversation_format`.
-
-    Attributes:
-        own_form: prompts have DeepSeek-V3.2's own form, as the folder has no chat template.
-        thoughts: the form of thoughts; None: they are content.
-        calls: the form of tool calls; None: they are content.
-        end_tokens: with which answers end, besides the tokenizer's own; they are in no message.
-    """
+    """The form of a model's conversations; made by :func:`conversation_format`."""
 
     tokenizer: Tokenizer
-    own_form: bool = False
-    thoughts: Thoughts | None = None
-    calls: CallForm | None = None
-    end_tokens: tuple[str, ...] = ()
+    own_form: bool = False  # prompts have DeepSeek-V3.2's own form, as the folder has no chat template
+    thoughts: Thought = Thought.NONE  # how an answer begins, if its prompt does not say it; NONE: thoughts are content
+    calls: CallForm | None = None  # the form of tool calls; None: they are content
+    end_tokens: tuple[str, ...] = ()  # with which answers end, besides the tokenizer's own; they are in no message
 
     @property
     def needs_special_tokens(self) -> bool:
         """Whether a reader needs the text with its special tokens (``skip_special_tokens=False``)."""
-        return self.thoughts is not None or self.calls is not None
+        return self.thoughts is not Thought.NONE or self.calls is not None
 
     def render(
         self,
@@ -130,9 +116,6 @@ class ConversationFormat:
             continue_final_message: leave the last message open, to be continued.
             response_format: the form of the answer, as OpenAI's API has it, or a JSON schema. The model is told of it
                 in DeepSeek-V3.2's own form; templates have no words for it.
-
-        Raises:
-            TypeError, ValueError: something is not as it should be, or the form cannot express it.
         """
         (conversation,) = conversations([messages])
         tools = None if tool_choice == "none" else tools
@@ -171,9 +154,6 @@ class ConversationFormat:
 
         Args:
             must_call: tools, in OpenAI's form, of which the answer must call one, or some; None: it need not.
-
-        Raises:
-            ValueError: the form is not possible.
         """
         writer = GrammarWriter(self.tokenizer.tags)
         if must_call is not None:
@@ -194,13 +174,9 @@ class ConversationFormat:
         several_calls: bool = True,
         must_call: Sequence[Any] | None = None,
     ) -> MessageReader:
-        """A reader for one answer to a prompt.
+        """A reader for one answer to a prompt, whose end says whether the answer begins inside a thought.
 
-        Args:
-            prompt_text: the prompt, whose end says whether the answer begins inside a thought.
-            tools: those that the model was told of, whose schemas some forms need. Without tools, calls are content.
-            several_calls: False drops the calls after the first.
-            must_call: see :meth:`form_of`.
+        ``tools``: those that the model was told of; without any, calls are content. ``must_call``: see :meth:`form_of`.
         """
         end_tokens = {self.tokenizer.hf.eos_token, *self.end_tokens} - {None}
         thought, calls = self._thought(prompt_text), self.calls or (PlainCalls() if must_call else None)
@@ -228,13 +204,13 @@ class ConversationFormat:
         return message_of([*reader.push(text), *reader.finish(output.finish_reason == "stop")])
 
     def _thought(self, prompt: str) -> Thought:
-        if self.thoughts is None:
+        if self.thoughts is Thought.NONE:
             return Thought.NONE
         last = max(prompt.rfind(THINK), prompt.rfind(THINK_END))
         after, answer = prompt[last:].partition(">")[2], max(map(prompt.rfind, _BEGINNINGS))
         if last >= 0 and (not after.strip() or (0 <= answer < last and deepseek_v32.END not in after)):
             return Thought.OPEN if prompt.startswith(THINK, last) else Thought.NONE
-        return Thought.OPEN if self.thoughts.always else Thought.POSSIBLE
+        return self.thoughts
 
 
 def _schema_of(response_format: Any) -> Any:

@@ -22,9 +22,6 @@ def conversations(messages: Any) -> list[list[dict[str, Any]]]:
         messages: ``[{"role": "user", "content": "…"}, …]`` or a list of such lists. A content may be a list of
             parts ``{"type": "text", "text": "…"}``, whose texts become lines; beside ``tool_calls``,
             ``tools`` and a thought it may be missing.
-
-    Raises:
-        TypeError, ValueError: not a conversation, or parts that are not text.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"{_FORM}, not {shown(messages)}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any
 
-from dsa_engine.text.conversations.deltas import MessageDelta, ToolCallDelta
+from dsa_engine.text.conversations.deltas import MessageDelta, MessageWriter
 from dsa_engine.text.conversations.source import LostForm, Steps, Tags, TextEnded, TextSource
 from dsa_engine.text.conversations.tool_calls import CallForm
 
@@ -26,11 +25,8 @@ class Thought(Enum):
 class MessageReader:
     """Reads one answer. The pieces, joined, do not depend on where the text is cut.
 
-    Args:
-        calls: the form of tool calls; None: they are content.
-        tools: the tools of the request, whose schemas some forms need.
-        end_tokens: texts that are dropped.
-        several_calls: False drops the calls after the first.
+    Without a form ``calls`` they are content; some forms need the schemas of ``tools``. ``end_tokens`` are dropped, and
+    so are the calls after the first without ``several_calls``.
     """
 
     def __init__(
@@ -43,7 +39,7 @@ class MessageReader:
     ):
         self._thought, self._form, self._tools = thought, calls, tools
         self._end_tokens, self._held = Tags(*end_tokens), ""
-        self._source, self._message = TextSource(), _Message(several_calls)
+        self._source, self._message = TextSource(), MessageWriter(several_calls)
         self._in_thought, self._thought_texts = False, list[str]()
         self._steps = self._read()
 
@@ -131,52 +127,3 @@ class MessageReader:
                 yield from self._source.until(Tags(), lambda _: None)
             else:
                 take(self._source.since_mark())
-
-
-class _Message:
-    """The pieces of the message that were not yet taken; neighbours of the same kind are one piece."""
-
-    def __init__(self, several_calls: bool) -> None:
-        self._several_calls = several_calls
-        self._pieces: list[tuple[str, int, list[str]]] = []  # kind, index of the call, texts
-        self._names: list[str] = []
-        self._begun = 0  # calls whose names were taken
-
-    def reasoning(self, text: str) -> None:
-        self._add("reasoning", text)
-
-    def content(self, text: str) -> None:
-        self._add("content", text)
-
-    def begin_call(self, name: str) -> None:
-        self._names.append(name)
-
-    def arguments(self, text: str) -> None:
-        self._add("call", text)
-
-    @property
-    def has_calls(self) -> bool:
-        return bool(self._names)
-
-    def take(self) -> list[MessageDelta]:
-        pieces, self._pieces = self._pieces, []
-        return [self._delta(*piece) for piece in pieces]
-
-    def _add(self, kind: str, text: str) -> None:
-        call = len(self._names) - 1
-        if not text or (kind == "call" and call and not self._several_calls):
-            return
-        if not self._pieces or self._pieces[-1][:2] != (kind, call):
-            self._pieces.append((kind, call, []))
-        self._pieces[-1][2].append(text)
-
-    def _delta(self, kind: str, call: int, texts: list[str]) -> MessageDelta:
-        text = "".join(texts)
-        if kind == "reasoning":
-            return MessageDelta(reasoning=text)
-        if kind == "content":
-            return MessageDelta(content=text)
-        if call < self._begun:
-            return MessageDelta(tool_calls=[ToolCallDelta(call, arguments=text)])
-        self._begun = call + 1
-        return MessageDelta(tool_calls=[ToolCallDelta(call, f"call_{uuid.uuid4().hex[:24]}", self._names[call], text)])

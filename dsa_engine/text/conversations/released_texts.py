@@ -15,14 +15,7 @@ TOOLS, RESPONSE_FORMAT = "TOOLS_SYSTEM_TEMPLATE", "response_format_template"
 
 
 def released_text(folder: Path, constant: str, **fields: str) -> str:
-    """One of the fixed texts, with its fields replaced.
-
-    Args:
-        constant: :data:`TOOLS` or :data:`RESPONSE_FORMAT`.
-
-    Raises:
-        ValueError: there is no such file, or it is no Python, or without this text or with other fields.
-    """
+    """The fixed text :data:`TOOLS` or :data:`RESPONSE_FORMAT`, with its fields replaced."""
     path = folder / FILE
     if not path.is_file():
         raise ValueError(

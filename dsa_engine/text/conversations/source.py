@@ -106,11 +106,8 @@ class TextSource:
             yield
 
     def follows(self, *options: str) -> Steps[str | None]:
-        """The option with which the text goes on, which is consumed; None if it goes on otherwise.
-
-        Raises:
-            TextEnded: the text ended in the beginning of an option.
-        """
+        """The option with which the text goes on, which is consumed; None if it goes on otherwise. Raises
+        :class:`TextEnded` if it ended in the beginning of an option."""
         while True:
             for option in options:
                 if self._text.startswith(option, self._at):
@@ -124,12 +121,7 @@ class TextSource:
             yield
 
     def expect(self, *options: str) -> Steps[str]:
-        """The option with which the text goes on after white space.
-
-        Raises:
-            LostForm: the text goes on otherwise.
-            TextEnded: the text ended in the beginning of an option.
-        """
+        """The option with which the text goes on after white space; :class:`LostForm` if it goes on otherwise."""
         yield from self.space()
         option = yield from self.follows(*options)
         if option is None:
@@ -137,12 +129,7 @@ class TextSource:
         return option
 
     def name(self, tags: Tags) -> Steps[tuple[str, str]]:
-        """A short text before the first of the tags, and that tag.
-
-        Raises:
-            LostForm: the text is empty or too long.
-            TextEnded: the text ended before.
-        """
+        """A short text before the first of the tags, and that tag; :class:`LostForm` if it is empty or too long."""
         longest = LONGEST_NAME + tags.longest
         while True:
             if match := tags.pattern.search(self._text, self._at, self._at + longest):

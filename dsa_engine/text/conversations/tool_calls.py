@@ -10,54 +10,33 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 from dsa_engine.text.conversations.answer_grammar import Function, GrammarWriter, functions_of, resolved
+from dsa_engine.text.conversations.deltas import MessageWriter
 from dsa_engine.text.conversations.json_scanner import JsonScanner, is_json
 from dsa_engine.text.conversations.source import LostForm, Steps, Tags, TextEnded, TextSource
 
 _TYPES = {"{": "object", "[": "array", '"': "text in quotes", "t": "boolean", "f": "boolean", "n": "null"}
 
 
-class CallWriter(Protocol):
-    """Takes what a reader of calls has read."""
-
-    def begin_call(self, name: str) -> None: ...
-
-    def arguments(self, text: str) -> None: ...
-
-
 class CallForm(ABC):
-    """A form of tool calls.
+    """A form of tool calls."""
 
-    Attributes:
-        tags: what opens the calls, without the newlines before it.
-        end: what closes them.
-        around: what a model writes before all calls and after them.
-    """
-
-    tags: tuple[str, ...]
-    end: str
-    around: tuple[str, str] = ("", "")
+    tags: tuple[str, ...]  # what opens the calls, without the newlines before it
+    end: str  # what closes them
+    around: tuple[str, str] = ("", "")  # what a model writes before all calls and after them
 
     @abstractmethod
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
-        """Reads what follows one of the tags, up to the end of the calls.
-
-        Raises:
-            LostForm, TextEnded: the text goes on otherwise, or ends.
-        """
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
+        """Reads what follows one of the tags, up to the end of the calls."""
 
     @abstractmethod
     def call(self, writer: GrammarWriter, function: Function) -> str:
         """The grammar of a call."""
 
     def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
-        """The grammar of an answer that calls one of the tools, or with ``several`` some of them.
-
-        Raises:
-            ValueError: a tool does not have OpenAI's form.
-        """
+        """The grammar of an answer that calls one of the tools, or with ``several`` some of them."""
         call = writer.rule(" | ".join(self.call(writer, function) for function in functions_of(tools)))
         begin, end = map(writer.literal, self.around)
         return f"{begin} {call}{'+' if several else ''} {end}".strip()
@@ -76,7 +55,7 @@ class TaggedCalls(CallForm):
     tags = (f"<{_TAG}function_calls>",)
     around = f"\n\n{tags[0]}\n", end
 
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.expect(self._CALL)
         tag = self._CALL
         while tag == self._CALL:
@@ -109,7 +88,7 @@ class PairedCalls(CallForm):
     _VALUE_ENDS = Tags(*_VALUE_END.texts, _KEY, _VALUE, end)
     tags = ("<tool_call>",)
 
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.space()
         name, tag = yield from source.name(self._NAME_END)
         if tag == "\n":
@@ -145,7 +124,7 @@ class JsonCalls(CallForm):
     def __init__(self, fenced: bool = False):
         self._fenced = fenced
 
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         tag = yield from source.expect(self._CALL)
         while tag == self._CALL:
             name, _ = yield from source.name(self._NAME_END)
@@ -176,7 +155,7 @@ class PlainCalls(CallForm):
     tags, end = ('[{"name": "',), "]"
     around = "[", "]"
 
-    def read(self, source: TextSource, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+    def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         more = True
         while more:
             name, _ = yield from source.name(self._NAME_END)
@@ -200,7 +179,7 @@ class PlainCalls(CallForm):
 class _Call:
     """One call: begun with the first text of its arguments. What it has written is no content any more."""
 
-    def __init__(self, source: TextSource, calls: CallWriter, name: str):
+    def __init__(self, source: TextSource, calls: MessageWriter, name: str):
         self._source, self._calls, self._name = source, calls, name
         self._begun = False
         self._keys: set[str] = set()
@@ -222,10 +201,6 @@ class _Call:
         Args:
             types: the JSON types that the value may have; empty: any.
             ends: the end tag, and after it the form's other tags, before which it must come.
-
-        Raises:
-            LostForm: the call has the parameter already, or the value's end tag is missing.
-            TextEnded: there is no end tag.
         """
         if key in self._keys:
             raise LostForm

@@ -48,7 +48,7 @@ class _WatchedExperts:
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         for number, prefix in enumerate(self._prefixes):
             rows = received.tokens[(received.topk_ids == number).any(dim=1)]
-            gate, up = F.linear(rows, self._inner.gate_up[number]).chunk(2, dim=-1)
+            gate, up = F.linear(rows, self._inner.gate_up[0][number]).chunk(2, dim=-1)
             for name, x in (("gate_proj", rows), ("up_proj", rows), ("down_proj", F.silu(gate) * up)):
                 _record(self._largest, f"{prefix}.{name}.weight", x)
         return self._inner(received, uncounted_bytes)
@@ -64,9 +64,8 @@ def _record(largest: Largest, name: str, x: torch.Tensor) -> None:
 def watched(model: Model) -> Iterator[Largest]:
     """Records the inputs of the model's linear layers and experts inside the block.
 
-    Yields:
-        the largest magnitude of each input channel so far, float32 ``[in]``, by the weight's name in the checkpoint.
-        Experts without tokens have no entry.
+    Yields the largest magnitude of each input channel so far, float32 ``[in]``, by the weight's name in the checkpoint.
+    Experts without tokens have no entry.
     """
     largest: Largest = {}
     before: list[tuple[torch.nn.Module, str, Any]] = []
@@ -86,20 +85,8 @@ def watched(model: Model) -> Iterator[Largest]:
 
 
 def calibrate(llm: LLM, text: str, tokens: int, window: int = 2048) -> Largest:
-    """Runs a model over the beginning of a text, ``window`` tokens at a time.
-
-    Args:
-        llm: a model in one process, with weights in plain numbers or expanded (``quantization="dequantize"``).
-        text: a text similar to those of the model's use.
-        tokens: maximum tokens of the text to run.
-        window: tokens per prompt.
-
-    Returns:
-        the statistics that :func:`watched` yields.
-
-    Raises:
-        ValueError: an empty text, more than one rank, or weights that are not in plain numbers.
-    """
+    """Runs a model over the first ``tokens`` of a text like those of its use, ``window`` at a time; returns what
+    :func:`watched` yields. Weights must be plain numbers, or expanded (``quantization="dequantize"``)."""
     if llm.engine.mesh.world_size > 1:
         raise ValueError("calibration runs in one process; start it without torchrun")
     moes = [layer.experts for layer in llm.engine.model.modules() if isinstance(layer, MoE)]

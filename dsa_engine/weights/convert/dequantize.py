@@ -40,11 +40,9 @@ def dequantize_checkpoint(
     (tokenizer, generation_config.json, …; no subfolders) are copied.
 
     Args:
-        source_folder: an FP8 checkpoint.
         target_folder: must not exist, or be empty; appears when it is complete.
         dtype: bfloat16, float32 or float16.
         max_shard_size: bytes, or text such as "5GB".
-        progress: show a progress bar on stderr.
 
     Raises:
         CheckpointError: the source is damaged or holds no FP8 weights, the target exists, the disk has too little room,
@@ -97,17 +95,8 @@ def write_converted(
     dequantized: int,
     quantized: int = 0,
 ) -> WrittenCheckpoint:
-    """Writes a converted checkpoint.
-
-    Args:
-        source_folder: its files beside the weights (tokenizer, generation_config.json, …; no subfolders) are copied.
-        target_folder: must not exist, or be empty; appears when it is complete.
-        plan: all tensors.
-        values: makes the target's tensors for one of the source.
-        raw_config: the target's ``config.json``.
-        max_shard_size, progress: as for :func:`dequantize_checkpoint`.
-        dequantized, quantized: numbers of weights that change their format, for the result.
-    """
+    """Writes a converted checkpoint: ``values`` makes the target's tensors for one of the source, ``raw_config`` is the
+    target's ``config.json``, and ``dequantized`` and ``quantized`` weights change their format."""
     specs = [spec for _, targets in plan for spec in targets]
     with (
         SafetensorsWriter(target_folder, specs, max_shard_size=max_shard_size) as writer,

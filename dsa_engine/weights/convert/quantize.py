@@ -16,9 +16,6 @@ from dsa_engine.weights.reader import CHUNK_ELEMENTS, CheckpointReader
 from dsa_engine.weights.tensors import Source, TensorSpec
 from dsa_engine.weights.writer import DEFAULT_SHARD_SIZE, WrittenCheckpoint
 
-# Maximum elements quantised at a time: 64 MiB in float32, of which a scheme holds a few copies.
-_ELEMENTS = CHUNK_ELEMENTS
-
 
 def quantize_checkpoint(
     source_folder: str | Path,
@@ -38,13 +35,11 @@ def quantize_checkpoint(
     Args:
         source_folder: a checkpoint in plain numbers or in released FP8.
         target_folder: must not exist, or be empty; appears when it is complete.
-        quantize: "fp8", "int8" or "int4-experts"; see :func:`.schemes.target_scheme`.
-        int8_activations: W4A8, for "int4-experts" only.
+        quantize, int8_activations: see :func:`.schemes.target_scheme`.
         statistics: the largest magnitude of each input channel, by the name of the weight ("….weight"), from running
             the source on a text (:mod:`dsa_engine.weights.convert.calibration`). They serve to move ranges of
             activations into weights first (:class:`.smooth.Smoothing`).
         max_shard_size: bytes, or text such as "5GB".
-        progress: show a progress bar on stderr.
 
     Raises:
         CheckpointError: the source is damaged or already quantised, the target exists, or the disk has too little room.
@@ -90,7 +85,7 @@ def _values(
     targets = scheme.specs(spec) if quantized else [spec]
     values = [torch.empty(target.shape, dtype=target.dtype) for target in targets]
     per_row = max(1, spec.numel // spec.shape[0])
-    step = max(1, _ELEMENTS // per_row // scheme.block_rows) * scheme.block_rows
+    step = max(1, CHUNK_ELEMENTS // per_row // scheme.block_rows) * scheme.block_rows
     for first in range(0, spec.shape[0], step):
         shape = (min(step, spec.shape[0] - first), *spec.shape[1:])
         rows = torch.empty(shape)

@@ -40,16 +40,8 @@ class TargetScheme:
 
 
 def target_scheme(quantize: str, config: ModelConfig, int8_activations: bool = False) -> TargetScheme:
-    """The scheme of ``--quantize`` for a model.
-
-    Args:
-        quantize: "fp8", the released block format; "int8", W8A8; or "int4-experts", in groups of 128.
-        config: the source's configuration.
-        int8_activations: W4A8 instead of W4A16, for "int4-experts" only.
-
-    Raises:
-        ValueError: an unknown scheme, or one that the model's sizes do not allow; the text names the weight.
-    """
+    """The scheme of ``--quantize`` for a model: "fp8", the released block format; "int8", W8A8; or "int4-experts", in
+    groups of 128, W4A16 or with ``int8_activations`` W4A8."""
     names = {spec.name: spec for spec in released_tensors(config, fp8=True) if spec.quantized}
     if int8_activations and quantize != "int4-experts":
         raise ValueError(f"INT8 activations are chosen with 'int4-experts' only; {quantize!r} has its own")
@@ -58,7 +50,8 @@ def target_scheme(quantize: str, config: ModelConfig, int8_activations: bool = F
         return TargetScheme(frozenset(names), RELEASED_BLOCK_SIZE[0], _fp8_specs, blocks, RELEASED_QUANTIZATION)
     if quantize == "int8":
         quantized_names = frozenset(name for name in names if not name.endswith(".kv_b_proj.weight"))
-        return TargetScheme(quantized_names, 1, _int8_specs, _int8_encode, _int8_config())
+        stored = _compressed_tensors("int-quantized", ["Linear"], 8, _INT8_ROWS, _PLAIN, strategy="channel")
+        return TargetScheme(quantized_names, 1, _int8_specs, _int8_encode, stored)
     if quantize == "int4-experts":
         experts = frozenset(name for name in names if ".mlp.experts." in name)
         for name in experts:
@@ -77,7 +70,10 @@ def target_scheme(quantize: str, config: ModelConfig, int8_activations: bool = F
             ]
 
         encode = partial(quantize_int4, group_size=GROUP_SIZE, scale_dtype=dtype)
-        return TargetScheme(experts, 1, specs, encode, _int4_config(int8_activations))
+        targets, inputs = [r"re:.*mlp[.]experts[.]\d+[.].*_proj$"], _INT8_ROWS if int8_activations else None
+        groups: dict[str, Any] = {"strategy": "group", "group_size": GROUP_SIZE}
+        stored = _compressed_tensors("pack-quantized", targets, 4, inputs, [], **groups)
+        return TargetScheme(experts, 1, specs, encode, stored)
     raise ValueError(f"there is no scheme {quantize!r}; there are {', '.join(QUANTIZE)}")
 
 
@@ -106,30 +102,12 @@ def _int8_encode(rows: torch.Tensor) -> list[torch.Tensor]:
 _INT8_ROWS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-def _int8_config() -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-    return _compressed_tensors("int-quantized", ["Linear"], weights, _INT8_ROWS, _PLAIN)
-
-
-def _int4_config(int8_activations: bool) -> dict[str, Any]:
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": GROUP_SIZE,
-        "dynamic": False,
-    }
-    inputs = _INT8_ROWS if int8_activations else None
-    return _compressed_tensors("pack-quantized", [r"re:.*mlp[.]experts[.]\d+[.].*_proj$"], weights, inputs, [])
-
-
 def _compressed_tensors(
-    layout: str, targets: list[str], weights: dict[str, Any], inputs: dict[str, Any] | None, ignore: list[str]
+    layout: str, targets: list[str], bits: int, inputs: dict[str, Any] | None, ignore: list[str], **strategy: Any
 ) -> dict[str, Any]:
     group = {
         "targets": targets,
-        "weights": weights,
+        "weights": {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False} | strategy,
         "input_activations": inputs,
         "output_activations": None,
         "format": layout,

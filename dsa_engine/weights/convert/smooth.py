@@ -47,15 +47,8 @@ class Smoothing:
     ) -> Smoothing:
         """The factors of a model from the ranges of its channels; none without statistics. Reads the weights once.
 
-        Args:
-            config: the source's configuration.
-            quantized: names of the weights whose inputs are to be quantised.
-            statistics: the largest magnitude of each input channel, by the weight's name; layers without an entry
-                (an expert without tokens, the MTP module) are not changed.
-            reader: reads the source.
-
-        Raises:
-            CheckpointError: the statistics are another model's.
+        ``quantized``: names of the weights whose inputs are to be quantised. ``statistics``: the largest magnitude of
+        each input channel, by the weight's name; layers without one (an expert without tokens, the MTP module) stay.
         """
         made = cls()
         for migration in _migrations(config, reader) if statistics else ():

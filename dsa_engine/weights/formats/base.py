@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dsa_engine.config.quantization import WeightScheme
+from dsa_engine.kernels.grouped.product_formats import ProductFormat, Weight
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.weights import Source
 
@@ -56,10 +57,8 @@ class Weights(ABC):
     sources: list[Source]  # the parts of the checkpoint that fill it
 
     def loaded(self) -> None:  # noqa: B027 - most have nothing to do
-        """Arranges the weights as the products want them.
-
-        Called once, when ``sources`` have been loaded and before anything is multiplied or dequantised.
-        """
+        """Arranges the weights as the products want them: called once, when ``sources`` have been loaded and before
+        anything is multiplied or dequantised."""
 
 
 class Linear(Weights):
@@ -97,8 +96,7 @@ class Linear(Weights):
 
 
 class SideBySide(Linear):
-    """Linear layers over the same input, with their outputs side by side: for matrices that cannot be
-    stacked."""
+    """Linear layers over the same input, with their outputs side by side: for matrices that cannot be stacked."""
 
     def __init__(self, layers: Sequence[Linear]):
         self._layers = layers
@@ -123,10 +121,10 @@ class GroupedExperts(Weights):
         prefixes: the names of each expert's three matrices in the checkpoint begin with its prefix.
         gate_up: ``[count, 2 n, …]`` each, gate before up: weights, or codes and scales.
         down: ``[count, …]`` each.
-        sources_of: lists what fills the tensors of one matrix.
+        product: the format in which the kernel takes ``gate_up`` and ``down``.
+        dtype: of what it returns.
     """
 
-    count: int
     blockwise: bool = False  # tokens travel with a scale for each 128 codes
 
     def __init__(
@@ -137,8 +135,11 @@ class GroupedExperts(Weights):
         gate_up: Sequence[torch.Tensor],
         down: Sequence[torch.Tensor],
         sources_of: SourcesOf,
+        product: ProductFormat,
+        dtype: torch.dtype,
     ):
-        self.count = len(prefixes)
+        self.count, self.product, self.dtype = len(prefixes), product, dtype
+        self.gate_up, self.down = tuple(gate_up), tuple(down)
         self.tensors = (*gate_up, *down)
         self.sources = []
         for number, prefix in enumerate(prefixes):
@@ -150,8 +151,7 @@ class GroupedExperts(Weights):
 
     @property
     def moved(self) -> tuple[torch.Tensor, ...]:
-        """What an expert takes to another slot, here or on another rank: ``[count, …]`` each, as the products read
-        them."""
+        """What an expert takes to another slot, here or on another rank: ``[count, …]`` each, as products read them."""
         return self.tensors
 
     def separate(self) -> None:
@@ -160,28 +160,32 @@ class GroupedExperts(Weights):
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
 
-        Args:
-            received: tokens, as they are or as :meth:`quantize_for_dispatch` has made them, and their experts.
-            uncounted_bytes: if the rows between the products may take more bytes than this, the host first asks the
-                device how many pairs are local.
-
-        Returns:
-            ``[R, hidden]`` in the run's dtype.
+        Tokens are as they are or as :meth:`quantize_for_dispatch` has made them; the result is ``[R, hidden]`` in the
+        run's dtype.
         """
         tokens, topk_ids, topk_weights, fraction, local_pairs, first = received
-        counts = {"first": first, "local_pairs": local_pairs, "uncounted_bytes": uncounted_bytes}
-        return self._mlp(tokens, topk_ids, topk_weights, local_fraction=fraction, **counts)
+        return expert_mlp(
+            tokens,
+            topk_ids,
+            topk_weights,
+            *self.operands,
+            self.product,
+            dtype=self.dtype,
+            first=first,
+            local_fraction=fraction,
+            local_pairs=local_pairs,
+            uncounted_bytes=uncounted_bytes,
+        )
+
+    @property
+    def operands(self) -> tuple[Weight, Weight]:
+        """``gate_up`` and ``down`` as the kernel takes them."""
+        return self.gate_up, self.down
 
     def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, hidden]`` as they travel to the rank of these experts, ``[T, width]``: as they are or, where the
         products quantise them, in words with codes and scales: half the bytes, and the same bits."""
         return tokens
-
-    def _mlp(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
-    ) -> torch.Tensor:
-        """The format's kernel, with its weights."""
-        raise NotImplementedError
 
 
 class WeightFormat(ABC):
@@ -201,15 +205,12 @@ class StoredFormat(WeightFormat):
 
     Args:
         scheme: how the checkpoint stores them.
-
-    Raises:
-        ValueError: the class does not support the scheme or the device; the text names it and says what is possible.
     """
 
     @abstractmethod
     def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device): ...
 
     @staticmethod
-    @abstractmethod
     def is_default_on(device: torch.device) -> bool:
         """Whether weights of a checkpoint in this format stay in it by default, instead of being expanded."""
+        return True

@@ -8,7 +8,6 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -24,7 +23,6 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     no_program_finished,
     packs_scales,
 )
-from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
@@ -105,29 +103,22 @@ class BlockFP8Experts(GroupedExperts):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self._power_of_two, self._dtype = power_of_two, dtype
+        self._power_of_two = power_of_two
         count, blocks = len(prefixes), (blocks_of(intermediate), blocks_of(hidden))
         gate_up = torch.empty(count, 2, intermediate, hidden, dtype=FP8, device=device)
         gate_up_scale = torch.empty(count, 2, *blocks, device=device)
         down = torch.empty(count, hidden, intermediate, dtype=FP8, device=device)
         down_scale = torch.empty(count, *blocks[::-1], device=device)
         stacked = gate_up.flatten(1, 2), gate_up_scale.flatten(1, 2)
-        super().__init__(prefixes, hidden, intermediate, stacked, (down, down_scale), _sources)
-        self.tensors = (gate_up, gate_up_scale, down, down_scale)
+        product = block_fp8(power_of_two, hidden)
+        super().__init__(prefixes, hidden, intermediate, stacked, (down, down_scale), _sources, product, dtype)
+        self.gate_up = (gate_up, gate_up_scale)
+        self.tensors = (*self.gate_up, *self.down)
 
     def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         if quantized_words(tokens.shape[1]) is None:
             return tokens
         return quantize_tokens(tokens, self._power_of_two)
-
-    def _mlp(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
-    ) -> torch.Tensor:
-        gate_up, gate_up_scale, *down = self.tensors
-        product = block_fp8(self._power_of_two, down[0].shape[1])
-        return expert_mlp(
-            tokens, topk_ids, topk_weights, (gate_up, gate_up_scale), tuple(down), product, dtype=self._dtype, **counts
-        )
 
 
 class BlockFP8(StoredFormat):

@@ -26,14 +26,8 @@ def weight_format(
 ) -> WeightFormat:
     """The format in which all linear layers and experts of a model are made.
 
-    Args:
-        config: the checkpoint's; None if its weights are plain numbers.
-        quantization: the engine's option: one of ``NAMES``, "dequantize", or None.
-        dtype: dtype of activations, and of weights in plain numbers.
-
-    Raises:
-        ValueError: the checkpoint is stored in another format than the option says, the device cannot compute in its
-            format, or there is no class for one of its schemes; the text says what is possible.
+    ``config`` is the checkpoint's (None: plain numbers), ``quantization`` the engine's option, and ``dtype`` that of
+    activations and of weights in plain numbers.
     """
     name = quantization_name(config)
     if quantization not in (None, "dequantize", name):

@@ -11,7 +11,6 @@ when they are loaded, and x is read in that order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -26,9 +25,8 @@ from dsa_engine.kernels.formats.int4 import (
     planes_for,
 )
 from dsa_engine.kernels.formats.int8 import int8_words
-from dsa_engine.kernels.grouped.product_formats import W4A8, W4A16
+from dsa_engine.kernels.grouped.product_formats import W4A8, W4A16, Weight
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
-from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
 
@@ -40,6 +38,7 @@ class _Packing:
         assert scheme.group_size is not None
         self.group = scheme.group_size
         self.int8_activations = scheme.activation_bits == 8
+        self.product = W4A8 if self.int8_activations else W4A16
         self.planes = planes_for(self.int8_activations)
         self.ordered = scheme.actorder == "group"
         self.dtype, self.device = dtype, device
@@ -54,11 +53,7 @@ class _Packing:
         return torch.empty(shape, dtype=torch.int32, device=self.device) if self.ordered else None
 
     def arrange(self, name: str, packed: torch.Tensor, order: torch.Tensor | None = None) -> None:
-        """Arranges the columns of a matrix, or of several, and replaces the groups in ``order [in]`` by their order.
-
-        Raises:
-            CheckpointError: groups of a wrong size; the text has ``name``.
-        """
+        """Arranges the columns of a matrix, or of several, and replaces the groups in ``order [in]`` by their order."""
         if order is not None:
             try:
                 order.copy_(columns_by_group(order, self.group))
@@ -69,12 +64,7 @@ class _Packing:
     def sources(
         self, part: Matrix, packed: torch.Tensor, scale: torch.Tensor, order: torch.Tensor | None = None
     ) -> list[Source]:
-        """The sources of a matrix.
-
-        Raises:
-            ValueError: the group size does not divide its columns, or a rank's part of them; or a rank has a part of
-                columns whose groups lie anywhere.
-        """
+        """The sources of a matrix."""
         if order is not None and part.kept_columns not in (None, (0, part.columns)):
             raise ValueError(
                 f"{part.name!r} has actorder 'group': the columns of a group lie anywhere in its rows, so no rank can "
@@ -119,8 +109,7 @@ class Int4Linear(Linear):
         self._packing.arrange(self.sources[0].name.removesuffix("_packed"), self.packed, self._order)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product = W4A8 if self._packing.int8_activations else W4A16
-        return quantized_linear(x, (self.packed, self.scale, self._order), product)
+        return quantized_linear(x, (self.packed, self.scale, self._order), self._packing.product)
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
         return quantized_linear(x, (self.packed, self.scale, None), W4A8, row_absmax)
@@ -137,14 +126,14 @@ class Int4Experts(GroupedExperts):
     def __init__(self, prefixes: Sequence[str], hidden: int, intermediate: int, packing: _Packing):
         self._packing = packing
         count = len(prefixes)
-        self.gate_up = packing.empty(count, 2 * intermediate, hidden)
-        self.down = packing.empty(count, hidden, intermediate)
+        both = packing.empty(count, 2 * intermediate, hidden), packing.empty(count, hidden, intermediate)
         self._orders = packing.empty_orders(count, 2, hidden), packing.empty_orders(count, intermediate)
         gate_up, down = (
-            pair if order is None else (*pair, order)
-            for pair, order in zip((self.gate_up, self.down), self._orders, strict=True)
+            pair if order is None else (*pair, order) for pair, order in zip(both, self._orders, strict=True)
         )
-        super().__init__(prefixes, hidden, intermediate, gate_up, down, self._matrix_sources)
+        sources, product, dtype = self._matrix_sources, packing.product, packing.dtype
+        super().__init__(prefixes, hidden, intermediate, gate_up, down, sources, product, dtype)
+        self.gate_up, self.down = both
 
     def _matrix_sources(self, part: Matrix, *pieces: torch.Tensor) -> list[Source]:
         packed, scale, *order = pieces
@@ -175,12 +164,10 @@ class Int4Experts(GroupedExperts):
     def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         return int8_words(tokens) if self._packing.int8_activations else tokens
 
-    def _mlp(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
-    ) -> torch.Tensor:
-        product, (of_gate_up, of_down) = W4A8 if self._packing.int8_activations else W4A16, self._orders
-        gate_up, down = (*self.gate_up, of_gate_up), (*self.down, of_down)
-        return expert_mlp(tokens, topk_ids, topk_weights, gate_up, down, product, dtype=self._packing.dtype, **counts)
+    @property
+    def operands(self) -> tuple[Weight, Weight]:
+        of_gate_up, of_down = self._orders
+        return (*self.gate_up, of_gate_up), (*self.down, of_down)
 
 
 class Int4(StoredFormat):
@@ -205,7 +192,3 @@ class Int4(StoredFormat):
 
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> Int4Experts:
         return Int4Experts(prefixes, hidden, intermediate, self._packing)
-
-    @staticmethod
-    def is_default_on(device: torch.device) -> bool:
-        return True

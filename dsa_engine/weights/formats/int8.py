@@ -6,7 +6,6 @@ In a checkpoint (``compressed-tensors``): ``NAME.weight`` int8 and ``NAME.weight
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.int8 import int8_words
 from dsa_engine.kernels.grouped.product_formats import INT8
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
-from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, StoredFormat
 
@@ -54,22 +52,16 @@ class Int8Experts(GroupedExperts):
     def __init__(
         self, prefixes: Sequence[str], hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
     ):
-        count, self._dtype = len(prefixes), dtype
-        self.gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=torch.int8, device=device)
-        self.gate_up_scale = torch.empty(count, 2 * intermediate, dtype=torch.float32, device=device)
-        self.down = torch.empty(count, hidden, intermediate, dtype=torch.int8, device=device)
-        self.down_scale = torch.empty(count, hidden, dtype=torch.float32, device=device)
-        gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
-        super().__init__(prefixes, hidden, intermediate, gate_up, down, _sources)
+
+        def empty(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+            codes = torch.empty(len(prefixes), rows, columns, dtype=torch.int8, device=device)
+            return codes, torch.empty(len(prefixes), rows, device=device)
+
+        gate_up, down = empty(2 * intermediate, hidden), empty(hidden, intermediate)
+        super().__init__(prefixes, hidden, intermediate, gate_up, down, _sources, INT8, dtype)
 
     def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         return int8_words(tokens)
-
-    def _mlp(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
-    ) -> torch.Tensor:
-        gate_up, down = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
-        return expert_mlp(tokens, topk_ids, topk_weights, gate_up, down, INT8, dtype=self._dtype, **counts)
 
 
 class Int8(StoredFormat):
@@ -90,7 +82,3 @@ class Int8(StoredFormat):
 
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> Int8Experts:
         return Int8Experts(prefixes, hidden, intermediate, self.dtype, self.device)
-
-    @staticmethod
-    def is_default_on(device: torch.device) -> bool:
-        return True

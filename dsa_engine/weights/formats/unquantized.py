@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from dsa_engine.kernels.grouped.product_formats import PLAIN
 from dsa_engine.kernels.linear.linear import linear
-from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, WeightFormat
 
@@ -39,14 +38,9 @@ class UnquantizedExperts(GroupedExperts):
         self, prefixes: Sequence[str], hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
     ):
         count = len(prefixes)
-        self.gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=dtype, device=device)
-        self.down = torch.empty(count, hidden, intermediate, dtype=dtype, device=device)
-        super().__init__(prefixes, hidden, intermediate, (self.gate_up,), (self.down,), _sources)
-
-    def _mlp(
-        self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **counts: Any
-    ) -> torch.Tensor:
-        return expert_mlp(tokens, topk_ids, topk_weights, (self.gate_up,), (self.down,), **counts)
+        gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=dtype, device=device)
+        down = torch.empty(count, hidden, intermediate, dtype=dtype, device=device)
+        super().__init__(prefixes, hidden, intermediate, (gate_up,), (down,), _sources, PLAIN, dtype)
 
 
 class Unquantized(WeightFormat):

@@ -126,7 +126,7 @@ def test_what_the_package_writes_is_read(
         assert float((ours - wanted).norm() / wanted.norm()) < 1e-5
     else:
         experts = llms[0].engine.model.layers[2].moe.experts
-        got = experts.down[7] * experts.down_scale[7][:, None]
+        got = experts.down[0][7] * experts.down[1][7][:, None]
         torch.testing.assert_close(got, plain["model.layers.2.mlp.experts.7.down_proj.weight"], rtol=1e-6, atol=0)
 
 
@@ -157,7 +157,7 @@ def test_rows_are_taken_some_at_a_time(source: Path, tmp_path: Path, monkeypatch
     for quantize, int8_activations in SCHEMES:
         with monkeypatch.context() as patch:
             quantize_checkpoint(source, tmp_path / f"{quantize}{int8_activations}", quantize)
-            patch.setattr("dsa_engine.weights.convert.quantize._ELEMENTS", 7 * 256)
+            patch.setattr("dsa_engine.weights.convert.quantize.CHUNK_ELEMENTS", 7 * 256)
             quantize_checkpoint(source, tmp_path / f"{quantize}{int8_activations} in parts", quantize)
         whole, parts = (tensors_of(tmp_path / f"{quantize}{int8_activations}{end}") for end in ("", " in parts"))
         assert whole.keys() == parts.keys()

@@ -49,9 +49,10 @@ class GrammarMasks:
         return self._tokens
 
     def _load(self) -> Any:
-        from llguidance.hf import from_tokenizer
+        tokenizer = Tokenizer(self._folder, self._trusts)
+        from llguidance.hf import from_tokenizer  # it imports transformers, which only a tokenizer may do first
 
-        return from_tokenizer(Tokenizer(self._folder, self._trusts).hf, self._vocab, self._ends)
+        return from_tokenizer(tokenizer.hf, self._vocab, self._ends)
 
     def _read(self, source: str) -> Any:
         from llguidance import LLMatcher

@@ -18,7 +18,8 @@ def choose_device(device: str, one_part: bool = True) -> torch.device:
     before, unless the environment has it.
 
     Args:
-        one_part: whether all ranks of the run launch their collectives in one order.
+        one_part: whether all ranks of the run launch their collectives in one order. With two parts, threads launch
+            messages beside steps: in an order of the host, NCCL refuses them, and ranks could wait in a circle.
     """
     wanted = {_QUEUES: 32} | ({_IN_ORDER: 1} if one_part else {})
     if device != "cpu":
@@ -46,11 +47,14 @@ def choose_device(device: str, one_part: bool = True) -> torch.device:
             f"device cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices; "
             "start as many ranks on a node as it has devices, or give 'cpu'"
         )
+    if not one_part and os.environ.get(_IN_ORDER, "0") != "0":
+        raise ValueError(
+            f"{_IN_ORDER} is {os.environ[_IN_ORDER]!r}, with which NCCL refuses what prefill_ranks launches: leave it "
+            "unset, in a process in which no engine without prefill_ranks has started on a GPU, as that sets it"
+        )
     for name, number in wanted.items():
         given = os.environ[name]
         if not given.isdecimal() or int(given) < number:
             warnings.warn(f"{name} is {given!r}, so streams may wait for each other: set {number}", stacklevel=2)
-    if not one_part and os.environ.get(_IN_ORDER, "0") != "0":
-        warnings.warn(f"{_IN_ORDER} is {os.environ[_IN_ORDER]!r}, and prefill_ranks may hang: unset it", stacklevel=2)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from dsa_engine.config.checks import check_text
@@ -15,6 +16,9 @@ from dsa_engine.outputs import Logprobs
 
 # Maximum number of tokens whose text is held back because they may still become a character.
 _MAX_PENDING = 12
+
+# Modules of transformers put others in their place when they are imported: a second thread gets one without its names.
+_importing = Lock()
 
 
 class Tokenizer:
@@ -30,13 +34,15 @@ class Tokenizer:
             raise ValueError(
                 f"{folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or bad words"
             )
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        with _importing:
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         self.folder = folder
         self._token_texts: dict[int, tuple[str, bytes]] = {}
         try:
-            # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
-            self.hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+            with _importing:  # more modules, as the folder needs them
+                # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
+                self.hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:

@@ -250,7 +250,7 @@ QUEUES, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
         ({}, False, {QUEUES: "32"}, []),
         ({QUEUES: "8", ORDER: "1"}, True, {QUEUES: "8", ORDER: "1"}, [f"{QUEUES} is '8', .* set 32"]),
         ({QUEUES: "x", ORDER: "0"}, True, {QUEUES: "x", ORDER: "0"}, [f"{QUEUES} is 'x'", f"{ORDER} is '0', .* set 1"]),
-        ({ORDER: "1"}, False, {QUEUES: "32", ORDER: "1"}, [f"{ORDER} is '1', and prefill_ranks may hang: unset it"]),
+        ({ORDER: "0"}, False, {QUEUES: "32", ORDER: "0"}, []),
     ],
 )
 def test_what_cuda_reads_when_it_starts(
@@ -278,3 +278,6 @@ def test_what_cuda_reads_when_it_starts(
     assert len(texts) == len(warned)
     for text, pattern in zip(texts, warned, strict=True):
         assert re.search(pattern, str(text.message))
+    monkeypatch.setenv(ORDER, "1")
+    with pytest.raises(ValueError, match=f"{ORDER} is '1', with which NCCL refuses .* leave it unset"):
+        choose_device("auto", one_part=False)

@@ -104,11 +104,18 @@ class Queues:
 
 
 class Device:
-    """The device of a rank; stands for ``torch.cuda``. Stream 0 is the default one."""
+    """The device of a rank; stands for ``torch.cuda``. Stream 0 is the default one.
 
-    def __init__(self, queues: Queues, rank: int):
-        self._queues, self.rank = queues, rank
+    Args:
+        in_order: a kernel of NCCL begins when those that the host launched before have ended, whatever their
+            communicator: as with NCCL_LAUNCH_ORDER_IMPLICIT in graphs, and before CUDA 12.3. Threads may not race then.
+    """
+
+    def __init__(self, queues: Queues, rank: int, in_order: bool = False):
+        self._queues, self.rank, self._in_order = queues, rank, in_order
         self._streams, self._current = 0, threading.local()
+        self._last: Recorded | None = None  # the end of the last kernel of NCCL
+        self._launcher: threading.Thread | None = None
 
     def Stream(self, *_: object) -> int:
         self._streams += 1
@@ -137,6 +144,12 @@ class Device:
         begun.record()
         with self.stream(stream):
             self.put(Wait(begun))
+            if self._in_order:
+                assert self._launcher in (None, threading.current_thread()), "host threads racing to launch NCCL"
+                self._launcher = threading.current_thread()
+                if self._last is not None:
+                    self.put(Wait(self._last))
+                self._last = ended
             self.put(meeting)
             ended.record()
         self.put(Wait(ended))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +204,24 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     with pytest.raises(ValueError, match=r"^the tokenizer in .* cannot be read: [^\n]*$"):
         Tokenizer(tmp_path)
+
+
+TWO_THREADS = f"""
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dsa_engine.engine.sampling.grammar import GrammarMasks
+from dsa_engine.text.tokenizer import Tokenizer
+
+folder = Path({str(demo_folder())!r})
+grammars = GrammarMasks(folder, False, 512, [0])
+with ThreadPoolExecutor(2) as pool:
+    made = [grammars.load(), pool.submit(Tokenizer, folder), pool.submit(Tokenizer, folder)]
+[one.result() for one in made]
+"""
+
+
+def test_threads_that_import_transformers_first_at_once() -> None:
+    """As grammars are loaded beside the first call."""
+    done = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -152,7 +152,7 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     refuse_extra_layers(folder, config, options)
     modules, max_model_len = mtp_modules(folder, config, options), limited_model_len(config, options)
     relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
-    device = choose_device(options.device)
+    device = choose_device(options.device, one_part=options.parallel.prefill_ranks is None)
     dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
     refuse_variant(options, device, dtype)
     config = replace(config, batch_invariant=options.batch_invariant)

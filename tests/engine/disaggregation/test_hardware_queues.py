@@ -64,14 +64,27 @@ def run_linked(queues: Queues, devices: Sequence[Device], senders: int, targets:
         end.close()
 
 
-def run(senders: int, receivers: int, number: int, before: int) -> Queues:
+def run_crossed(queues: Queues, devices: Sequence[Device], senders: int, targets: Sequence[int]) -> None:
+    """A message of each of two pairs, beside a collective of each part: one rank of a part launches its message before
+    the collective, the other after it. Threads of links may do so, as the hosts of both pairs are ready."""
+    prefill, decode = Meeting("prefill", 2), Meeting("decode", 2)
+    first, second = Meeting("first pair", 2, pages=True), Meeting("second pair", 2, pages=True)
+    for device, launches in zip(
+        devices, [(first, prefill), (prefill, second), (decode, first), (second, decode)], strict=True
+    ):
+        for meeting in launches:
+            with device.stream(device.Stream()):
+                device.follow(device.Stream(), meeting)
+
+
+def run(way: Any, senders: int, receivers: int, number: int, before: int, in_order: bool = False) -> Queues:
     """Two ranks get a prompt each; ``before`` streams exist when those of links are made."""
     queues = Queues(number)
-    devices = [Device(queues, rank) for rank in range(senders + receivers)]
+    devices = [Device(queues, rank, in_order) for rank in range(senders + receivers)]
     for device in devices:
         for _ in range(before):
             device.Stream()
-    run_linked(queues, devices, senders, sorted({senders, senders + receivers - 1}))
+    way(queues, devices, senders, sorted({senders, senders + receivers - 1}))
     return queues
 
 
@@ -79,6 +92,14 @@ def run(senders: int, receivers: int, number: int, before: int) -> Queues:
 @pytest.mark.parametrize(("senders", "receivers"), PARTS)
 def test_nothing_hangs(senders: int, receivers: int, number: int) -> None:
     for before in range(0, 8, 1 if senders < 8 else 4):
-        queues = run(senders, receivers, number, before)
+        queues = run(run_linked, senders, receivers, number, before)
         assert queues.empty
         assert max(queues.held.values()) == 1, "and its other side is about to launch"
+
+
+def test_messages_in_the_launch_order_of_steps_would_hang() -> None:
+    """Where a kernel of NCCL waits for those that its host launched before; and NCCL refuses two threads that do so."""
+    assert run(run_crossed, 2, 2, 32, 0).empty
+    assert not run(run_crossed, 2, 2, 32, 0, in_order=True).empty
+    with pytest.raises(AssertionError, match="host threads racing to launch NCCL"):
+        run(run_linked, 2, 2, 32, 0, in_order=True)

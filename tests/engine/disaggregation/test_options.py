@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from dsa_engine import ParallelConfig
+from dsa_engine.demo import demo_folder
 from dsa_engine.engine.disaggregation.side import Side, own_options
+from dsa_engine.engine.startup.start import prepare
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.disaggregation import create_mesh
@@ -74,3 +77,14 @@ def test_runs() -> None:
     with pytest.raises(ValueError, match="leaves no rank to decode: the run has 1"):
         create_mesh(ParallelConfig(prefill_ranks=1), "cpu")
     assert not Mesh(ParallelConfig(), 0, 1, torch.device("cpu")).has_counterpart
+
+
+def test_no_launch_order_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links launch in threads of their own, which NCCL refuses with it: nothing sets it before the mesh is made."""
+    names = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
+    for name in names:
+        monkeypatch.setenv(name, "")  # restores what the test changes
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match="prefill_ranks 1 leaves no rank to decode"):
+        prepare(demo_folder(), EngineOptions("demo", parallel=ParallelConfig(prefill_ranks=1)))
+    assert [name in os.environ for name in names] == [True, False]

@@ -1,10 +1,7 @@
-"""Requests on several ranks in every way that ranks work together, compared with one process.
+"""Requests on several ranks, in every way that ranks work together, compared with one process.
 
-    scripts/check_ranks.py one FILE              one process: writes the tokens of every request
-    scripts/check_ranks.py ranks FILE [CASE …]   every rank: compares (default: all cases); a failure ends the run
-
-As many ranks as one likes may share a GPU, if NCCL takes each for a machine (NCCL_HOSTID): slow, but NCCL all the same.
-Without batch_invariant a token may differ where two are nearly as likely, and the rest of its request with it.
+Any number of ranks may share a GPU, if NCCL takes each for a machine (NCCL_HOSTID): slow, but NCCL all the same.
+Without batch_invariant a token may differ where two are nearly as likely, and then the rest of its request.
 """
 
 from __future__ import annotations
@@ -22,81 +19,78 @@ from dsa_engine.kernels.runtime.operation import error_line
 
 TEXT = "def main():\n    key 4821 is 97\n    value 311 is 5\n"
 PROMPTS = [TEXT * 40 + "key 4821 is", TEXT, [7 + i % 500 for i in range(1530)], "import os", TEXT * 12]
-PARAMS = [
-    SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=12 + i, ignore_eos=True) for i in range(len(PROMPTS))
-]
 COMMON: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 512, "progress": False}
-COMMON |= {"cache_memory": "256MiB", "enable_prefix_caching": False}
-CROWD = 4  # times as many requests where some are to be preempted: on each rank a few more than its pages hold
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the ranks and of the engine, new things first
+COMMON |= {"cache_memory": "256MiB", "enable_prefix_caching": False, "max_num_seqs": 8}
+CROWD, FEW_PAGES = [1, 3] * 16, 18  # short requests, of which a rank's pages hold few to their end
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the ranks, and of the engine
     "graphs": ({"cp_size": 4}, {}),
     "apart": ({"prefill_ranks": 2}, {}),
     "rebalancing": ({"rebalance_every": 4, "redundant_experts": 4}, {}),
-    "preemption": ({"cp_size": 4}, {"cache_memory": None, "enable_prefix_caching": True}),
+    "preemption": ({"cp_size": 4}, {"page_size": 4, "max_num_seqs": len(CROWD)}),
+    "prefix": ({"cp_size": 4}, {"enable_prefix_caching": True}),
     "by_node": ({"cp_size": 4, "moe_dispatch": "by_node", "tp_size": 2}, {"enable_dbo": True}),
     "micro_batches": ({"cp_size": 4, "moe_dispatch": "all_to_all"}, {"enable_dbo": True}),
+    "drafts": ({"cp_size": 4}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
     "batch_invariant": ({"cp_size": 4}, {"batch_invariant": True}),
-    "drafts": ({}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
-    "eager": ({}, {"enforce_eager": True}),
 }
 
 
-def generate(device: str, parallel: ParallelConfig, options: dict[str, Any]) -> dict[str, Any] | None:
-    """Tokens of every request, of the second of two calls, and what the engine did; None on ranks that only follow."""
-    with LLM("demo", device=device, parallel=parallel, **COMMON | options) as llm:
-        engine = llm.engine
+def generate(numbers: list[int], parallel: ParallelConfig, **options: Any) -> dict[str, Any] | None:
+    """Tokens of the requests, and what the engine did; None on ranks that only follow."""
+    with LLM("demo", parallel=parallel, **COMMON | options) as llm:
+        engine, scheduler = llm.engine, llm.engine.scheduler
         if parallel.prefill_ranks and not engine.mesh.is_front:
             llm.follow()
             return None
-        for _ in range(2):
-            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        tokens, scheduler = [out.token_ids for out in outputs], engine.scheduler
-        pages = sum(-(-(len(out.prompt_token_ids) + len(out.token_ids)) // engine.options.page_size) for out in outputs)
+        each = [SamplingParams(temperature=0.9 * (n % 2), seed=n, max_tokens=12 + n, ignore_eos=True) for n in numbers]
+        for _ in range(1 + engine.options.enable_prefix_caching):  # the second call finds pages of the first
+            outputs = llm.generate([PROMPTS[n] for n in numbers], each, use_tqdm=False)
         return {
-            "tokens": tokens,
-            "bytes": pages * engine.cache.page_bytes,
+            "tokens": [output.token_ids for output in outputs],
+            "token_bytes": engine.cache.page_bytes // engine.options.page_size,
             "graphs": len(engine.graphs.captured) if engine.graphs else 0,
             "ahead": engine.launched_ahead,
             "nodes": engine.mesh.nodes,
-            "preemptions": scheduler.preemptions,
+            "preempted": scheduler.preemptions,
             "hits": scheduler.prefix_cache.hits,
-            "moves": engine.rebalancing.times if engine.rebalancing else 0,
+            "moved": engine.rebalancing.times if engine.rebalancing else 0,
         }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("one", "ranks"))
-    parser.add_argument("file", type=Path)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"some of {', '.join(CASES)}")
+    parser.add_argument("file", type=Path, help="tokens of one process, which writes them")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"on each rank: {', '.join(CASES)}")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds until a collective fails")
     args = parser.parse_args()
-    kinds = {False: {}, True: {"batch_invariant": True}}
-    if args.what == "one":
-        ran = [generate(args.device, ParallelConfig(), options) for options in kinds.values()]
+    os.environ["DSA_ENGINE_DBO_ROWS"] = "1,2"  # cuts small steps too
+    everything, leads, failed = [*range(len(PROMPTS))], os.environ.get("RANK", "0") == "0", False
+    if not args.cases:
+        kinds = False, True
+        ran = [generate(everything, ParallelConfig(), device=args.device, batch_invariant=exact) for exact in kinds]
         args.file.write_text(json.dumps(ran))
-        return
-    expected, leads, worst = json.loads(args.file.read_text()), os.environ.get("RANK", "0") == "0", 0
-    for name in args.cases or CASES:
+    expected = json.loads(args.file.read_text())
+    for name in args.cases:
         parallel, options = CASES[name]
-        exact, begin = "batch_invariant" in options, time.perf_counter()
-        if options.get("cache_memory") == SMALL:
-            options = options | {"cache_memory": int(SMALL * expected[0]["bytes"])}
+        numbers, begin, exact = everything, time.perf_counter(), name == "batch_invariant"
+        if name == "preemption":
+            pages = {"cache_memory": FEW_PAGES * options["page_size"] * expected[0]["token_bytes"]}
+            numbers, options = CROWD, options | pages
         if leads:
-            print(f"case {name}", flush=True)
+            print("case", name, flush=True)
         try:
-            did = generate(args.device, ParallelConfig(timeout=args.timeout, **parallel), options)
+            did = generate(numbers, ParallelConfig(timeout=30, **parallel), device=args.device, **options)
         except BaseException as error:
             print(f"FAILED {name}: {error_line(error)}", flush=True)
-            os._exit(3)  # not by way of the others, which may wait for this rank
+            os._exit(3)  # not by way of the other ranks, which may wait for this one
         if leads and did is not None:
-            want = expected[exact]["tokens"]
-            equal = [sum(a == b for a, b in zip(*pair)) for pair in zip(did.pop("tokens"), want)]
-            whole = sum(n == len(tokens) for n, tokens in zip(equal, want))
-            worst |= whole < (len(want) if exact else len(want) / 2)
-            print(f"{name}: {time.perf_counter() - begin:.1f} s, equal {whole} of {len(want)} {equal} {did}", flush=True)
-    sys.exit(worst)
+            pairs = [*zip(did.pop("tokens"), (expected[exact]["tokens"][n] for n in numbers))]
+            whole = sum(got == wanted for got, wanted in pairs)
+            failed |= whole < len(pairs) * (1 if exact else 0.5)
+            left = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in pairs if pair[0] != pair[1]]
+            at = f", others leave at tokens {left}" if left else ""
+            print(f"{name}: {time.perf_counter() - begin:.1f} s, {whole} of {len(pairs)} equal{at}, {did}")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

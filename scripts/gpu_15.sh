@@ -46,7 +46,7 @@ measure() { # tpot|ttft LAYERS SECONDS OPTION…
 run() { # PART; a new part: its command here, its name in `parts`, and their limits stay within 480 s and 180 s
 	case $1 in
 	environment) shown=. part 15 environment "$python" -c "$module" dsa_engine env ;;
-	one_process) shown=Error part 50 one_process "$python" scripts/check_ranks.py one "$out/one_process.json" --device "$device" ;;
+	one_process) shown=Error part 70 one_process "$python" scripts/check_ranks.py "$out/one_process.json" --device "$device" ;;
 	kernels)
 		wait "$compiling"
 		shown='^ceilings|[0-9]%|^FAILED|^not measured' part 50 kernels "$python" scripts/kernel_bench/bench_kernels.py "${kernels[@]}" \
@@ -55,8 +55,8 @@ run() { # PART; a new part: its command here, its name in `parts`, and their lim
 	tpot_*) measure tpot "${1#*_}" 90 --input-len "${lengths[1]}" --batch-size $batch --max-num-seqs $batch --output-len 64 \
 		--fill-cache random --num-speculative-tokens 0,3 --repeat 2 ;;
 	ttft_*) measure ttft "${1#*_}" 60 --input-len "${lengths[0]}" --output-len 1 --enable-dbo ;;
-	tests) shown='^(FAILED|ERROR)|=+ .* (passed|failed)|^FAILED' tests 95 tests "${kernel_tests[@]}" ;;
-	ranks) shown='^(FAILED|[a-z_]+: [0-9.]+ s, )' part 110 ranks bash -c 'compare_ranks "$@"' bash "$out/one_process.json" ;;
+	tests) shown='^(FAILED|ERROR)|=+ .* (passed|failed)|^FAILED' tests 85 tests "${kernel_tests[@]}" ;;
+	ranks) shown='^(FAILED|[a-z_]+: [0-9.]+ s, )' part 100 ranks bash -c 'compare_ranks "$@"' bash "$out/one_process.json" ;;
 	depths) shown=. part 10 depths "$python" -c "$depths" "$out" "${layers[@]}" ;;
 	esac
 }

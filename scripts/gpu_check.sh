@@ -46,7 +46,7 @@ latency() {
 layers=("${rank_of_64[@]:0:4}" "${depth[@]}" --output-len 8 --repeat 2)
 ranks() {
 	local queues
-	part 60 one_process "$python" scripts/check_ranks.py one "$out/one_process.json"
+	part 60 one_process "$python" scripts/check_ranks.py "$out/one_process.json"
 	part 120 compare bash -c 'compare_ranks "$@"' bash "$out/one_process.json"
 	((gpus > 1)) || return # what follows takes the memory of a GPU for each rank
 	part 130 doctor_ranks bash -c 'together "$@"' bash 1 -c "$module" dsa_engine doctor --json "$out/doctor_ranks.json"

@@ -120,10 +120,10 @@ together() {
 }
 
 compare_ranks() { # FILE: the cases of check_ranks.py; after one that fails, the next ones in new processes
-	local cases=(graphs apart rebalancing preemption by_node micro_batches batch_invariant drafts eager) log ended=0
+	local cases=(graphs apart rebalancing preemption prefix by_node micro_batches drafts batch_invariant) log ended=0
 	log=$(mktemp)
 	while ((${#cases[@]})); do
-		together 2 scripts/check_ranks.py ranks "$1" "${cases[@]}" --device "$device" --timeout 30 2>&1 | tee "$log"
+		together 2 scripts/check_ranks.py "$1" "${cases[@]}" --device "$device" 2>&1 | tee "$log"
 		[ "${PIPESTATUS[0]}" -eq 0 ] && break
 		ended=1
 		cases=("${cases[@]:$(grep -c '^case ' "$log" || echo 99)}")

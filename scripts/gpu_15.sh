@@ -18,6 +18,7 @@ batch=64
 one_rank=("${rank_of_64[@]}" --optimize latency)
 kernel_tests=(tests/kernels "${graphs[@]}")
 kernels=()
+compiling=''
 if [ "$device" = cpu ]; then
 	gpus=0 capability=90 ranks=4 layers=(2 3) lengths=(64,128 128) batch=4 kernels=(--device cpu --small) kernel_tests=("${graphs[1]}")
 	one_rank=(--model demo-random --load-format dummy --emulate-world 4 --tp-size 2 --device cpu)
@@ -48,7 +49,7 @@ run() { # PART; a new part: its command here, its name in `parts`, and their lim
 	environment) shown=. part 15 environment "$python" -c "$module" dsa_engine env ;;
 	one_process) shown=Error part 70 one_process "$python" scripts/check_ranks.py "$out/one_process.json" --device "$device" ;;
 	kernels)
-		wait "$compiling"
+		[ "$compiling" = '' ] || wait "$compiling"
 		shown='^ceilings|[0-9]%|^FAILED|^not measured' part 50 kernels "$python" scripts/kernel_bench/bench_kernels.py "${kernels[@]}" \
 			--only sparse_prefill,sparse_decode,indexer_prefill,top_k,experts,linear --time-limit 35 --json "$out/kernels.json"
 		;;
@@ -76,7 +77,7 @@ if [ "$1" = first ]; then
 	parts=(environment one_process kernels "tpot_${layers[0]}" "ttft_${layers[0]}" tests ranks)
 else
 	deadline=170
-	parts=("tpot_${layers[1]}" "ttft_${layers[1]}" depths $(grep -vE '^tpot|^ttft' "$out/failed"))
+	parts=("tpot_${layers[1]}" "ttft_${layers[1]}" depths $(cat "$out/failed"))
 fi
 for name in "${parts[@]}"; do run "$name"; done
 [ ${#failed[@]} -eq 0 ] || echo "FAILED: ${failed[*]}"

@@ -47,7 +47,7 @@ layers=("${rank_of_64[@]:0:4}" "${depth[@]}" --output-len 8 --repeat 2)
 ranks() {
 	local queues
 	part 60 one_process "$python" scripts/check_ranks.py "$out/one_process.json"
-	part 120 compare bash -c 'compare_ranks "$@"' bash "$out/one_process.json"
+	part 110 compare bash -c 'compare_ranks "$@"' bash "$out/one_process.json"
 	((gpus > 1)) || return # what follows takes the memory of a GPU for each rank
 	part 130 doctor_ranks bash -c 'together "$@"' bash 1 -c "$module" dsa_engine doctor --json "$out/doctor_ranks.json"
 	part 100 graphs_ranks bash -c 'together "$@"' bash 1 scripts/measure_tpot.py "${layers[@]}" --input-len 32768 \

@@ -108,25 +108,29 @@ together() {
 		fi
 		jobs+=($!)
 	done
-	for rank in "${jobs[@]}"; do
-		wait -n && continue
-		rank=$?
-		((ended)) && continue
-		ended=$rank
-		sleep 3 # so that the others can say what they saw
-		kill -KILL "${jobs[@]}" 2>/dev/null
+	while ((ended == 0)); do
+		wait -n
+		ended=$?
 	done
+	if ((ended != 127)); then # which says that all have ended
+		sleep 3               # so that the others can say what they saw
+		kill -KILL "${jobs[@]}" 2>/dev/null
+	fi
+	ended=0
+	for rank in "${jobs[@]}"; do wait "$rank" || ended=$?; done
 	return $ended
 }
 
 compare_ranks() { # FILE: the cases of check_ranks.py; after one that fails, the next ones in new processes
-	local cases=(graphs apart rebalancing preemption prefix by_node micro_batches drafts batch_invariant) log ended=0
+	local cases=(graphs apart rebalancing preemption prefix by_node micro_batches drafts batch_invariant) log begun ended=0
 	log=$(mktemp)
 	while ((${#cases[@]})); do
 		together 2 scripts/check_ranks.py "$1" "${cases[@]}" --device "$device" 2>&1 | tee "$log"
 		[ "${PIPESTATUS[0]}" -eq 0 ] && break
 		ended=1
-		cases=("${cases[@]:$(grep -c '^case ' "$log" || echo 99)}")
+		begun=$(grep -c '^case ' "$log")
+		((begun)) || break
+		cases=("${cases[@]:begun}")
 	done
 	rm "$log"
 	return $ended

@@ -2,7 +2,7 @@
 # What fifteen minutes on one GPU can answer, in two calls, the most important first. They may be cut off anywhere: FOLDER has
 # the traces, and results.tar.gz and summary.txt after each part.
 #
-#   scripts/gpu_15.sh first FOLDER     within 475 s: kernels beside their alternatives, TPOT (0 and 3 drafts) and TTFT of 4 layers
+#   scripts/gpu_15.sh first FOLDER     within 475 s: kernels beside their alternatives, TPOT (3 and 0 drafts) and TTFT of 4 layers
 #                                      of DeepSeek-V3.2-Exp as one rank of 64, tests, four ranks that share the GPU
 #   scripts/gpu_15.sh second FOLDER    within 175 s, on the same machine: TPOT and TTFT of 8 layers, then what failed before
 #
@@ -15,7 +15,7 @@ device=${GPU_DEVICE:-cuda}
 layers=(4 8)
 lengths=(8192,131072 131072)
 batch=64
-one_rank=("${rank_of_64[@]}" --optimize latency)
+one_rank=("${rank_of_64[@]}" --optimize latency --moe-dispatch by_node --cache-memory 30GiB) # by name: no size is tried out
 kernel_tests=(tests/kernels "${graphs[@]}")
 kernels=()
 compiling=''
@@ -51,10 +51,10 @@ run() { # PART; a new part: its command here, its name in `parts`, and their lim
 	kernels)
 		[ "$compiling" = '' ] || wait "$compiling"
 		shown='^ceilings|[0-9]%|^FAILED|^not measured' part 50 kernels "$python" scripts/kernel_bench/bench_kernels.py "${kernels[@]}" \
-			--only sparse_prefill,sparse_decode,indexer_prefill,top_k,experts,linear --time-limit 35 --json "$out/kernels.json"
+			--only sparse_prefill,linear,experts,top_k,sparse_decode,indexer_prefill --time-limit 35 --json "$out/kernels.json"
 		;;
-	tpot_*) measure tpot "${1#*_}" 90 --input-len "${lengths[1]}" --batch-size $batch --max-num-seqs $batch --output-len 64 \
-		--fill-cache random --num-speculative-tokens 0,3 --repeat 2 ;;
+	tpot_*) measure tpot "${1#*_}" 90 --input-len "${lengths[1]}" --batch-size $batch --max-num-seqs $batch --output-len 32 \
+		--fill-cache random --num-speculative-tokens 3,0 --repeat 2 ;;
 	ttft_*) measure ttft "${1#*_}" 60 --input-len "${lengths[0]}" --output-len 1 --enable-dbo ;;
 	tests) shown='^(FAILED|ERROR)|=+ .* (passed|failed)|^FAILED' tests 85 tests "${kernel_tests[@]}" ;;
 	ranks) shown='^(FAILED|[a-z_]+: [0-9.]+ s, )' part 100 ranks bash -c 'compare_ranks "$@"' bash "$out/one_process.json" ;;

@@ -57,6 +57,16 @@ class TimedGeneration:
         """Seconds of each step in which the whole batch decodes."""
         return [self.step_end_times[i] - self.step_end_times[i - 1] for i in self.decode_steps]
 
+    @property
+    def tpot(self) -> float:
+        """Seconds of a token, of which a median step gives as many as the mean step."""
+        return statistics.median(self.itl) * len(self.itl) / self.decoded_tokens
+
+    @property
+    def beyond_median(self) -> float:
+        """Seconds that these steps took beyond the median each: mostly the last one, when all requests end at once."""
+        return sum(self.itl) - statistics.median(self.itl) * len(self.itl)
+
 
 def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
     for prompt in prompts:

@@ -29,8 +29,8 @@ def test_without_a_gpu(tmp_path: Path, script: str, what: str) -> None:
 
 
 def run(tmp_path: Path, script: str, what: str, fails: str, gpus: int = 4) -> subprocess.Popen[str]:
-    """Starts the script; a part's limit is 4 seconds. A part with ``fails`` among its arguments fails, and TPOT hangs if
-    the file ``hang`` exists."""
+    """Starts the script; a part's limit is 4 seconds. A part with ``fails`` among its arguments fails, and TPOT hangs
+    if the file ``hang`` exists."""
     scripts = {
         "python": f'case "$*" in *device_count*) echo {gpus} 90; exit;; esac\necho "called: $*"\n'
         f'case "$*" in *{fails}*) exit 3;; *measure_tpot*) [ ! -e {tmp_path}/hang ] || sleep 60;; esac',

@@ -18,7 +18,13 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.kernels.runtime.operation import error_line
 
 TEXT = "def main():\n    key 4821 is 97\n    value 311 is 5\n"
-PROMPTS = [TEXT * 40 + "key 4821 is", TEXT, [7 + i % 500 for i in range(1530)], "import os", TEXT * 12]
+PROMPTS: list[str | list[int]] = [
+    TEXT * 40 + "key 4821 is",
+    TEXT,
+    [7 + i % 500 for i in range(1530)],
+    "import os",
+    TEXT * 12,
+]
 COMMON: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 512, "progress": False}
 COMMON |= {"cache_memory": "256MiB", "enable_prefix_caching": False, "max_num_seqs": 8}
 CROWD, FEW_PAGES = [1, 3] * 16, 18  # short requests, of which a rank's pages hold few to their end
@@ -79,7 +85,7 @@ def main() -> None:
         if leads:
             print("case", name, flush=True)
         try:
-            did = generate(numbers, ParallelConfig(timeout=30, **parallel), device=args.device, **options)
+            did = generate(numbers, ParallelConfig(timeout=40, **parallel), device=args.device, **options)
         except BaseException as error:
             print(f"FAILED {name}: {error_line(error)}", flush=True)
             os._exit(3)  # not by way of the other ranks, which may wait for this one

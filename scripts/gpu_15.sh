@@ -9,6 +9,7 @@
 # GPU_DEVICE=cpu tries all of it at small sizes.
 . "$(dirname "$0")/gpu_parts.sh"
 [[ "${1:-}" =~ ^(first|second)$ && -n "${2:-}" ]] || { echo "usage: scripts/gpu_15.sh first|second FOLDER, not '$*'" >&2; exit 2; }
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false # many processes at once
 folder=$(realpath -m "$2")
 out=${TMPDIR:-/tmp}/gpu_15
 device=${GPU_DEVICE:-cuda}
@@ -72,7 +73,7 @@ for metric in ("tpot", "ttft"):
 if [ "$1" = first ]; then
 	deadline=470
 	rm -rf "${out:?}"/*
-	(after_part() { :; } && shown='spill' && compile) &
+	(after_part() { :; } && shown='FAILED|[Ee]rror' && compile) &
 	compiling=$!
 	parts=(environment one_process kernels "tpot_${layers[0]}" "ttft_${layers[0]}" tests ranks)
 else

@@ -63,7 +63,7 @@ class BenchReport:
         for result in self._results if self._metric == "tpot" else ():
             if beyond := result.beyond_median:
                 ms = statistics.median(beyond) * 1e3
-                print(f"{result.size}: beyond the median step, the steps of a run took {ms:,.2f} ms, mostly as it ends")
+                print(f"{result.size}: the steps of a run took {ms:,.2f} ms beyond the median step each")
         _print_speculation(self._results)
         for phase in ("prefill", "decode"):
             _print_stages(phase, self._results)

@@ -18,13 +18,7 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.kernels.runtime.operation import error_line
 
 TEXT = "def main():\n    key 4821 is 97\n    value 311 is 5\n"
-PROMPTS: list[str | list[int]] = [
-    TEXT * 40 + "key 4821 is",
-    TEXT,
-    [7 + i % 500 for i in range(1530)],
-    "import os",
-    TEXT * 12,
-]
+PROMPTS: list[Any] = [TEXT * 40 + "key 4821 is", TEXT, [7 + i % 500 for i in range(1530)], "import os", TEXT * 12]
 COMMON: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 512, "progress": False}
 COMMON |= {"cache_memory": "256MiB", "enable_prefix_caching": False, "max_num_seqs": 8}
 CROWD, FEW_PAGES = [1, 3] * 16, 18  # short requests, of which a rank's pages hold few to their end
@@ -93,8 +87,8 @@ def main() -> None:
             pairs = [*zip(did.pop("tokens"), (expected[exact]["tokens"][n] for n in numbers))]
             whole = sum(got == wanted for got, wanted in pairs)
             failed |= whole < len(pairs) * (1 if exact else 0.5)
-            left = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in pairs if pair[0] != pair[1]]
-            at = f", others leave at tokens {left}" if left else ""
+            parted = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in pairs if pair[0] != pair[1]]
+            at = f", others part at tokens {parted}" if parted else ""
             print(f"{name}: {time.perf_counter() - begin:.1f} s, {whole} of {len(pairs)} equal{at}, {did}")
     sys.exit(failed)
 

@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import time
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,7 @@ def main() -> None:
             pairs = [*zip(did.pop("tokens"), (expected[exact]["tokens"][n] for n in numbers))]
             whole = sum(got == wanted for got, wanted in pairs)
             failed |= whole < len(pairs) * (1 if exact else 0.5)
-            parted = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in pairs if pair[0] != pair[1]]
+            parted = [sum(1 for _ in takewhile(bool, map(eq, *pair))) for pair in pairs if pair[0] != pair[1]]
             at = f", others part at tokens {parted}" if parted else ""
             print(f"{name}: {time.perf_counter() - begin:.1f} s, {whole} of {len(pairs)} equal{at}, {did}")
     sys.exit(failed)

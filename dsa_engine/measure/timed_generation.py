@@ -10,7 +10,7 @@ from functools import cached_property
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import agree_on_prompts
-from dsa_engine.measure.requests import add_filled
+from dsa_engine.measure.requests import add_all_filled, random_prompt
 from dsa_engine.measure.stage_timer import StageTimer
 from dsa_engine.sampling_params import SamplingParams
 
@@ -48,6 +48,16 @@ class TimedGeneration:
         """Seconds of each step in which the whole batch decodes."""
         return [self.step_end_times[i] - self.step_end_times[i - 1] for i in self.decode_steps]
 
+    @property
+    def tpot(self) -> float:
+        """Seconds of a token, of which a median step gives as many as the mean step."""
+        return statistics.median(self.itl) * len(self.itl) / self.decoded_tokens
+
+    @property
+    def beyond_median(self) -> float:
+        """Seconds that these steps took beyond the median each: mostly the last one, when all requests end at once."""
+        return sum(self.itl) - statistics.median(self.itl) * len(self.itl)
+
 
 def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
     for prompt in prompts:
@@ -68,10 +78,16 @@ def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: Samp
 
 def _fill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
     """Runs also one step, in which graphs are captured; no first token is timed."""
-    for prompt in prompts:
-        generation.requests.append(add_filled(generation.engine, len(prompt), params))
+    generation.requests += add_all_filled(generation.engine, len(prompts), len(prompts[0]), params)
     while not generation.step_end_times:
         generation.step()
+
+
+def measured_prompts(engine: Engine, length: int, count: int, seed: int, fill_cache: bool) -> list[list[int]]:
+    """Random prompts; zeros if caches are filled, as no prompt is read then and random numbers take long."""
+    if fill_cache:
+        return [[0] * length] * count
+    return [random_prompt(engine, length, seed + i) for i in range(count)]
 
 
 def generate_batch(

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 KINDS = {
     "all_to_all": Kind(),
     "all_gather": Kind(static_decode=True, adds_sums=True),
-    "by_node": Kind(node_groups=True, on_nodes=True, emulated=False),
+    "by_node": Kind(node_groups=True, on_nodes=True),
     "deep_ep": Kind(static_decode=True, adds_sums=True, on_nodes=True, emulated=False, library=("deep_ep", "DeepEP")),
     "auto": Kind(node_groups=True, on_nodes=True),
 }

@@ -33,7 +33,7 @@ from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
         ({"emulate_world": 4, "prefill_ranks": 2}, "prefill_ranks"),
         ({"emulate_world": 4, "rebalance_every": 9}, "rebalance_every"),
         ({"emulate_world": 4, "record_expert_loads": "loads.json"}, "record_expert_loads"),
-        ({"emulate_world": 4, "moe_dispatch": "by_node"}, "moe_dispatch"),
+        ({"emulate_world": 4, "moe_dispatch": "deep_ep"}, "moe_dispatch"),
         ({"emulate_world": 4, "decode_dispatch": "deep_ep"}, "decode_dispatch 'deep_ep' is not emulated"),
     ],
 )

@@ -35,6 +35,9 @@ def test_latency_scripts(run: Run, tmp_path: Path) -> None:
         if metric == "tpot":
             assert "decode stage" in done.stdout and r["output_throughput_per_device"] == r["output_throughput"]
             assert 0 < r["min_itl_ms"] <= r["median_itl_ms"] <= r["p99_itl_ms"]
+            assert re.search(r"300 × 3: the steps of a run took .* ms beyond the median step each", done.stdout)
+            spent = sum(r["itl_samples_ms"])
+            assert sum(r["tpot_samples_ms"]) * 3 + sum(r["beyond_median_samples_ms"]) == pytest.approx(spent, abs=0.01)
         names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
         assert {"schedule", "launch", "read tokens", "lightning indexer"} <= names
         assert f"median {metric.upper()} ms" in done.stdout

@@ -20,7 +20,7 @@ from dsa_engine.measure.emulation.arguments import measured_llm
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.requests import random_prompt
 from dsa_engine.measure.stage_timer import chrome_trace
-from dsa_engine.measure.timed_generation import generate_batch
+from dsa_engine.measure.timed_generation import generate_batch, measured_prompts
 from dsa_engine.system.output_files import check_outputs, whole_file
 
 
@@ -89,7 +89,7 @@ def _run_latency(metric: str, args: argparse.Namespace) -> None:
             result = measure_latency(llm, input_len, args.output_len, **runs)
             report.add(result, last=number == len(cases))
         if args.profile:
-            prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
+            prompts = measured_prompts(engine, input_len, batch_size, args.seed, fill_cache)
             with chrome_trace(args.profile if engine.mesh.is_leader else None):  # the other ranks run too
                 generate_batch(engine, prompts, args.output_len, fill_cache=fill_cache)
     finally:

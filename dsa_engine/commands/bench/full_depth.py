@@ -75,4 +75,5 @@ class FullDepth:
     def line(self, result: Result, metric: str) -> str:
         depth = f"with all {self.layers} layers instead of {self.measured}{self.changed}"
         ms = self.scale(result).get(metric, float("nan"))
-        return f"SCALED, not measured: {result.size} {depth}: {metric.upper()} {ms:,.1f} ms"
+        by = ", by the stages of watched steps, which are eager" if metric == "tpot" else ""
+        return f"SCALED, not measured: {result.size} {depth}: {metric.upper()} {ms:,.1f} ms{by}"

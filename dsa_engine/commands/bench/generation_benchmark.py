@@ -9,8 +9,13 @@ from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.device import peak_bytes, reset_peak
-from dsa_engine.measure.requests import check_batch, random_prompt
-from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, max_output_tokens
+from dsa_engine.measure.requests import check_batch
+from dsa_engine.measure.timed_generation import (
+    TimedGeneration,
+    generate_batch,
+    max_output_tokens,
+    measured_prompts,
+)
 from dsa_engine.outputs import SpeculationMetrics
 
 
@@ -59,7 +64,7 @@ def measure_latency(
     reset_peak(mesh.device)
     peak = 0.0
     for i in range(warmup + repeat + 1):
-        prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
+        prompts = measured_prompts(engine, input_len, batch_size, seed + i * batch_size, fill_cache)
         barrier(engine)
         watch = i == warmup + repeat
         peak = float(peak_bytes(mesh.device)) if watch else peak
@@ -80,7 +85,8 @@ def measure_latency(
         ranks=mesh.world_size,
         ttft=[s for one in timed for s in one.ttft],
         prefill=[max(one.ttft) for one in timed if one.ttft],
-        tpot=[sum(one.itl) / one.decoded_tokens for one in decoded],
+        tpot=[one.tpot for one in decoded],
+        beyond_median=[one.beyond_median for one in decoded],
         itl=[s for one in decoded for s in one.itl],
         peak_memory_bytes=[int(row[0]) for row in peaks],
         stages=stages,

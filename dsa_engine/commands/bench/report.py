@@ -60,6 +60,10 @@ class BenchReport:
         times = [f"{which} {self._metric.upper()} ms" for which in ("median", "p90", "p99")]
         header = ("input", "batch", "drafts", "output", *times, unit, "per device", "peak memory")
         print(format_table(header, [self._row(*pair) for pair in zip(self._results, self._listed, strict=True)]))
+        for result in self._results if self._metric == "tpot" else ():
+            if beyond := result.beyond_median:
+                ms = statistics.median(beyond) * 1e3
+                print(f"{result.size}: the steps of a run took {ms:,.2f} ms beyond the median step each")
         _print_speculation(self._results)
         for phase in ("prefill", "decode"):
             _print_stages(phase, self._results)

@@ -24,7 +24,8 @@ class Result:
     ranks: int  # the number of ranks, emulated or not
     ttft: list[float]  # a sample per request and repeat; empty if caches were filled
     prefill: list[float]  # a sample per repeat: until the last request has its first token
-    tpot: list[float] = field(default_factory=list)  # per repeat: per token after the first, while the batch decodes
+    tpot: list[float] = field(default_factory=list)  # per repeat: of the median step in which the batch decodes
+    beyond_median: list[float] = field(default_factory=list)  # per repeat: what all these steps took beyond that
     itl: list[float] = field(default_factory=list)  # a sample per such step
     peak_memory_bytes: list[int]  # per rank
     stages: dict[str, list[dict[str, float]]]  # "prefill": until all have a first token; "decode": per token after it
@@ -41,7 +42,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Sizes; percentiles and samples of each time, in milliseconds; rates; what drafts gained; stages."""
         result: dict[str, Any] = {name: getattr(self, name) for name in ("input_len", "output_len", "batch_size")}
-        for name in ("ttft", "prefill", "tpot", "itl"):
+        for name in ("ttft", "prefill", "tpot", "itl", "beyond_median"):
             if seconds := getattr(self, name):
                 samples = [round(s * 1e3, 4) for s in seconds]
                 result |= percentiles(name, seconds) | {f"{name}_samples_ms": samples}

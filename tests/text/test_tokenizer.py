@@ -19,7 +19,7 @@ from dsa_engine.text.tokenizer import TextStream, Tokenizer
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -29,7 +29,7 @@ class Pieces:
     def __init__(self, pieces: list[str]):
         self.pieces = pieces
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(self.pieces[i] for i in ids).removeprefix(" ")
 
 
@@ -126,7 +126,7 @@ def test_tokens_that_never_complete_a_character(byte: int) -> None:
     decoded: list[int] = []
 
     class Counted(Bytes):
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
             decoded.append(len(ids))
             return super().decode(ids)
 

@@ -204,7 +204,7 @@ def test_smoothing_changes_no_result_and_narrows_activations(
     # The migration alone: powers of two, so that plain weights hold it without an error.
     monkeypatch.setattr("dsa_engine.weights.convert.schemes._int8_specs", lambda spec: [spec])
     monkeypatch.setattr("dsa_engine.weights.convert.schemes._int8_encode", lambda rows: [rows])
-    monkeypatch.setattr("dsa_engine.weights.convert.schemes._int8_config", lambda: None)
+    monkeypatch.setattr("dsa_engine.weights.convert.schemes._compressed_tensors", lambda *_, **__: None)
     quantize_checkpoint(tmp_path / "wide", tmp_path / "moved", "int8", statistics=statistics)
     moved = LLM(tmp_path / "moved", **OPTIONS)
     assert float((moved.prompt_logits(ids) - plain)[:64].norm() / plain[:64].norm()) < 1e-5

@@ -1,0 +1,113 @@
+"""Our kernel in Gluon as an adapter of :func:`.sparse_attention.sparse_attention`, like those of other libraries: it is
+for sm_90 only, and written against an experimental part of Triton, which other versions may lack or have changed.
+
+A fault of its barriers would be no wrong number but a wait without an end. So before an engine compares it, it runs in
+a process of its own, beside the reference, within a minute; where that fails, Triton's kernel stays.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention_reference
+from dsa_engine.kernels.formats.cache_format import latent_format
+from dsa_engine.kernels.formats.row_format import LatentFormat
+from dsa_engine.kernels.runtime.difference import differences
+from dsa_engine.kernels.runtime.launch import INTERPRETED, chip_of
+from dsa_engine.kernels.runtime.libraries import ADAPTERS, FEW_ROWS, adapter, is_chosen
+
+try:
+    from dsa_engine.kernels.attention import sparse_prefill_sm90
+except (ImportError, AttributeError):  # a Triton without this Gluon
+    sparse_prefill_sm90 = None  # type: ignore[assignment]
+
+NAME = "our sparse prefill in Gluon"
+_TRIAL_S = 60.0  # to import, compile and run: 20 s with a cold disk
+_TRIAL_ROWS, _CONTEXT = 200, 4096  # more programs than multiprocessors
+_MAX_SLOTS = 4096  # of a row: they are looked through in registers
+_TRIAL = "from dsa_engine.kernels.libraries.gluon import try_on; try_on({}, {}, {})"
+
+
+def _takes(
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, row_format: LatentFormat,
+    counts: torch.Tensor | None = None, **_: Any,
+) -> bool:  # fmt: skip
+    return (
+        sparse_prefill_sm90 is not None
+        and not INTERPRETED
+        and (q.dtype, slots.dtype, counts) == (torch.bfloat16, torch.int32, None)
+        and row_format == latent_format(512, 64, torch.bfloat16)
+        and q.shape[0] > FEW_ROWS
+        and q.shape[1] in (64, 128)
+        and slots.shape[1] % 128 == 0 < slots.shape[1] <= _MAX_SLOTS
+        and pool.is_contiguous()
+        and chip_of(q).capability == 90
+    )
+
+
+@adapter("sparse_attention", NAME, "triton", _takes)
+def sparse_prefill(
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, scale: float, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    compares = not is_chosen(ADAPTERS[NAME], q)
+    if compares and (reason := _fault(q.get_device(), q.shape[1], slots.shape[1])):
+        raise RuntimeError(reason)
+    return sparse_prefill_sm90.sparse_prefill(q, pool, slots, scale)
+
+
+@cache
+def _fault(device: int, heads: int, k: int) -> str:
+    """What is wrong with the kernel on a device, as a trial in a process of its own says; empty if nothing is."""
+    return fault_of([sys.executable, "-c", _TRIAL.format(device, heads, k)], _TRIAL_S)
+
+
+def fault_of(command: list[str], seconds: float) -> str:
+    """Why a command did not succeed within ``seconds``: the last line that it wrote, or that it did not end."""
+    with TemporaryFile() as written:
+        process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # the driver may keep a process whose kernel does not end
+                process.wait(5)
+            return f"its trial in a process of its own did not end within {seconds:g} s"
+        written.seek(0)
+        text = written.read().decode(errors="replace").strip()
+    return "" if status == 0 else f"its trial ended with {status}: {text.rpartition(chr(10))[2]}"
+
+
+def try_on(device: int, heads: int, k: int) -> None:
+    """Runs the kernel on a device; raises an error where it differs from the reference."""
+    torch.cuda.set_device(device)
+    q, pool, slots = trial_inputs(heads, k, torch.device("cuda", device))
+    row_format, scale = latent_format(512, 64, torch.bfloat16), 576**-0.5
+    ours = sparse_prefill_sm90.sparse_prefill(q, pool, slots, scale)
+    wanted = sparse_attention_reference(q, pool, slots, None, row_format, scale, 256 << 20)
+    for name, mine, theirs in zip(("output", "log-sum-exp"), ours, wanted, strict=True):
+        for error, allowed in differences(mine, theirs):
+            if not error <= allowed:
+                raise SystemExit(f"the {name} differs from the reference by {error:.2g}; allowed is {allowed:.2g}")
+
+
+def trial_inputs(heads: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, rows and slots with what a kernel may do wrong: −1 between slots, after them, in a whole row; and rows
+    that no slot names hold NaN, row 0 too."""
+    g = torch.Generator(device).manual_seed(k)
+    q = torch.randn(_TRIAL_ROWS, heads, 576, generator=g, device=device).to(torch.bfloat16)
+    pool = torch.randn(_CONTEXT // 64, 64, 576, generator=g, device=device).to(torch.bfloat16)
+    slots = torch.randint(1, _CONTEXT, (_TRIAL_ROWS, k), generator=g, device=device, dtype=torch.int32)
+    length = torch.arange(_TRIAL_ROWS, device=device)[:, None] * k // (_TRIAL_ROWS - 1)  # 0 to k
+    slots[:100].masked_fill_(torch.arange(k, device=device) >= length[:100], -1)
+    slots[100:150].masked_fill_(torch.rand(50, k, generator=g, device=device) < 0.3, -1)
+    unread = torch.ones(_CONTEXT, dtype=torch.bool, device=device)
+    unread[slots[slots >= 0].long()] = False
+    pool.view(_CONTEXT, 576)[unread] = torch.nan
+    return q, pool, slots

@@ -9,7 +9,10 @@ Bits: rows are copied, or each expanded by itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.row_format import LatentFormat
@@ -23,6 +26,22 @@ from dsa_engine.kernels.runtime.operation import operation
 _ROWS, _WARPS = 16, 4
 
 
+@triton.jit
+def expand_rows(
+    pool, row, out, entry, known, STRIDE: tl.constexpr,
+    VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
+    FORMAT: tl.constexpr, E4M3: tl.constexpr,
+):  # fmt: skip
+    """Writes rows ``row [ROWS]`` of a pool to rows ``entry`` of ``out``, those that are ``known``."""
+    words, scales, pairs = FORMAT.load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+    tile, rotated = FORMAT.expand(words, scales, pairs, out.dtype.element_ty, E4M3)
+    target = out + entry[:, None] * (VALUE + ROTATED)
+    column = FORMAT.columns(BLOCK_VALUE)[None, :]
+    tl.store(target + column, tile, mask=known[:, None] & (column < VALUE))
+    column = tl.arange(0, BLOCK_ROTATED)[None, :]
+    tl.store(target + VALUE + column, rotated, mask=known[:, None] & (column < ROTATED))
+
+
 @kernel(do_not_specialize=["count"])
 def gather_latent_kernel(
     pool, slots, out, count, STRIDE: tl.constexpr,
@@ -30,15 +49,19 @@ def gather_latent_kernel(
     ROWS: tl.constexpr, FORMAT: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    known = (entry < count)[:, None]
     row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves beyond the end
-    words, scales, pairs = FORMAT.load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-    tile, rotated = FORMAT.expand(words, scales, pairs, out.dtype.element_ty, E4M3)
-    target = out + entry[:, None] * (VALUE + ROTATED)
-    column = FORMAT.columns(BLOCK_VALUE)[None, :]
-    tl.store(target + column, tile, mask=known & (column < VALUE))
-    column = tl.arange(0, BLOCK_ROTATED)[None, :]
-    tl.store(target + VALUE + column, rotated, mask=known & (column < ROTATED))
+    known = entry < count
+    expand_rows(pool, row, out, entry, known, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FORMAT, E4M3)
+
+
+def expanding(pool: torch.Tensor, row_format: LatentFormat) -> dict[str, Any]:
+    """Constants of a kernel that expands rows of a pool, and its warps."""
+    return {
+        "STRIDE": row_format.rows(pool).shape[1], "VALUE": row_format.rank, "ROTATED": row_format.rope,
+        "BLOCK_VALUE": max(row_format.least_block, next_power_of_2(row_format.rank)),
+        "BLOCK_ROTATED": max(16, next_power_of_2(row_format.rope)), "ROWS": _ROWS, "FORMAT": row_format.helpers,
+        "E4M3": chip_of(pool).capability >= 89, "num_warps": _WARPS,
+    }  # fmt: skip
 
 
 @operation()
@@ -63,14 +86,9 @@ def gather_latent(
         return gather_rows(pool, slots)
     if not runs_triton(pool):
         return row_format.unpack(gather_rows(pool, slots)).to(dtype)
-    rank, rope = row_format.rank, row_format.rope
-    out = torch.empty(slots.shape[0], rank + rope, dtype=dtype, device=pool.device)
+    out = torch.empty(slots.shape[0], row_format.width, dtype=dtype, device=pool.device)
     if slots.shape[0]:
-        rows = row_format.rows(pool)
         gather_latent_kernel[(cdiv(slots.shape[0], _ROWS),)](
-            rows, slots.contiguous(), out, slots.shape[0], STRIDE=rows.shape[1],
-            VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(row_format.least_block, next_power_of_2(rank)),
-            BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, FORMAT=row_format.helpers,
-            E4M3=chip_of(pool).capability >= 89, num_warps=_WARPS,
-        )  # fmt: skip
+            row_format.rows(pool), slots.contiguous(), out, slots.shape[0], **expanding(pool, row_format)
+        )
     return out

@@ -89,6 +89,14 @@ class Segments:
         return self.visible.shape[0]
 
     @cached_property
+    def contexts(self) -> dict[int, int]:
+        """By sequence: the number of tokens that its rows see."""
+        seen: dict[int, int] = {}
+        for s in self.segments:
+            seen[s.sequence] = max(s.end, seen.get(s.sequence, 0))
+        return seen
+
+    @cached_property
     def longest(self) -> int:
         """Largest number of tokens that a row sees; 0 without rows."""
         return max((s.end for s in self.segments), default=0)

@@ -254,8 +254,8 @@ class ForwardBatch:
         if self._seen_pages is None:
             contexts, page_size = self.sparse_mqa.contexts.items(), pool.shape[1]
             pages = torch.cat([self.block_tables[sequence, : cdiv(n, page_size)] for sequence, n in contexts])
-            order = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
-            index = pages.new_empty(pool.shape[0]).index_copy_(0, pages.long(), order)
+            index = pages.new_empty(pool.shape[0])
+            index[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
             self._seen_pages = pages, index
         return self._seen_pages
 

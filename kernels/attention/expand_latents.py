@@ -11,17 +11,13 @@ Bits: each row is expanded by itself.
 from __future__ import annotations
 
 import torch
-import triton.language as tl
 
-from dsa_engine.kernels.attention.gather_latent import expand_rows, expanding
+from dsa_engine.kernels.attention.gather_latent import launch_gather
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.rows.segment import Segments
-from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-_ENTRIES = 4096  # slots of a program
 _MAX_TOKENS = 524_288  # 604 MB of 576 numbers of two bytes
 # A query with 128 heads and 2,048 slots is worth the expansion of so many rows: on an H100 with Triton's kernels, 1,808
 # bytes against 283 instead of 316 TFLOP/s. With faster attention to plain rows it is worth more.
@@ -56,28 +52,6 @@ def expand_latents_reference(
     return row_format.unpack(pool[pages.long()]).to(dtype), moved.masked_fill_(slots < 0, -1)
 
 
-@kernel(do_not_specialize=["rows", "programs", "entries"])
-def expand_latents_kernel(
-    pool, slots, pages, index_of_page, out, moved, rows, programs, entries,
-    PAGE_SIZE: tl.constexpr, ENTRIES: tl.constexpr, STRIDE: tl.constexpr,
-    VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
-    ROWS: tl.constexpr, FORMAT: tl.constexpr, E4M3: tl.constexpr,
-):  # fmt: skip
-    """The first ``programs`` programs expand rows, the others move slots: one launch."""
-    program = tl.program_id(0).to(tl.int64)
-    if program < programs:
-        entry = program * ROWS + tl.arange(0, ROWS)
-        known = entry < rows
-        page = tl.load(pages + entry // PAGE_SIZE, mask=known, other=0)
-        row = (page * PAGE_SIZE + entry % PAGE_SIZE).to(tl.uint32)
-        expand_rows(pool, row, out, entry, known, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FORMAT, E4M3)
-    else:
-        entry = (program - programs) * ENTRIES + tl.arange(0, ENTRIES)
-        slot = tl.load(slots + entry, mask=entry < entries, other=-1)
-        index = tl.load(index_of_page + slot // PAGE_SIZE, mask=slot >= 0, other=0)
-        tl.store(moved + entry, tl.where(slot < 0, -1, index * PAGE_SIZE + slot % PAGE_SIZE), mask=entry < entries)
-
-
 @operation()
 def expand_latents(
     pool: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor, index_of_page: torch.Tensor,
@@ -97,12 +71,7 @@ def expand_latents(
     row_format.check_pool(pool)
     if not runs_triton(pool):
         return expand_latents_reference(pool, slots, pages, index_of_page, row_format, dtype)
-    out = torch.empty(len(pages), pool.shape[1], row_format.width, dtype=dtype, device=pool.device)
-    moved, rows = torch.empty_like(slots, memory_format=torch.contiguous_format), len(pages) * pool.shape[1]
-    constants = expanding(pool, row_format)
-    programs = cdiv(rows, constants["ROWS"])
-    expand_latents_kernel[(programs + cdiv(slots.numel(), _ENTRIES),)](
-        row_format.rows(pool), slots.contiguous(), pages, index_of_page, out, moved, rows, programs, slots.numel(),
-        PAGE_SIZE=pool.shape[1], ENTRIES=_ENTRIES, **constants,
-    )  # fmt: skip
-    return out, moved
+    out = torch.empty(len(pages) * pool.shape[1], row_format.width, dtype=dtype, device=pool.device)
+    slots = slots.contiguous()
+    launch_gather(pool, pages, pool.shape[1], out, row_format, slots, index_of_page, moved := torch.empty_like(slots))
+    return out.unflatten(0, (-1, pool.shape[1])), moved

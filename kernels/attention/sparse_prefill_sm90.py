@@ -35,13 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 
 RANK, ROPE, BLOCK_HEADS = 512, 64, 64
-STEP = 128  # slots: the two blocks of rows in shared memory
 LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.0e38)  # below every score, and finite: see `_online_softmax`
 _RANK, _WIDTH, _HALF, _ROPE = gl.constexpr(RANK), gl.constexpr(RANK + ROPE), gl.constexpr(RANK // 2), gl.constexpr(ROPE)
-# Registers of a thread on the right and of one that copies; the left side gets what they leave, 248.
-_REGISTERS = (176, 80)
 
 
 @gluon.jit
@@ -163,8 +160,7 @@ def _store(out, first, acc, total, VALUES: gl.constexpr):
 
 @gluon.jit
 def sparse_prefill_kernel(
-    q, rows, slots, out, lse, k, scale,
-    HEADS: gl.constexpr, SCAN: gl.constexpr, RIGHT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    q, rows, slots, out, lse, k, scale, HEADS: gl.constexpr, SCAN: gl.constexpr
 ):  # fmt: skip
     """64 heads of a token a program; programs of one token are neighbours and read its rows at the same time."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -215,7 +211,7 @@ def sparse_prefill_kernel(
             (_copies, (rows, slots, pairs, greatest, k_left, k_right, k_rotated, ready, free)),
         ],
         worker_num_warps=[4, 4],
-        worker_num_regs=[RIGHT_REGISTERS, COPY_REGISTERS],
+        worker_num_regs=[176, 80],  # a thread; those of scores and left have what these leave, 248
     )  # fmt: skip
 
 
@@ -228,6 +224,6 @@ def sparse_prefill(
     out, lse = q.new_empty(tokens, heads, RANK), torch.empty(tokens, heads, device=q.device)
     sparse_prefill_kernel[(tokens * heads // BLOCK_HEADS,)](
         q.contiguous(), pool, slots.contiguous(), out, lse, k, scale * LOG2_E, HEADS=heads, SCAN=next_power_of_2(k),
-        RIGHT_REGISTERS=_REGISTERS[0], COPY_REGISTERS=_REGISTERS[1], num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.expand_latents import expand_latents
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
@@ -106,6 +107,16 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
                 case = _sparse("sparse attention, prefill", make, q, slots, context, dtype, product=True)
                 yield case
                 yield from _in_gluon(case, case.run)
+                if heads == 128 and dtype == FP8:
+                    yield _expansion(make, slots, context)
+
+
+def _expansion(make: Inputs, slots: torch.Tensor, context: int) -> KernelCase:
+    """What comes before attention to plain rows where the cache is FP8: once a layer of a prefill."""
+    row_format, pages = latent_format(RANK, ROPE, FP8), make.order(cdiv(context, PAGE_SIZE))
+    given = make.pool(len(pages), row_format), slots, pages, pages.argsort().int(), row_format, make.dtype
+    moved = context * (row_format.columns + LATENT * make.dtype.itemsize) + 2 * slots.nbytes
+    return KernelCase("FP8 rows expanded", f"S {context:,}", partial(expand_latents, *given), bytes=moved)
 
 
 def _in_gluon(case: KernelCase, triton: Any) -> Iterator[KernelCase]:

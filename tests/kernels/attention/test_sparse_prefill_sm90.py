@@ -116,7 +116,7 @@ class Play:
         names |= {"warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiplied}
         exec(compile(functions, str(SOURCE), "exec"), names)
         names |= {"_zero": self.begin, "_scan": lambda slots, k, scan: (0, PAIRS * 128 - 5, Anything())}
-        names["sparse_prefill_kernel"](*[Anything()] * 5, PAIRS * 128, Anything(), 64, 512, 176, 80)
+        names["sparse_prefill_kernel"](*[Anything()] * 5, PAIRS * 128, Anything(), 64, 512)
 
     def allocate(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         def part(number: int, step: int) -> Any:

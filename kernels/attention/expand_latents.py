@@ -36,8 +36,6 @@ def max_tokens(x: torch.Tensor, row_format: LatentFormat, workspace: int) -> int
 
 def pays(q: torch.Tensor, slots: torch.Tensor, segments: Segments, row_format: LatentFormat, workspace: int) -> bool:
     """Whether to expand the rows that the queries of ``segments`` see before they attend to ``slots``."""
-    if not row_format.coded:
-        return False
     tokens, expanded = sum(segments.contexts.values()), _ROWS_A_QUERY * slots.numel() * q.shape[1]
     return tokens * _SLOTS_AND_HEADS < expanded and tokens <= max_tokens(q, row_format, workspace)
 

@@ -57,28 +57,23 @@ def sparse_prefill(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, scale: float, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     compares = not is_chosen(ADAPTERS[NAME], q)
-    if compares and (reason := _fault(q.get_device(), q.shape[1], slots.shape[1])):
-        raise RuntimeError(reason)
+    if compares and (fault := _fault_of(_TRIAL.format(q.get_device(), q.shape[1], slots.shape[1]))):
+        raise RuntimeError(fault)
     return sparse_prefill_sm90.sparse_prefill(q, pool, slots, scale)
 
 
 @cache
-def _fault(device: int, heads: int, k: int) -> str:
-    """What is wrong with the kernel on a device, as a trial in a process of its own says; empty if nothing is."""
-    return fault_of([sys.executable, "-c", _TRIAL.format(device, heads, k)], _TRIAL_S)
-
-
-def fault_of(command: list[str], seconds: float) -> str:
-    """Why a command did not succeed within ``seconds``: the last line that it wrote, or that it did not end."""
+def _fault_of(trial: str) -> str:
+    """Why a program did not succeed in a process of its own: that it did not end, or the last line that it wrote."""
     with TemporaryFile() as written:
-        process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([sys.executable, "-c", trial], stdout=written, stderr=subprocess.STDOUT)
         try:
-            status = process.wait(seconds)
+            status = process.wait(_TRIAL_S)
         except subprocess.TimeoutExpired:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # the driver may keep a process whose kernel does not end
                 process.wait(5)
-            return f"its trial in a process of its own did not end within {seconds:g} s"
+            return f"its trial in a process of its own did not end within {_TRIAL_S:g} s"
         written.seek(0)
         text = written.read().decode(errors="replace").strip()
     return "" if status == 0 else f"its trial ended with {status}: {text.rpartition(chr(10))[2]}"

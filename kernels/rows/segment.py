@@ -91,10 +91,7 @@ class Segments:
     @cached_property
     def contexts(self) -> dict[int, int]:
         """By sequence: the number of tokens that its rows see."""
-        seen: dict[int, int] = {}
-        for s in self.segments:
-            seen[s.sequence] = max(s.end, seen.get(s.sequence, 0))
-        return seen
+        return {s.sequence: s.end for s in sorted(self.segments, key=lambda s: s.end)}
 
     @cached_property
     def longest(self) -> int:

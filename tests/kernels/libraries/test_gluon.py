@@ -50,11 +50,11 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(libraries, "_serves", lambda x: True)
     monkeypatch.setattr(libraries, "milliseconds", milliseconds)
     monkeypatch.setattr(gluon, "_TRIAL_S", 20.0)
-    gluon._fault.cache_clear()
+    gluon._fault_of.cache_clear()
     with launch.compiling_for(90):
         yield
     libraries.use({})
-    gluon._fault.cache_clear()
+    gluon._fault_of.cache_clear()
 
 
 @pytest.mark.parametrize(

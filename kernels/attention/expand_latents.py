@@ -3,8 +3,6 @@
     rows[i, j] = numbers of the row j of page pages[i], in the queries' dtype       as :mod:`.gather_latent` has them
     slots'     = index_of_page[slot // page_size] · page_size + slot % page_size    −1 stays −1
 
-Attention to ``rows`` at ``slots'`` multiplies the same numbers that it expands itself from coded rows, time and again.
-
 Bits: each row is expanded by itself.
 """
 

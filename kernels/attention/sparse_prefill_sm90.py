@@ -32,12 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dsa_engine.kernels.attention._online_softmax import LN_2, LOG2_E, LOWEST
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 
 RANK, ROPE, BLOCK_HEADS = 512, 64, 64
-LOG2_E = 1.4426950408889634
-LN_2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-3.0e38)  # below every score, and finite: see `_online_softmax`
 _RANK, _WIDTH, _HALF, _ROPE = gl.constexpr(RANK), gl.constexpr(RANK + ROPE), gl.constexpr(RANK // 2), gl.constexpr(ROPE)
 
 
@@ -159,9 +157,7 @@ def _store(out, first, acc, total, VALUES: gl.constexpr):
 
 
 @gluon.jit
-def sparse_prefill_kernel(
-    q, rows, slots, out, lse, k, scale, HEADS: gl.constexpr, SCAN: gl.constexpr
-):  # fmt: skip
+def sparse_prefill_kernel(q, rows, slots, out, lse, k, scale, HEADS: gl.constexpr, SCAN: gl.constexpr):
     """64 heads of a token a program; programs of one token are neighbours and read its rows at the same time."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -113,6 +113,7 @@ class Play:
         )  # fmt: skip
         names |= {"gl": language, "gluon": SimpleNamespace(jit=lambda run: run), "mbarrier": mbarrier}
         names |= {"async_copy": async_copy, "fence_async_shared": self.fence}
+        names |= {"LN_2": Anything(), "LOWEST": Anything()}
         names |= {"warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiplied}
         exec(compile(functions, str(SOURCE), "exec"), names)
         names |= {"_zero": self.begin, "_scan": lambda slots, k, scan: (0, PAIRS * 128 - 5, Anything())}

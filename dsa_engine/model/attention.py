@@ -23,8 +23,10 @@ import torch
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.attention.dense_attention import dense_attention
 from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.expand_latents import expand_latents, pays
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul, split_matrices
 from dsa_engine.kernels.rows.rms_norm import rms_norm
@@ -231,7 +233,12 @@ class Attention(Weighted):
             parts.append(dense_mla(q[:border], pool, batch.block_tables, batch.dense_mqa, **how)[0])
         if q.shape[0] > border:
             assert topk_slots is not None, "sparse rows need a selection, and the first layer makes one"
-            parts.append(sparse_attention(q[border:], pool, topk_slots, **how)[0])
+            sparse, slots = q[border:], topk_slots
+            if not batch.decodes and pays(sparse, slots, batch.sparse_mqa, row_format, workspace):
+                pool, slots = expand_latents(pool, slots, *batch.seen_pages(pool), row_format, q.dtype)
+                plain = latent_format(row_format.rank, row_format.rope, q.dtype)
+                how |= {"row_format": plain, "workspace": workspace - pool.nbytes}
+            parts.append(sparse_attention(sparse, pool, slots, **how)[0])
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], row_format.rank)

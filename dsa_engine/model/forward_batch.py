@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_of
-from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.selection import SelectionRecorder
@@ -234,6 +234,7 @@ class ForwardBatch:
     micro_batches: MicroBatchPair | None = None  # the layers run these instead
     recorder: SelectionRecorder | None = None  # gets what rows attend to
     first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
+    _seen_pages: tuple[torch.Tensor, torch.Tensor] | None = None
     # In a micro-batch on CUDA: sends of tokens that wait for their counts, of both micro-batches; None: none waits.
     unsent: list[Callable[[], None]] | None = None
 
@@ -246,6 +247,17 @@ class ForwardBatch:
     def first_sparse(self) -> int:
         """Rows [mha_rows, first_sparse) attend in dense MQA form, rows [first_sparse, T) in sparse MQA form."""
         return self.mha_rows + self.dense_mqa.rows
+
+    def seen_pages(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages whose tokens the sparse rows see, int32 ``[n]``, and where among them each page of a pool is,
+        ``[pages of the pool]``; of other pages it is undefined. Made once, for all layers."""
+        if self._seen_pages is None:
+            contexts, page_size = self.sparse_mqa.contexts.items(), pool.shape[1]
+            pages = torch.cat([self.block_tables[sequence, : cdiv(n, page_size)] for sequence, n in contexts])
+            index = pages.new_empty(pool.shape[0])
+            index[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
+            self._seen_pages = pages, index
+        return self._seen_pages
 
     def send_tokens(self) -> None:
         """Sends the tokens that wait for their counts; called when the device has work while the host waits."""

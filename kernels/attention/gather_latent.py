@@ -19,26 +19,51 @@ from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Rows of 656 bytes a program: 10 KiB in flight for each of many programs of a multiprocessor.
-_ROWS, _WARPS = 16, 4
+# Rows of 656 bytes a program: 10 KiB in flight for each of many programs of a multiprocessor. And slots that it moves.
+_ROWS, _SLOTS, _WARPS = 16, 1024, 4
 
 
-@kernel(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count", "programs", "moving"])
 def gather_latent_kernel(
-    pool, slots, out, count, STRIDE: tl.constexpr,
-    VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
-    ROWS: tl.constexpr, FORMAT: tl.constexpr, E4M3: tl.constexpr,
+    pool, pages, out, count, programs, slots, index_of_page, moved, moving, PAGE_SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROTATED: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, FORMAT: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    known = (entry < count)[:, None]
-    row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves beyond the end
-    words, scales, pairs = FORMAT.load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-    tile, rotated = FORMAT.expand(words, scales, pairs, out.dtype.element_ty, E4M3)
-    target = out + entry[:, None] * (VALUE + ROTATED)
-    column = FORMAT.columns(BLOCK_VALUE)[None, :]
-    tl.store(target + column, tile, mask=known & (column < VALUE))
-    column = tl.arange(0, BLOCK_ROTATED)[None, :]
-    tl.store(target + VALUE + column, rotated, mask=known & (column < ROTATED))
+    """The first ``programs`` programs gather the ``count`` rows of ``pages``, others move ``moving`` slots to these."""
+    program = tl.program_id(0).to(tl.int64)
+    if program < programs:
+        entry = program * ROWS + tl.arange(0, ROWS)
+        known = (entry < count)[:, None]
+        last = tl.minimum(entry, count - 1)  # no mask: the last one serves beyond the end
+        row = (tl.load(pages + last // PAGE_SIZE) * PAGE_SIZE + last % PAGE_SIZE).to(tl.uint32)
+        words, scales, pairs = FORMAT.load(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        tile, rotated = FORMAT.expand(words, scales, pairs, out.dtype.element_ty, E4M3)
+        target = out + entry[:, None] * (VALUE + ROTATED)
+        column = FORMAT.columns(BLOCK_VALUE)[None, :]
+        tl.store(target + column, tile, mask=known & (column < VALUE))
+        column = tl.arange(0, BLOCK_ROTATED)[None, :]
+        tl.store(target + VALUE + column, rotated, mask=known & (column < ROTATED))
+    else:
+        at = (program - programs) * SLOTS + tl.arange(0, SLOTS)
+        slot = tl.load(slots + at, mask=at < moving, other=-1)
+        index = tl.load(index_of_page + slot // PAGE_SIZE, mask=slot >= 0, other=0)
+        tl.store(moved + at, tl.where(slot < 0, -1, index * PAGE_SIZE + slot % PAGE_SIZE), mask=at < moving)
+
+
+def launch_gather(
+    pool: torch.Tensor, pages: torch.Tensor, page_size: int, out: torch.Tensor, row_format: LatentFormat,
+    slots: torch.Tensor, index_of_page: torch.Tensor, moved: torch.Tensor,
+) -> None:  # fmt: skip
+    """Writes the rows of ``pages [n]``, each of ``page_size`` rows of the pool, to ``out [n · page_size, width]``; and
+    ``slots`` as rows of ``out``, by ``index_of_page``, to ``moved``."""
+    rows, rank, rope, programs = row_format.rows(pool), row_format.rank, row_format.rope, cdiv(out.shape[0], _ROWS)
+    gather_latent_kernel[(programs + cdiv(moved.numel(), _SLOTS),)](
+        rows, pages, out, out.shape[0], programs, slots, index_of_page, moved, moved.numel(), PAGE_SIZE=page_size,
+        STRIDE=rows.shape[1], VALUE=rank, ROTATED=rope,
+        BLOCK_VALUE=max(row_format.least_block, next_power_of_2(rank)),
+        BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, SLOTS=_SLOTS, FORMAT=row_format.helpers,
+        E4M3=chip_of(pool).capability >= 89, num_warps=_WARPS,
+    )  # fmt: skip
 
 
 @operation()
@@ -63,14 +88,8 @@ def gather_latent(
         return gather_rows(pool, slots)
     if not runs_triton(pool):
         return row_format.unpack(gather_rows(pool, slots)).to(dtype)
-    rank, rope = row_format.rank, row_format.rope
-    out = torch.empty(slots.shape[0], rank + rope, dtype=dtype, device=pool.device)
+    out = torch.empty(slots.shape[0], row_format.width, dtype=dtype, device=pool.device)
     if slots.shape[0]:
-        rows = row_format.rows(pool)
-        gather_latent_kernel[(cdiv(slots.shape[0], _ROWS),)](
-            rows, slots.contiguous(), out, slots.shape[0], STRIDE=rows.shape[1],
-            VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(row_format.least_block, next_power_of_2(rank)),
-            BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, FORMAT=row_format.helpers,
-            E4M3=chip_of(pool).capability >= 89, num_warps=_WARPS,
-        )  # fmt: skip
+        slots = slots.contiguous()
+        launch_gather(pool, slots, 1, out, row_format, slots, slots, slots[:0])
     return out

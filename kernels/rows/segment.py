@@ -89,6 +89,11 @@ class Segments:
         return self.visible.shape[0]
 
     @cached_property
+    def contexts(self) -> dict[int, int]:
+        """By sequence: the number of tokens that its rows see."""
+        return {s.sequence: s.end for s in sorted(self.segments, key=lambda s: s.end)}
+
+    @cached_property
     def longest(self) -> int:
         """Largest number of tokens that a row sees; 0 without rows."""
         return max((s.end for s in self.segments), default=0)

@@ -104,6 +104,10 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("topk_ids", to(I64), "int32.*not torch.int64"),
         ("count", set_to(0), "0 experts"),
     ],
+    "expand_latents": [
+        ("pool", columns(163), r"\[pages, page_size, 164\], not torch.uint8 \[4, 16, 163\]"),
+        ("pool", to(F32), "not torch.float32"),
+    ],
     "gather_latent": [
         ("pool", columns(163), r"\[pages, page_size, 164\], not torch.uint8 \[4, 16, 163\]"),
         ("pool", to(F32), "not torch.float32"),

@@ -17,7 +17,8 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import start
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
-from dsa_engine.model import indexer
+from dsa_engine.kernels.rows.segment import Segments
+from dsa_engine.model import attention, indexer
 from oracles import in_float64, index_vectors
 
 # Sizes that the format holds: a latent block and an index key of a power of two.
@@ -125,6 +126,32 @@ def test_logits_of_a_naive_formulation(
     assert whole < 1e-3
     assert len(selections.different) == (3 if made.index_topk else 0) and max(selections.different, default=0) < 0.02
     assert unquantised > 0.01
+
+
+def test_rows_expanded_once_a_layer(
+    oracle: Callable[..., Any], random_ids: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill over rows that were expanded before gives the bits of prefill over coded rows."""
+    folder, (long, *prompts) = (
+        oracle("deepseek_v32", **SIZES).folder,
+        [random_ids(n, seed=n) for n in (250, 90, 100, 30)],
+    )
+    sequences: list[int] = []
+
+    def pays(q: Any, slots: Any, segments: Segments, *_: Any) -> bool:
+        sequences.append(len(segments.contexts))
+        return expanded
+
+    def results() -> tuple[torch.Tensor, list[list[int]]]:
+        llm = load(folder, kernels="reference", max_num_batched_tokens=200, page_size=7)
+        return llm.prompt_logits(long), [out.token_ids for out in llm.generate(prompts, GREEDY)]
+
+    monkeypatch.setattr(attention, "pays", pays)
+    expanded = False
+    logits, tokens = results()
+    expanded = True
+    again, tokens_again = results()
+    assert torch.equal(logits, again) and tokens == tokens_again and max(sequences) > 1
 
 
 LENGTHS = [70, 66, 64, 5, 30, 3, 60]

@@ -160,6 +160,10 @@ CASES: dict[str, Callable[[Make], Call]] = {
         (*m.experts(), (*m.int4(EXPERTS, 256, HIDDEN), None), (*m.int4(EXPERTS, HIDDEN, 128), None), W4A16), {},
     ),
     "expert_mlp, INT8": lambda m: ((*m.experts(), m.int8(EXPERTS, 128, HIDDEN), m.int8(EXPERTS, HIDDEN, 64), INT8), {}),
+    "expand_latents": lambda m: (
+        (m.paged(latent_format(128, 16, FP8))[0], m.whole(T, T, TOP_K), (order := m.order(4)), order.argsort().int(),
+         latent_format(128, 16, FP8), BF16), {},
+    ),
     "expert_order": lambda m: ((m.whole(EXPERTS, T, TOP_K), EXPERTS), {}),
     "gather_latent": lambda m: (
         (m.paged(latent_format(128, 16, FP8))[0], m.order(T), latent_format(128, 16, FP8), BF16), {},

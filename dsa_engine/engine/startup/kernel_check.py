@@ -96,8 +96,8 @@ def _has_kernels(model: Model) -> bool:
 
 
 def trial_tokens(config: ModelConfig) -> int:
-    """Number of tokens of a prefill with rows in every form of attention."""
-    return min(config.index_topk + 64, config.max_position_embeddings - 1)
+    """Number of tokens of a prefill with rows in every form of attention: many rows, as libraries count them."""
+    return min(config.index_topk + 2 * libraries.FEW_ROWS, config.max_position_embeddings - 1)
 
 
 @torch.inference_mode()

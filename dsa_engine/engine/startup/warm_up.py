@@ -35,6 +35,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.attention.expand_latents import max_tokens
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.model.kv_cache import KVCache
@@ -189,6 +190,8 @@ def step_bytes(
     experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
     words = any(one.quantize_for_dispatch(token).dtype != token.dtype for one in experts)
     prefill += uneven_bytes(config, mesh, options.max_num_batched_tokens, runner.dtype, words)
+    if stored.index_key is not None:  # a step of several requests sees more tokens than one of these
+        prefill += max_tokens(token, stored.latent, model.runtime.workspace) * stored.latent.width * token.itemsize
     if not graphs:
         return max(prefill, decode)
     # Twice: for the pool of the graphs, and for the warm-up on their stream.

@@ -4,23 +4,29 @@ heads and 32 index heads."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.expand_latents import expand_latents
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.topk import A_ROW_EACH, select_by_kernel, select_topk, takes_spans
+from dsa_engine.kernels.libraries import gluon
 from dsa_engine.kernels.rows.segment import Paging, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import chip_of, config_for, runs_triton
+from dsa_engine.kernels.runtime.libraries import ADAPTERS
 from kernel_cases.inputs import INDEX_DIM, PAGE_SIZE, RANK, ROPE, TOPK, Call, Inputs, KernelCase, Sizes
+from timing import referenced
 
 LATENT = RANK + ROPE
 SCALE = (128 + 64) ** -0.5
@@ -98,7 +104,28 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         for context in sizes.contexts:
             for dtype in (make.dtype, FP8):
                 q, slots = make.normal(sizes.prefill, heads, LATENT), make.selected(sizes.prefill, context, TOPK)
-                yield _sparse("sparse attention, prefill", make, q, slots, context, dtype, product=True)
+                case = _sparse("sparse attention, prefill", make, q, slots, context, dtype, product=True)
+                yield case
+                yield from _in_gluon(case, case.run)
+                if heads == 128 and dtype == FP8:
+                    yield _expansion(make, slots, context)
+
+
+def _expansion(make: Inputs, slots: torch.Tensor, context: int) -> KernelCase:
+    """What comes before attention to plain rows where the cache is FP8: once a layer of a prefill."""
+    row_format, pages = latent_format(RANK, ROPE, FP8), make.order(cdiv(context, PAGE_SIZE))
+    given = make.pool(len(pages), row_format), slots, pages, pages.argsort().int(), row_format, make.dtype
+    moved = context * (row_format.columns + LATENT * make.dtype.itemsize) + 2 * slots.nbytes
+    return KernelCase("FP8 rows expanded", f"S {context:,}", partial(expand_latents, *given), bytes=moved)
+
+
+def _in_gluon(case: KernelCase, triton: Any) -> Iterator[KernelCase]:
+    """The case of our kernel in Gluon, beside Triton's, if it takes the call."""
+    if runs_triton(triton.args[0]) and ADAPTERS[gluon.NAME].takes(*triton.args, **triton.keywords):
+        launched: Any = gluon.sparse_prefill_sm90.sparse_prefill
+        run = partial(launched, *triton.args, triton.keywords["scale"])
+        others = {"reference": referenced(triton), "Triton": triton}
+        yield replace(case, kernel=f"{case.kernel}, Gluon", run=run, baselines=others)
 
 
 def sparse_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

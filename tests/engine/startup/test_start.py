@@ -127,6 +127,22 @@ def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[...,
         assert device.live - before >= 2 * 4 * 8 * 129_280, "counts and biases"
 
 
+def test_expanded_rows_are_set_aside(fake_engine: Callable[..., Any]) -> None:
+    """As many as the workspace holds: a step of several requests sees more tokens than the largest steps of one."""
+    sizes = SMALL | {"max_num_batched_tokens": 512, "workspace": "16MiB", "cache_memory": None, "enforce_eager": True}
+    aside = []
+    for chip in (90, 100):
+        with FakeDevice(chip, memory=40 * 10**9) as device:
+            engine = fake_engine(device, "deepseek_v32", 1, **sizes, kv_cache_dtype="fp8")
+            aside.append(engine.step_bytes)
+            request, before = engine.add([5] * 3000, SamplingParams(max_tokens=1)), device.live
+            with device.watched():
+                while engine.has_work:
+                    engine.step()
+            assert request.finish_reason == "length" and device.peak - before <= engine.step_bytes
+    assert abs(aside[0] - aside[1] - (16 << 20)) < 1 << 16
+
+
 def test_no_memory_waits_for_the_garbage_collector(fake_engine: Callable[..., Any]) -> None:
     """What the largest steps took would otherwise be missing from the caches, and an engine's memory from the next."""
     sizes = SMALL | {"max_num_batched_tokens": 512, "workspace": "16MiB", "cache_memory": None}

@@ -39,6 +39,7 @@ from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_group, head_parallel_projection, shard
+from dsa_engine.weights.formats.base import Quantized
 
 _MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
@@ -92,15 +93,18 @@ class Attention(Weighted):
         """
         cache.use(self.layer)
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
-        stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, batch, cache)
         with stage("MLA prolog"):
-            q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
+            quantized = self.q_a.quantize_for_several(x)
+        stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, quantized, batch, cache)
+        with stage("MLA prolog"):
+            q_resid = rms_norm(self.q_a.of_quantized(x, quantized), self.q_a_norm, LATENT_NORM_EPS)
         indexed = self._index_queries(x, q_resid, batch, cache)
         with stage("MLA prolog"):
             q_mha, q_mqa = self._queries(q_resid, batch)
         with stage("indexer prolog"):
             index_queries = indexed()
         stored()
+        del quantized  # read by side streams until now
         topk_slots, overflowing = self._select(index_queries, topk_slots, batch, cache)
         with stage("sparse flash attention"):
             out_latent = self._mqa(q_mqa, batch, cache, topk_slots)
@@ -147,15 +151,18 @@ class Attention(Weighted):
             return topk_slots, None
         return self.indexer.select(queries, keys, batch, key_format)
 
-    def _store_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
+    def _store_cache_rows(
+        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
+    ) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
         side_stream, indexer, stored_as = self.streams.cache_rows, self.indexer, cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            waits = [side_stream.run(lambda: self._store_latent(x, batch, stored_as.latent, latent_pool, slots), x)]
+            given = x, quantized, batch
+            waits = [side_stream.run(lambda: self._store_latent(*given, stored_as.latent, latent_pool, slots), x)]
         if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
-                waits.append(side_stream.run(lambda: indexer.store_keys(x, batch, key_format, key_pool, slots), x))
+                waits.append(side_stream.run(lambda: indexer.store_keys(*given, key_format, key_pool, slots), x))
 
         def stored() -> None:
             with stage("indexer prolog"):
@@ -166,14 +173,18 @@ class Attention(Weighted):
         return stored
 
     def _store_latent(
-        self, x: torch.Tensor, batch: ForwardBatch, row_format: LatentFormat, into: torch.Tensor, *slots: torch.Tensor
-    ) -> None:
+        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, row_format: LatentFormat,
+        into: torch.Tensor, *slots: torch.Tensor,
+    ) -> None:  # fmt: skip
         """Stores latent rows of the local tokens: to their slots of a pool, or row by row without ``slots``."""
         norm, turns = (self.kv_a_norm, LATENT_NORM_EPS), (batch.cos, batch.sin)
         interleaved = self.config.rope_interleaved
-        store_latent(self.kv_a(x), *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
+        latent = self.kv_a.of_quantized(x, quantized)
+        store_latent(latent, *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
 
-    def _gather_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
+    def _gather_cache_rows(
+        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
+    ) -> Callable[[], None]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
         side; returns a function that waits for them and writes them to the slots of their tokens. The rows after this
         rank's tokens are undefined, and their slots are −1."""
@@ -182,10 +193,11 @@ class Attention(Weighted):
         width = cache_format.packed_width(index_key=self.indexer is not None)
         own = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
-            self._store_latent(x, batch, cache_format.latent, own[:tokens, :latent])
+            self._store_latent(x, quantized, batch, cache_format.latent, own[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
-                self.indexer.store_keys(x, batch, index_key, own[:tokens, latent : latent + index_key.columns])
+                into = own[:tokens, latent : latent + index_key.columns]
+                self.indexer.store_keys(x, quantized, batch, index_key, into)
         with stage("communication"):
             gathered = self.runtime.mesh.cp.all_gather_async(own)
 

@@ -98,13 +98,14 @@ class Attention(Weighted):
         stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, quantized, batch, cache)
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a.of_quantized(x, quantized), self.q_a_norm, LATENT_NORM_EPS)
-        indexed = self._index_queries(x, q_resid, batch, cache)
+            quantized_resid = self.q_b.quantize_for_several(q_resid)
+        indexed = self._index_queries(x, q_resid, quantized_resid, batch, cache)
         with stage("MLA prolog"):
-            q_mha, q_mqa = self._queries(q_resid, batch)
+            q_mha, q_mqa = self._queries(self.q_b.of_quantized(q_resid, quantized_resid), batch)
         with stage("indexer prolog"):
             index_queries = indexed()
         stored()
-        del quantized  # read by side streams until now
+        del quantized, quantized_resid  # read by side streams until now
         topk_slots, overflowing = self._select(index_queries, topk_slots, batch, cache)
         with stage("sparse flash attention"):
             out_latent = self._mqa(q_mqa, batch, cache, topk_slots)
@@ -126,7 +127,7 @@ class Attention(Weighted):
             return attended, topk_slots
 
     def _index_queries(
-        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, cache: KVCache
+        self, x: torch.Tensor, q_resid: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
     ) -> Callable[[], IndexQueries | None]:
         """Starts to compute the indexer's queries and head weights, if rows select; returns a function that waits for
         them."""
@@ -135,7 +136,7 @@ class Attention(Weighted):
             key_format = cache.format.index_key
             if self.indexer is None or key_format is None or not batch.sparse_mqa.rows:
                 return None
-            return self.indexer.queries(x, q_resid, batch, key_format)
+            return self.indexer.queries(x, q_resid, quantized, batch, key_format)
 
         # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
@@ -213,12 +214,12 @@ class Attention(Weighted):
 
         return stored
 
-    def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and queries of the other rows with W_UK
-        absorbed, ``[T - mha_rows, heads, latent_dim]``."""
+    def _queries(self, q: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the output of q_b: queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the other
+        rows with W_UK absorbed, ``[T - mha_rows, heads, latent_dim]``."""
         config, border = self.config, batch.mha_rows
         nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
-        q = self.q_b(q_resid).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        q = q.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
         mha, others = q[:border], q[border:]
         if border:
             turned = mha[..., nope:]

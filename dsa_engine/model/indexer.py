@@ -97,8 +97,9 @@ class Indexer(Weighted):
         store_index_keys(keys, *norm, *turns, into, *slots, key_format=key_format, interleaved=interleaved)
 
     def queries(
-        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat
-    ) -> IndexQueries:
+        self, x: torch.Tensor, q_resid: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch,
+        key_format: IndexKeyFormat,
+    ) -> IndexQueries:  # fmt: skip
         """Index queries ``[sparse rows, heads, dim]`` and head weights ``[sparse rows, heads]``, for the rows in sparse
         MQA form.
 
@@ -106,10 +107,11 @@ class Indexer(Weighted):
         ``heads^-0.5 · dim^-0.5`` is left out: all scores have it, so it changes no choice.
 
         Args:
-            q_resid: ``[T, q_lora_rank]``, the *normed* output of q_a.
+            q_resid, quantized: ``[T, q_lora_rank]``, the *normed* output of q_a.
         """
         config, first = self.config, batch.first_sparse
-        q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
+        codes = None if quantized is None else quantized.from_row(first)
+        q = self.wq_b.of_quantized(q_resid[first:], codes).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
         if key_format.coded:

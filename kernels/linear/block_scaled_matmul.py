@@ -201,7 +201,7 @@ def _quantises_itself(rows: torch.Tensor) -> bool:
 def quantize_for_several(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Codes and scales of the rows of ``x``, for several calls of :func:`block_scaled_linear`; None where each
     quantises them itself."""
-    rows = x.view(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
     if not runs_triton(x) or _quantises_itself(rows):
         return None
     return quantize_rows(rows, BLOCK, power_of_two)

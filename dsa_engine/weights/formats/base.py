@@ -69,6 +69,9 @@ class Quantized(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
 
+    def from_row(self, first: int) -> Quantized:
+        return self._replace(codes=self.codes[first:], scales=self.scales[first:])
+
 
 class Linear(Weights):
     """``y = x · weightᵀ``."""

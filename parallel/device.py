@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 
 import torch
 
-from dsa_engine.parallel.launch_environment import local_world_size
+from dsa_engine.parallel.launch_environment import launched_rank, local_world_size
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues, by default 8; streams that share one wait for each other
 _IN_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # communicators launch in the order of the host, which is one in all ranks
+# Where nodes exchange small messages and large ones of registered buffers in one graph, NCCL 2.28 may hang (its issues
+# 2389 and 2390).
+_REGISTERED = "NCCL_GRAPH_REGISTER"
+_DRIVER = 12090  # CUDA 12.9, driver 575: before it, collectives of several communicators in a graph run one by one
 
 
 def choose_device(device: str, one_part: bool = True) -> torch.device:
@@ -25,6 +30,8 @@ def choose_device(device: str, one_part: bool = True) -> torch.device:
     if device != "cpu":
         for name, number in wanted.items():
             os.environ.setdefault(name, str(number))
+        if launched_rank()[1] > local_world_size():
+            os.environ.setdefault(_REGISTERED, "0")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     known = "give 'auto', 'cpu', 'cuda' or 'cuda:N'"
@@ -58,3 +65,16 @@ def choose_device(device: str, one_part: bool = True) -> torch.device:
             warnings.warn(f"{name} is {given!r}, so streams may wait for each other: set {number}", stacklevel=2)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def warn_of_old_driver() -> None:
+    """For a run over several nodes on CUDA devices."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    if version.value < _DRIVER:
+        number = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        warnings.warn(
+            f"the NVIDIA driver is of CUDA {number}: before 12.9 (driver 575) exchanges in a "
+            "CUDA graph run one after another, so decode steps over several nodes take longer; install a newer driver",
+            stacklevel=2,
+        )

@@ -39,6 +39,8 @@ def new_group(
     """
     global _groups_made
     limit = timedelta(seconds=timeout)
+    if options is not None:
+        options._timeout = limit  # else PyTorch warns that it replaces it
     group = dist.new_group(ranks, timeout=limit, backend=backend, pg_options=options, use_local_synchronization=alone)
     _groups_made += isinstance(group, dist.ProcessGroup)
     return group

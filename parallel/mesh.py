@@ -29,7 +29,7 @@ import torch.distributed as dist
 from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.agreement import Meeting, compare
 from dsa_engine.parallel.config import ParallelConfig
-from dsa_engine.parallel.device import choose_device
+from dsa_engine.parallel.device import choose_device, warn_of_old_driver
 from dsa_engine.parallel.experts import KINDS
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.placement import NodeGroups, has_two_levels, rails_of
@@ -142,6 +142,8 @@ class Mesh:
         mesh = Meeting(run, rank).all_succeed(make, config.timeout) if len(run) > 1 else make()
         mesh.run_ranks = run
         mesh.set_nodes(mesh._exchange_nodes())
+        if chosen.type == "cuda" and len(set(mesh.nodes)) > 1 and mesh.is_leader:
+            warn_of_old_driver()
         return mesh
 
     @property
@@ -242,9 +244,12 @@ class Mesh:
             return Group((self.rank,), 0, None)
         return Group(ranks, self.rank, self._new_group(ranks, "gloo"))
 
-    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        own = [self.global_ranks[rank] for rank in ranks]
-        return new_group(own, self.config.timeout, backend, alone=self._ranks is not None)
+    def _new_group(self, ranks: Sequence[int], backend: str | None = None, communicator: int = 0) -> dist.ProcessGroup:
+        own, options = [self.global_ranks[rank] for rank in ranks], None
+        if communicator == EXPERTS and dist.is_initialized() and dist.get_backend() == "nccl":
+            # Beside one half's experts the other half's tokens travel: when a program ends, theirs come next.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        return new_group(own, self.config.timeout, backend, options, alone=self._ranks is not None)
 
     def _group(self, size: int, communicator: int = 0) -> Group:
         """Neighbouring ranks in groups of ``size``; every rank of the mesh takes part in making every group."""
@@ -257,7 +262,7 @@ class Mesh:
             ranks = tuple(part)
             key = ranks, communicator
             if len(ranks) > 1 and key not in self._handles:
-                self._handles[key] = self._new_group(ranks)
+                self._handles[key] = self._new_group(ranks, communicator=communicator)
             if self.rank in ranks:
                 mine = Group(ranks, ranks.index(self.rank), self._handles.get(key))
         assert mine is not None

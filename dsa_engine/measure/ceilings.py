@@ -14,7 +14,7 @@ from dsa_engine.kernels.runtime import cpu, libraries
 
 _BURSTS, _STEPS = 40, 1 << 17  # 40 times some 0.25 ms
 _LANES = 16  # of the widest vectors
-_L2_BYTES = 256 << 20  # more than any L2 cache: written before each call on CUDA
+_L2_BYTES = 256 << 20  # more than any L2 cache: read before each call on CUDA
 _MEASURED_S = 0.05
 
 
@@ -73,9 +73,10 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
     of three calls, or fewer if they are long."""
     times: list[float] = []
     if device.type == "cuda":
-        cache = torch.empty(_L2_BYTES, dtype=torch.int8, device=device)
+        # Reading clears it too; lines that were written would be stored to memory under the measured call.
+        cache = torch.zeros(_L2_BYTES // 4, device=device)
         while len(times) < 5 or (len(times) < 100 and sum(times) < _MEASURED_S):
-            times.append(libraries.milliseconds(run, 1, cache.zero_) / 1e3)
+            times.append(libraries.milliseconds(run, 1, cache.sum) / 1e3)
         return statistics.median(times)
     run()
     for _ in range(3):

@@ -41,6 +41,7 @@ from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_group, head_parallel_projection, shard
+from dsa_engine.weights.formats.base import Quantized
 
 _MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
@@ -94,15 +95,19 @@ class Attention(Weighted):
         """
         cache.use(self.layer)
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
-        stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, batch, cache)
         with stage("MLA prolog"):
-            q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
-        indexed = self._index_queries(x, q_resid, batch, cache)
+            quantized = self.q_a.quantize_for_several(x)
+        stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, quantized, batch, cache)
         with stage("MLA prolog"):
-            q_mha, q_mqa = self._queries(q_resid, batch)
+            q_resid = rms_norm(self.q_a.of_quantized(x, quantized), self.q_a_norm, LATENT_NORM_EPS)
+            quantized_resid = self.q_b.quantize_for_several(q_resid)
+        indexed = self._index_queries(x, q_resid, quantized_resid, batch, cache)
+        with stage("MLA prolog"):
+            q_mha, q_mqa = self._queries(self.q_b.of_quantized(q_resid, quantized_resid), batch)
         with stage("indexer prolog"):
             index_queries = indexed()
         stored()
+        del quantized, quantized_resid  # read by side streams until now
         topk_slots, overflowing = self._select(index_queries, topk_slots, batch, cache)
         with stage("sparse flash attention"):
             out_latent = self._mqa(q_mqa, batch, cache, topk_slots)
@@ -124,7 +129,7 @@ class Attention(Weighted):
             return attended, topk_slots
 
     def _index_queries(
-        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, cache: KVCache
+        self, x: torch.Tensor, q_resid: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
     ) -> Callable[[], IndexQueries | None]:
         """Starts to compute the indexer's queries and head weights, if rows select; returns a function that waits for
         them."""
@@ -133,7 +138,7 @@ class Attention(Weighted):
             key_format = cache.format.index_key
             if self.indexer is None or key_format is None or not batch.sparse_mqa.rows:
                 return None
-            return self.indexer.queries(x, q_resid, batch, key_format)
+            return self.indexer.queries(x, q_resid, quantized, batch, key_format)
 
         # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
@@ -149,15 +154,18 @@ class Attention(Weighted):
             return topk_slots, None
         return self.indexer.select(queries, keys, batch, key_format)
 
-    def _store_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
+    def _store_cache_rows(
+        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
+    ) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
         side_stream, indexer, stored_as = self.streams.cache_rows, self.indexer, cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            waits = [side_stream.run(lambda: self._store_latent(x, batch, stored_as.latent, latent_pool, slots), x)]
+            given = x, quantized, batch
+            waits = [side_stream.run(lambda: self._store_latent(*given, stored_as.latent, latent_pool, slots), x)]
         if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
-                waits.append(side_stream.run(lambda: indexer.store_keys(x, batch, key_format, key_pool, slots), x))
+                waits.append(side_stream.run(lambda: indexer.store_keys(*given, key_format, key_pool, slots), x))
 
         def stored() -> None:
             with stage("indexer prolog"):
@@ -168,14 +176,18 @@ class Attention(Weighted):
         return stored
 
     def _store_latent(
-        self, x: torch.Tensor, batch: ForwardBatch, row_format: LatentFormat, into: torch.Tensor, *slots: torch.Tensor
-    ) -> None:
+        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, row_format: LatentFormat,
+        into: torch.Tensor, *slots: torch.Tensor,
+    ) -> None:  # fmt: skip
         """Stores latent rows of the local tokens: to their slots of a pool, or row by row without ``slots``."""
         norm, turns = (self.kv_a_norm, LATENT_NORM_EPS), (batch.cos, batch.sin)
         interleaved = self.config.rope_interleaved
-        store_latent(self.kv_a(x), *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
+        latent = self.kv_a.of_quantized(x, quantized)
+        store_latent(latent, *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
 
-    def _gather_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
+    def _gather_cache_rows(
+        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
+    ) -> Callable[[], None]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
         side; returns a function that waits for them and writes them to the slots of their tokens. The rows after this
         rank's tokens are undefined, and their slots are −1."""
@@ -184,10 +196,11 @@ class Attention(Weighted):
         width = cache_format.packed_width(index_key=self.indexer is not None)
         own = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
-            self._store_latent(x, batch, cache_format.latent, own[:tokens, :latent])
+            self._store_latent(x, quantized, batch, cache_format.latent, own[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
-                self.indexer.store_keys(x, batch, index_key, own[:tokens, latent : latent + index_key.columns])
+                into = own[:tokens, latent : latent + index_key.columns]
+                self.indexer.store_keys(x, quantized, batch, index_key, into)
         with stage("communication"):
             gathered = self.runtime.mesh.cp.all_gather_async(own)
 
@@ -203,12 +216,12 @@ class Attention(Weighted):
 
         return stored
 
-    def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and queries of the other rows with W_UK
-        absorbed, ``[T - mha_rows, heads, latent_dim]``."""
+    def _queries(self, q: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the output of q_b: queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the other
+        rows with W_UK absorbed, ``[T - mha_rows, heads, latent_dim]``."""
         config, border = self.config, batch.mha_rows
         nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
-        q = self.q_b(q_resid).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        q = q.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
         mha, others = q[:border], q[border:]
         if border:
             turned = mha[..., nope:]

@@ -29,6 +29,7 @@ from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.weights.formats import Linear
+from dsa_engine.weights.formats.base import Quantized
 
 # Inputs are normed. Weights with which inputs of at most this norm cannot overflow need no check. The range of float16
 # is small: its norm is smaller, and still above those of models.
@@ -85,17 +86,20 @@ class Indexer(Weighted):
         return bool(~safe)
 
     def store_keys(
-        self, x: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat, into: torch.Tensor, *slots: torch.Tensor
-    ) -> None:
+        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, key_format: IndexKeyFormat,
+        into: torch.Tensor, *slots: torch.Tensor,
+    ) -> None:  # fmt: skip
         """Stores index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row without
         ``slots``."""
         norm, turns = (self.k_norm_weight, self.k_norm_bias, LATENT_NORM_EPS), (batch.cos, batch.sin)
         interleaved = self.config.index_rope_interleaved
-        store_index_keys(self.wk(x), *norm, *turns, into, *slots, key_format=key_format, interleaved=interleaved)
+        keys = self.wk.of_quantized(x, quantized)
+        store_index_keys(keys, *norm, *turns, into, *slots, key_format=key_format, interleaved=interleaved)
 
     def queries(
-        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat
-    ) -> IndexQueries:
+        self, x: torch.Tensor, q_resid: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch,
+        key_format: IndexKeyFormat,
+    ) -> IndexQueries:  # fmt: skip
         """Index queries ``[sparse rows, heads, dim]`` and head weights ``[sparse rows, heads]``, for the rows in sparse
         MQA form.
 
@@ -103,10 +107,11 @@ class Indexer(Weighted):
         ``heads^-0.5 · dim^-0.5`` is left out: all scores have it, so it changes no choice.
 
         Args:
-            q_resid: ``[T, q_lora_rank]``, the *normed* output of q_a.
+            q_resid, quantized: ``[T, q_lora_rank]``, the *normed* output of q_a.
         """
         config, first = self.config, batch.first_sparse
-        q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
+        codes = None if quantized is None else quantized.from_row(first)
+        q = self.wq_b.of_quantized(q_resid[first:], codes).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
         if key_format.coded:

@@ -13,6 +13,9 @@ from dsa_engine.weights.tensors import Source
 
 RANDOM_BLOCK_ELEMENTS = 1 << 22  # elements drawn from one generator
 
+# Weights whose products are float32 whatever the checkpoint holds, which is bfloat16 (`layers.Float32OutputLinear`).
+_HELD_IN_BFLOAT16 = ("mlp.gate.weight", "indexer.weights_proj.weight")
+
 # For each dtype of codes (int32: packed INT4): the largest code, and a scale that makes random codes fit well.
 _DUMMY_CODES = {FP8: (E4M3_MAX, 2.0**-12), torch.int8: (127.0, 2.0**-11), torch.int32: (7.0, 2.0**-8)}
 
@@ -30,7 +33,8 @@ class DummyReader:
 
     def load(self, source: Source) -> None:
         """Fills ``source.into``: norm weights with ones, biases with zeros, and matrices with normal values of std
-        0.02, which codes have after scaling; the groups of INT4 columns are in order."""
+        0.02, which codes have after scaling; the groups of INT4 columns are in order. What a checkpoint holds in
+        bfloat16 is exact in it."""
         if source.scale_of is not None:
             source.into.fill_(_DUMMY_CODES[source.scale_of][1])
         elif source.name.endswith("_g_idx"):
@@ -43,6 +47,8 @@ class DummyReader:
             source.into.zero_()
         else:
             fill_normal(source, self.seed, std=0.02)
+            if source.name.endswith(_HELD_IN_BFLOAT16):
+                source.into.copy_(source.into.bfloat16())
 
 
 def fill_normal(source: Source, seed: int, std: float, mean: float = 0.0) -> None:

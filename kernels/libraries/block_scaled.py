@@ -68,9 +68,9 @@ def _takes_torch(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **how: Any) 
 
 def _linear(
     product: Any, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, power_of_two: bool = False,
-    **_: Any,
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    codes, scales = quantize_rows(x.reshape(-1, x.shape[-1]), BLOCK, power_of_two)
+    codes, scales = quantized or quantize_rows(x.reshape(-1, x.shape[-1]), BLOCK, power_of_two)
     return product(codes, scales, weight, weight_scale).view(*x.shape[:-1], weight.shape[0])
 
 

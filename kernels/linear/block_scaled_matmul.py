@@ -193,6 +193,20 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and chip_of(torch.empty(0, device=device)).capability >= 89
 
 
+def _quantises_itself(rows: torch.Tensor) -> bool:
+    """Whether our kernel is to quantise these rows as it multiplies them."""
+    return rows.shape[0] <= QUANTISED_ROWS and not is_batch_invariant()
+
+
+def quantize_for_several(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Codes and scales of the rows of ``x``, for several calls of :func:`block_scaled_linear`; None where each
+    quantises them itself."""
+    rows = x.reshape(-1, x.shape[-1])
+    if not runs_triton(x) or _quantises_itself(rows):
+        return None
+    return quantize_rows(rows, BLOCK, power_of_two)
+
+
 @operation(runs=cpu.runs_kernel)
 def block_scaled_linear(
     x: torch.Tensor,
@@ -202,6 +216,7 @@ def block_scaled_linear(
     power_of_two: bool = False,
     weight_power_of_two: bool = False,
     finished: torch.Tensor | None = None,
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """A linear layer in FP8: quantises its input 1 × 128 and multiplies.
 
@@ -215,6 +230,7 @@ def block_scaled_linear(
         power_of_two: round the scales of ``x`` up to powers of two.
         weight_power_of_two: the scales of the weight are known to be powers of two, which some libraries need.
         finished: :func:`no_program_finished`, if it is kept between calls; else it costs a launch.
+        quantized: codes and scales of the rows of ``x``, if :func:`quantize_for_several` made them.
 
     Returns:
         ``[..., out]`` in x's dtype, rounded once.
@@ -230,11 +246,11 @@ def block_scaled_linear(
         return run_native(x, weight, weight_scale, 4, power_of_two)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     ours = runs_triton(x)
-    if ours and rows.shape[0] <= QUANTISED_ROWS and not is_batch_invariant():
+    if ours and _quantises_itself(rows):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = block_scaled_matmul_triton(rows, None, weight, weight_scale, x.dtype, power_of_two, finished)
     else:
-        codes, scales = quantize_rows(rows, BLOCK, power_of_two)
+        codes, scales = quantized or quantize_rows(rows, BLOCK, power_of_two)
         if ours:
             out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype, finished=finished)
         else:

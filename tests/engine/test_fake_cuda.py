@@ -92,6 +92,16 @@ def test_a_step_asks_for_no_properties_of_its_device(
             assert len(device.launches) > 100
 
 
+def test_an_input_of_several_products_is_quantised_once(fake_engine: Callable[..., Any]) -> None:
+    """Of a layer: x for q_a, kv_a and wk; q_a's output for q_b and wq_b; for o, the feed-forward layer and its end. One
+    with experts also quantises their tokens."""
+    with FakeDevice() as device:
+        engine = fake_engine(device, "deepseek_v32", 1)
+        prefill(device, engine, 8192)
+        dense, with_experts = 5, 6
+        assert sum(one.name == "quantize_rows_kernel" for one in device.launches) == dense + 2 * with_experts
+
+
 def test_micro_batches(fake_engine: Callable[..., Any]) -> None:
     """A prefill in two micro-batches waits for their counts only, and takes no more memory; a decode step is one graph
     of both, which is replayed before the step before is read."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
-from dsa_engine.parallel.device import choose_device
+from dsa_engine.parallel.device import choose_device, warn_of_old_driver
 from dsa_engine.parallel.experts.all_gather import AllGather
 from dsa_engine.parallel.experts.all_to_all import AllToAll
 from dsa_engine.parallel.experts.by_node import ByNode
@@ -228,19 +230,26 @@ def test_parts_of_a_vocabulary_take_as_many_rows() -> None:
 
 
 def test_groups_that_carry_tokens_have_their_own_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[list[int], str | None]] = []
+    """Over NCCL it has a stream of high priority."""
+    made: list[tuple[list[int], str | None, Any]] = []
 
-    def new_group(ranks: list[int], timeout: float, backend: str | None, alone: bool) -> Any:
-        made.append((ranks, backend))
+    def new_group(ranks: list[int], timeout: float, backend: str | None, options: Any, alone: bool) -> Any:
+        made.append((ranks, backend, options))
         return object()
 
     monkeypatch.setattr(mesh_module, "new_group", new_group)
+    monkeypatch.setattr(mesh_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(mesh_module.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(mesh_module.dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), raising=False)
     Mesh(ParallelConfig(tp_size=2), 0, 4, torch.device("cuda"))
     every = [0, 1, 2, 3]
-    assert made == [(every, None), (every, None), ([0, 1], None), ([2, 3], None), (every, "gloo")]
+    of_experts = (every, None, {"is_high_priority_stream": True})
+    halves = ([0, 1], None, None), ([2, 3], None, None)
+    assert made == [(every, None, None), of_experts, *halves, (every, "gloo", None)]
 
 
-QUEUES, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
+QUEUES, ORDER, REGISTER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_GRAPH_REGISTER"
+SEVERAL_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +257,8 @@ QUEUES, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
     [
         ({}, True, {QUEUES: "32", ORDER: "1"}, []),
         ({}, False, {QUEUES: "32"}, []),
+        (SEVERAL_NODES, True, {QUEUES: "32", ORDER: "1", REGISTER: "0"}, []),
+        ({**SEVERAL_NODES, REGISTER: "1"}, False, {QUEUES: "32", REGISTER: "1"}, []),
         ({QUEUES: "8", ORDER: "1"}, True, {QUEUES: "8", ORDER: "1"}, [f"{QUEUES} is '8', .* set 32"]),
         ({QUEUES: "x", ORDER: "0"}, True, {QUEUES: "x", ORDER: "0"}, [f"{QUEUES} is 'x'", f"{ORDER} is '0', .* set 1"]),
         ({ORDER: "0"}, False, {QUEUES: "32", ORDER: "0"}, []),
@@ -257,7 +268,7 @@ def test_what_cuda_reads_when_it_starts(
     given: dict[str, str], one_part: bool, expected: dict[str, str], warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is set before the first question to CUDA, unless the environment has it."""
-    for name in (QUEUES, ORDER):
+    for name in (QUEUES, ORDER, REGISTER, *SEVERAL_NODES):
         monkeypatch.setenv(name, "")  # restores what the test changes
         monkeypatch.delenv(name)
         if name in given:
@@ -265,7 +276,7 @@ def test_what_cuda_reads_when_it_starts(
     seen: list[dict[str, str]] = []
 
     def available() -> bool:
-        seen.append({name: os.environ[name] for name in (QUEUES, ORDER) if name in os.environ})
+        seen.append({name: os.environ[name] for name in (QUEUES, ORDER, REGISTER) if name in os.environ})
         return True
 
     monkeypatch.setattr(torch.cuda, "is_available", available)
@@ -281,3 +292,14 @@ def test_what_cuda_reads_when_it_starts(
     monkeypatch.setenv(ORDER, "1")
     with pytest.raises(ValueError, match=f"{ORDER} is '1', with which NCCL refuses .* leave it unset"):
         choose_device("auto", one_part=False)
+
+
+@pytest.mark.parametrize(("version", "number"), [(12080, "12.8"), (12090, ""), (13000, "")])
+def test_old_drivers_are_warned_of(version: int, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def library(name: str) -> SimpleNamespace:
+        return SimpleNamespace(cuDriverGetVersion=lambda at: setattr(at._obj, "value", version))
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    with warnings.catch_warnings(record=True) as texts:
+        warn_of_old_driver()
+    assert [re.search(r"CUDA ([\d.]+): before 12.9", str(text.message))[1] for text in texts] == [number] * bool(number)

@@ -31,6 +31,9 @@ def test_dummy_weights_depend_on_seed_name_and_index_only(monkeypatch: pytest.Mo
     assert (load("model.norm.weight", (5,), (5,)) == 1).all()
     assert (load("self_attn.indexer.k_norm.bias", (5,), (5,)) == 0).all()
     assert (load("mlp.gate.e_score_correction_bias", (5,), (5,)) == 0).all()
+    for name in ("mlp.gate.weight", "self_attn.indexer.weights_proj.weight"):
+        held = load(f"model.layers.3.{name}", (100, 40), (100, 40))
+        assert torch.equal(held, held.bfloat16().float()) and 0.018 < held.std() < 0.022
     assert reader.bytes_read == 0
 
 

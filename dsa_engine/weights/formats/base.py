@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -61,6 +62,17 @@ class Weights(ABC):
         anything is multiplied or dequantised."""
 
 
+class Quantized(NamedTuple):
+    """Rows quantised 1 × 128."""
+
+    power_of_two: bool  # all scales
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def from_row(self, first: int) -> Quantized:
+        return self._replace(codes=self.codes[first:], scales=self.scales[first:])
+
+
 class Linear(Weights):
     """``y = x · weightᵀ``."""
 
@@ -70,6 +82,14 @@ class Linear(Weights):
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in] -> [..., out]``, in x's dtype."""
+
+    def quantize_for_several(self, x: torch.Tensor) -> Quantized | None:
+        """``x`` for :meth:`of_quantized` of several layers; None: nothing is gained."""
+        return None
+
+    def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:
+        """The layer of ``x``, to the same bits; ``quantized``: of ``x``, by a layer of any format."""
+        return self(x)
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
         """Does the same for an ``x`` with only some columns of its rows; called if ``scales_whole_rows``.

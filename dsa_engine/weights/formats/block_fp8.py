@@ -22,10 +22,11 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     multiplies_fp8,
     no_program_finished,
     packs_scales,
+    quantize_for_several,
 )
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.weights import Source
-from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
+from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, Quantized, SideBySide, StoredFormat
 
 
 def blocks_of(size: int) -> int:
@@ -81,8 +82,18 @@ class BlockFP8Linear(Linear):
             self._weight_power_of_two = are_powers_of_two(self.scale)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        powers = {"power_of_two": self._power_of_two, "weight_power_of_two": self._weight_power_of_two}
-        return block_scaled_linear(x, self.weight, self.scale, finished=self._finished, **powers)
+        return self.of_quantized(x, None)
+
+    def quantize_for_several(self, x: torch.Tensor) -> Quantized | None:
+        made = quantize_for_several(x, self._power_of_two)
+        return None if made is None else Quantized(self._power_of_two, *made)
+
+    def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:
+        how = {"power_of_two": self._power_of_two, "weight_power_of_two": self._weight_power_of_two}
+        given = None
+        if quantized is not None and quantized.power_of_two == self._power_of_two:
+            given = quantized.codes, quantized.scales
+        return block_scaled_linear(x, self.weight, self.scale, finished=self._finished, quantized=given, **how)
 
     def dequantized(self) -> torch.Tensor:
         return dequantize_blocks(self.weight, self.scale, (BLOCK, BLOCK), dtype=self._dtype)

@@ -16,6 +16,7 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     block_scaled_linear,
     block_scaled_matmul_triton,
     no_program_finished,
+    quantize_for_several,
 )
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
@@ -77,6 +78,13 @@ def test_rows_that_the_product_quantises(
     assert once.any() and torch.equal(once, block_scaled_matmul_triton(*codes, weight, scale, dtype))
     assert rows <= QUANTISED_ROWS and torch.equal(
         once, block_scaled_linear(x, weight, scale, power_of_two=power_of_two)
+    )
+    assert quantize_for_several(x, power_of_two) is None
+    many = x.repeat(QUANTISED_ROWS + 1, 1)
+    given = {"power_of_two": power_of_two, "quantized": quantize_for_several(many, power_of_two)}
+    assert given["quantized"] and torch.equal(
+        block_scaled_linear(many, weight, scale, **given),
+        block_scaled_linear(many, weight, scale, power_of_two=power_of_two),
     )
 
 

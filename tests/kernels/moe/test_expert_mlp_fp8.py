@@ -10,7 +10,9 @@ import torch
 
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks, quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_tokens, quantized_words
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import grouped_matmul_fp8
 from dsa_engine.kernels.grouped.product_formats import block_fp8
+from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -124,6 +126,36 @@ def test_every_way_gives_the_same(uncounted_bytes: int, elsewhere: float, device
         assert relative_error(out, once) < 1e-3
     if elsewhere == 1.0:
         assert not once.any()
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs the kernel to run")
+@pytest.mark.parametrize("hidden, width", [(256, 256), (160, 200)])
+def test_tiles_of_all_sizes_give_the_same_bits(hidden: int, width: int, device: str) -> None:
+    """Codes and scales between the products, of few rows, many, and more than a large tile; with exact sums."""
+    g, counts = torch.Generator().manual_seed(width), (3, 0, 133)
+    numbers = [torch.randint(-4, 5, shape, generator=g) for shape in ((136, hidden), (3, 2, width, hidden))]
+    x, weight = (one.float().to(torch.float8_e4m3fn).to(device) for one in numbers)
+    scales = [2.0 ** -torch.randint(4, 9, shape, generator=g) for shape in ((136, 2), (3, 2, 2, 2))]
+    row_ends = torch.tensor(counts).cumsum(0).int().to(device)
+    x_scale, weight_scale = (one.to(device) for one in scales)
+    made = []
+    for expected in (1.0, 3 * 64.0, 3 * 128.0):
+        codes, scale = grouped_matmul_fp8(
+            x, x_scale, weight, weight_scale, Groups(row_ends, gated=True, expected=expected), torch.float32, False
+        )
+        made.append((codes.view(torch.uint8), scale))
+    assert all(torch.equal(*pair) for other in made[1:] for pair in zip(made[0], other, strict=True))
+
+
+def test_a_token_does_not_see_the_others(device: str, relative_error: Error) -> None:
+    x, topk_ids, topk_weights, *stored = (a.to(device) for a in problem(6, 2, 160, 96))
+    together = run(x, topk_ids, topk_weights, *stored)
+    alone = [run(x[t, None], topk_ids[t, None], topk_weights[t, None], *stored) for t in range(6)]
+    assert relative_error(together, torch.cat(alone)) < 1e-3
+
+
+def test_no_tokens(device: str) -> None:
+    assert run(*(a.to(device) for a in problem(0, 2, 128, 128))).shape == (0, 128)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes that code for a number, 480")

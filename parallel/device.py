@@ -12,8 +12,7 @@ from dsa_engine.parallel.launch_environment import launched_rank, local_world_si
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues, by default 8; streams that share one wait for each other
 _IN_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # communicators launch in the order of the host, which is one in all ranks
-# Where nodes exchange small messages and large ones of registered buffers in one graph, NCCL 2.28 may hang (its issues
-# 2389 and 2390).
+# NCCL 2.28 may hang (issues 2389, 2390) where nodes exchange small and registered large messages in one graph.
 _REGISTERED = "NCCL_GRAPH_REGISTER"
 _DRIVER = 12090  # CUDA 12.9, driver 575: before it, collectives of several communicators in a graph run one by one
 

@@ -15,11 +15,7 @@ _IN_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # communicators launch in the order of
 
 def choose_device(device: str, one_part: bool = True) -> torch.device:
     """Makes the device of this process the current one, and returns it. What CUDA and NCCL read when they start is set
-    before, unless the environment has it.
-
-    Args:
-        one_part: whether all ranks of the run launch their collectives in one order.
-    """
+    before, unless the environment has it. ``one_part``: all ranks of the run launch their collectives in one order."""
     wanted = {_QUEUES: 32} | ({_IN_ORDER: 1} if one_part else {})
     if device != "cpu":
         for name, number in wanted.items():

@@ -80,16 +80,8 @@ class Attention(Weighted):
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Writes the step's cache rows and attends.
-
-        Args:
-            x: ``[T, hidden]``, normed.
-            cache: receives this step's latent rows and index keys first.
-            topk_slots: slots ``[sparse rows, index_topk]`` of the last layer with an indexer, for layers without one.
-
-        Returns:
-            ``[T, hidden]``, and the selection that this layer used.
-        """
+        """Writes the cache rows of ``x [T, hidden]``, normed, and attends: ``[T, hidden]``, and the selection that this
+        layer used. ``topk_slots``: that of the last layer with an indexer, ``[sparse rows, index_topk]``."""
         cache.use(self.layer)
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
         stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, batch, cache)
@@ -148,7 +140,7 @@ class Attention(Weighted):
         return self.indexer.select(queries, keys, batch, key_format)
 
     def _store_cache_rows(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
-        """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
+        """Starts to store those of the local tokens; returns a function that waits for them."""
         side_stream, indexer, stored_as = self.streams.cache_rows, self.indexer, cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
@@ -237,11 +229,8 @@ class Attention(Weighted):
         return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], row_format.rank)
 
     def _mha(self, q: torch.Tensor, batch: ForwardBatch, cache: KVCache, out: torch.Tensor) -> None:
-        """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``.
-
-        Keys and values are expanded piece by piece: as many segments, and as many of their heads, as the workspace
-        holds, and at least one head of one segment.
-        """
+        """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``. Keys and
+        values are expanded piece by piece: as many segments, and of their heads, as the workspace holds, or one."""
         if batch.mha is None:
             return
         # Workspace: 3/8 for keys and values, 1/8 for gathered rows, 1/2 for scores and masks.

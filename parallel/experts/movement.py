@@ -201,13 +201,9 @@ def expert_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def move_round(group: Group, moves: Sequence[Move], tensors: Sequence[torch.Tensor], staging: torch.Tensor) -> None:
-    """Executes a round on this rank; every rank of the group calls it with the same moves. It does not wait for the
-    device.
-
-    Args:
-        tensors: this rank's experts ``[count, …]`` each, contiguous, in any format.
-        staging: uint8 ``[staged, expert_bytes(tensors)]``.
-    """
+    """Executes a round on this rank, without a wait for the device; every rank calls it with the same moves.
+    ``tensors``: this rank's experts ``[count, …]`` each, contiguous, in any format; ``staging``: uint8 ``[staged,
+    expert_bytes(tensors)]``."""
     received = [move for move in moves if move.target == group.index]
     sends = [
         (piece, move.target)

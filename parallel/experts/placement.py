@@ -25,11 +25,8 @@ Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the
 
 
 class ExpertPlacement:
-    """The ranks of each expert of a layer; the same on every rank.
-
-    Args:
-        held: ranks may hold different numbers of experts.
-        changes: whether :meth:`change` may be called, so that CUDA graphs must look every expert up.
+    """The ranks of each expert of a layer; the same on every rank. They may hold different numbers of experts.
+    ``changes``: whether :meth:`change` may be called, so that CUDA graphs must look every expert up.
 
     Attributes:
         experts, physical: numbers of logical and of physical experts.
@@ -273,7 +270,11 @@ class ExpertParallel:
         a function that waits. ``sent``: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`)."""
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
         read = download(way_numbers(by_pair, self.group.index, takers))
-        return lambda: [Way.of(row, groups) for row in read()]
+
+        def wait() -> list[Way]:
+            return [Way.of(row, groups) for row in read()]
+
+        return wait
 
     def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:
         """Number of received pairs with experts of this rank, of each ``together`` tokens; the host waits for it.

@@ -198,7 +198,6 @@ class Request:
             self.prompt_logprobs[position:] = [by_position[position]]
 
     def count_rows(self, rows: Sequence[int]) -> None:
-        """Adds rows computed in each form of attention."""
         mha, dense, sparse = (before + new for before, new in zip(self.rows_by_form, rows, strict=True))
         self.rows_by_form = mha, dense, sparse
 

@@ -217,12 +217,12 @@ class PenaltyCounts:
 
 
 def with_unread(counts: torch.Tensor, before: Columns, follows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Counts for each row of a step, with its drafts and the tokens of the step before: int32 ``[requests · rows,
+    """Counts for each row of a step, with its drafts and the tokens of the step ``before``: int32 ``[requests · rows,
     vocab]``.
 
     Args:
         counts: int32 ``[requests, vocab]``, of the tokens that the host knows.
-        before: the step before; ``follows``: bool ``[requests]``, whether the host has not read its tokens.
+        follows: bool ``[requests]``, whether the host has not read its tokens.
         ids: int64 ``[requests, rows]``, token of each row; a row counts its own draft and those before it.
     """
     requests, rows = ids.shape

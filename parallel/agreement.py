@@ -23,15 +23,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05  # between two questions to the sto
 
 
 def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: float) -> None:
-    """Compares texts by name over some ranks of the run, all of which call this.
-
-    Args:
-        ranks: ranks of the run, ascending.
-        wait_s: longest wait for another rank, then a ``TimeoutError``.
-
-    Raises:
-        ValueError: a text differs; raised on all of the ranks, and says which text on which ranks.
-    """
+    """Compares texts by name over some ranks of the run (ascending), all of which call this: ``ValueError`` on all of
+    them if a text differs. ``wait_s``: longest wait for another rank, then a ``TimeoutError``."""
 
     def judge(texts: Mapping[int, str]) -> str:
         return "; ".join(differences({other: json.loads(text) for other, text in texts.items()}))
@@ -42,7 +35,6 @@ def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: fl
 
 
 def store_of_run() -> dist.Store:
-    """The store that all ranks of the run share."""
     return run_store() or dist.PrefixStore("dsa_engine", dist.distributed_c10d._get_default_store())
 
 
@@ -60,7 +52,6 @@ class Meeting:
         self._number = _meetings_held[str(self._ranks)]
 
     def say(self, text: str) -> None:
-        """Leaves this rank's text."""
         self._store.set(self._key(self._rank), text)
 
     def leave(self) -> None:
@@ -72,12 +63,8 @@ class Meeting:
         return {rank: self._get(rank, rank, wait_s, check) for rank in self._ranks if rank != self._rank}
 
     def hold(self, text: str, judge: Callable[[Mapping[int, str]], str], wait_s: float) -> str:
-        """Leaves ``text`` and returns the verdict; the next meeting of these ranks is another one.
-
-        Args:
-            judge: makes the verdict from the texts of all ranks; runs on the first rank.
-            wait_s: longest wait for another rank, then a ``TimeoutError``.
-        """
+        """Leaves ``text`` and returns the verdict, which ``judge`` makes on the first rank from the texts of all; the
+        next meeting of these ranks is another one. ``wait_s``: see :func:`compare`."""
         self.leave()
         self.say(text)
         first = self._ranks[0]
@@ -90,11 +77,8 @@ class Meeting:
 
     def all_succeed(self, work: Callable[[], T], wait_s: float) -> T:
         """Returns what ``work`` returns on this rank, when it has returned on all ranks. If it raises, the error of the
-        first rank to fail is raised on every rank; a rank whose ``work`` fails waits for no other.
-
-        Args:
-            wait_s: longest wait for another rank, after this rank's ``work``; then a ``TimeoutError``.
-        """
+        first rank to fail is raised on every rank; a rank whose ``work`` fails waits for no other. ``wait_s``: as in
+        :func:`compare`, after this rank's ``work``."""
         self.leave()
         verdict = self._key("verdict")
 
@@ -119,7 +103,6 @@ class Meeting:
         return result
 
     def _delete_last(self) -> None:
-        """Deletes what the meeting before this one has left in the store."""
         names: list[int | str] = [*self._ranks, "verdict"]
         for name in names:
             with suppress(RuntimeError):  # a store that cannot delete keeps a few hundred bytes
@@ -129,7 +112,6 @@ class Meeting:
         return f"agreement {self._number if number is None else number} of {self._ranks}: {name}"
 
     def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None] = lambda: None) -> str:
-        """What ``rank`` leaves under a name."""
         key, begun, pause = self._key(name), time.monotonic(), _FIRST_PAUSE_S
         while not self._store.check([key]):
             check()

@@ -20,12 +20,8 @@ def pieces_of(
     token, and an odd token goes to the head piece, where it costs least. Any length works, even one below the number
     of pieces.
 
-    Args:
-        start, length, index, ranks: int64 ``[n]`` each; ``index`` is the rank whose pieces are asked for.
-
-    Returns:
-        starts and lengths of the two pieces, in order of position, int64 ``[n, 2]`` each. Of adjacent pieces the first
-        has all tokens and the second is empty.
+    All arguments are int64 ``[n]``; ``index`` is the rank whose pieces are asked for. Returns starts and lengths of the
+    two pieces, in order of position, int64 ``[n, 2]`` each. Of adjacent pieces the first has all tokens.
     """
     least, more = length // ranks, length % ranks
     with_one_more = torch.minimum(index, more)  # ranks before this one that have a token more than the last ones

@@ -73,14 +73,8 @@ class PageGroups(NamedTuple):
 def page_groups(
     rank: int, senders: Sequence[int], receivers: Sequence[int], device: torch.device, timeout: float
 ) -> PageGroups:
-    """Makes the groups that carry pages from ``senders`` to ``receivers``; all ranks of the run call it.
-
-    All of them exchange a message in each pair, so that NCCL's memory is taken and no later message has to connect
-    first.
-
-    Args:
-        timeout: seconds after which a message that does not arrive ends the run.
-    """
+    """Makes the groups that carry pages from ``senders`` to ``receivers``; all ranks of the run call it. They exchange
+    a message in each pair, so that NCCL's memory is taken and no later message has to connect first."""
     ranks = (*senders, *receivers)
     handle = over_devices = new_group(ranks, timeout, "gloo")
     if device.type == "cuda":
@@ -101,10 +95,8 @@ def page_groups(
 
 
 def pairs_in_rounds(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """All pairs of a sender and a receiver, in as many rounds as the larger part has ranks.
-
-    A rank is in one pair of a round at most, so the pairs of a round connect at the same time.
-    """
+    """All pairs of a sender and a receiver, in as many rounds as the larger part has ranks. A rank is in one pair of a
+    round at most, so the pairs of a round connect at the same time."""
     count = max(len(senders), len(receivers))
     for shift in range(count):
         for index, sender in enumerate(senders):

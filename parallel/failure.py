@@ -41,10 +41,8 @@ _reporter: _Reporter | None = None
 
 
 def report_failures(*, connect_s: float | None = None, brief: tuple[type[Exception], ...] = ()) -> None:
-    """Makes an uncaught exception end this process at once; the run's first one is shown with its full traceback.
-
-    Does nothing in a run of one process. Call it again after ``init_process_group``, which installs another hook before
-    this one.
+    """Makes an uncaught exception end this process at once, in a run of several. Call it again after
+    ``init_process_group``, which installs another hook before this one.
 
     Args:
         connect_s: connect to the store of the run, within this many seconds.

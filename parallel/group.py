@@ -31,12 +31,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def new_group(
     ranks: Sequence[int], timeout: float, backend: str | None = None, options: Any = None, alone: bool = False
 ) -> dist.ProcessGroup:
-    """Makes a process group of ``ranks`` of the run.
-
-    Args:
-        timeout: seconds after which a collective that another rank does not join ends the run.
-        alone: whether only these ranks call this; else all ranks of the run do.
-    """
+    """A process group of ``ranks`` of the run; only these call this if ``alone``, else all ranks of the run do."""
     global _groups_made
     limit = timedelta(seconds=timeout)
     if options is not None:
@@ -137,8 +132,7 @@ class Group:
         self._send(rows.contiguous(), to)
 
     def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
-        """Fills the contiguous tensor ``into`` with the tensor that the rank with the index ``source`` sends; returns
-        ``into``."""
+        """Fills the contiguous tensor ``into``, and returns it, with what the rank with the index ``source`` sends."""
         self._check_peer(source)
         self._recv(into, source)
         return into
@@ -162,7 +156,6 @@ class Group:
             raise ValueError(f"{peer} is no other rank of a group of {self.size} in which this is {self.index}")
 
     def _bytes_to_others(self, rows: torch.Tensor, send: list[int] | None = None) -> int:
-        """Bytes of rows for other ranks; without counts all ranks get equal parts."""
         if send is None:
             return rows.nbytes // self.size * (self.size - 1)
         return rows.element_size() * math.prod(rows.shape[1:]) * (sum(send) - send[self.index])

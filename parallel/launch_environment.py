@@ -27,7 +27,6 @@ def local_world_size() -> int:
 
 
 def store_address() -> tuple[str, int]:
-    """Host and port of the run's store."""
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ValueError(
             "MASTER_ADDR and MASTER_PORT must be in the environment of several processes; torchrun sets them"

@@ -41,11 +41,7 @@ class Links:
     between: Link = Link(bandwidth_gb_s=45.0, latency_us=3.0, message_us=1.0)
 
     def ring(self, ranks: int, nodes: int, part: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter; 0 in a group of one rank.
-
-        Args:
-            part: bytes of one rank's part.
-        """
+        """Seconds of an all-gather or a reduce-scatter of ``part`` bytes of each rank; 0 in a group of one rank."""
         if ranks == 1:
             return 0.0
         bandwidths = [self.inside.bandwidth_gb_s] if ranks > nodes else []
@@ -55,11 +51,7 @@ class Links:
         return (self.start_us + hops) * 1e-6 + (ranks - 1) * part / (min(bandwidths) * 1e9)
 
     def all_to_all(self, ranks: int, nodes: int, part: float) -> float:
-        """Seconds of an all-to-all; 0 in a group of one rank.
-
-        Args:
-            part: bytes from a rank to each other one.
-        """
+        """Seconds of an all-to-all of ``part`` bytes from a rank to each other one; 0 in a group of one rank."""
         on_node = ranks / nodes
 
         def of(link: Link, peers: float) -> float:

@@ -40,15 +40,8 @@ def vocab_shard(vocab: int, group: Group) -> tuple[tuple[int, int], int]:
 
 
 def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
-    """Embeds this rank's tokens with a table that is sharded by vocabulary.
-
-    Args:
-        ids: ``[size, rows]`` int64, the token ids of every rank of the group (each rank knows them all).
-        weight: ``[vocab / size, hidden]``, this rank's shard, as :func:`vocab_shard` cuts it.
-
-    Returns:
-        ``[rows, hidden]``: every rank looks up all ranks' tokens in its shard, and one reduce-scatter sums the results.
-    """
+    """Embeddings of this rank's tokens, ``[rows, hidden]``: every rank looks up all ranks' tokens, ``ids [size, rows]``
+    int64, in its shard of the table, ``weight [vocab / size, hidden]``, and one reduce-scatter sums the results."""
     if group.size == 1:
         return F.embedding(ids[0], weight)
     local = ids.flatten() - group.index * weight.shape[0]
@@ -68,16 +61,10 @@ class Projection(Protocol):
 
 
 def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int, group: Group) -> torch.Tensor:
-    """Output projection sharded by heads: all-to-all from tokens to heads, product, reduce-scatter to tokens.
-
-    Args:
-        heads: ``[T, heads, dim]``, all heads of this rank's tokens.
-        project: ``[n, heads / size · dim] -> [n, hidden]``, by this rank's columns of the weight. If it quantises a row
-            by its largest magnitude, it gets that of the whole row, so that results do not depend on the group.
-
-    Returns:
-        ``[T, hidden]``.
-    """
+    """Output projection sharded by heads, ``[T, heads, dim] -> [T, hidden]``: all-to-all from tokens to heads, product,
+    reduce-scatter to tokens. ``project``: ``[n, heads / size · dim] -> [n, hidden]``, by this rank's columns of the
+    weight. If it quantises a row by its largest magnitude, it gets that of the whole row, so that results do not depend
+    on the group."""
     if group.size == 1:
         return project(heads.flatten(1))
     count = heads.shape[0]
@@ -91,31 +78,15 @@ def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int
 
 
 def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
-    """Logits of rows that every rank of the group holds.
-
-    Args:
-        hidden: ``[n, hidden]``, the same on all ranks.
-        weight: ``[vocab / size, hidden]``, this rank's shard, as :func:`vocab_shard` cuts it.
-
-    Returns:
-        float32 ``[n, vocab]``, the same on all ranks.
-    """
-    shards = group.all_gather(linear(hidden, weight).float())
-    return _side_by_side(shards, vocab, group)
+    """float32 logits ``[n, vocab]`` of rows ``hidden [n, hidden]`` that every rank of the group holds, by each rank's
+    shard ``weight [vocab / size, hidden]``."""
+    return _side_by_side(group.all_gather(linear(hidden, weight).float()), vocab, group)
 
 
 def own_vocab_parallel_logits(gathered: torch.Tensor, weight: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
-    """Logits of this rank's rows only, an equal number on every rank of the group.
-
-    Args:
-        gathered: ``[size · n, hidden]``, the n rows of every rank, in rank order.
-        weight: ``[vocab / size, hidden]``, this rank's shard, as :func:`vocab_shard` cuts it.
-
-    Returns:
-        float32 ``[n, vocab]``: an all-to-all moves a part of ``1 / size`` of what an all-gather would.
-    """
-    shards = group.all_to_all(linear(gathered, weight).float())
-    return _side_by_side(shards, vocab, group)
+    """float32 logits ``[n, vocab]`` of this rank's rows only, out of ``gathered [size · n, hidden]``, the n rows of
+    every rank, in rank order: an all-to-all moves a part of ``1 / size`` of what an all-gather would."""
+    return _side_by_side(group.all_to_all(linear(gathered, weight).float()), vocab, group)
 
 
 def _side_by_side(shards: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:

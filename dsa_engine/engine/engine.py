@@ -44,8 +44,7 @@ class Engine:
     """Runs requests on a model; :func:`.start.start` makes one.
 
     Attributes:
-        progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
-        async_scheduling: whether a decode step is launched before the previous step's tokens are read.
+        progress: ``progress(total, unit, title)`` makes a progress bar on rank 0.
         num_prefilled_tokens: tokens of prompts computed by steps so far.
         longest_prefill: the same of the fullest context-parallel group of each step.
         after_launch: each is called with a step's chunks when it has been launched.
@@ -100,22 +99,18 @@ class Engine:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Number of tokens read so far."""
         return self._num_taken + self.scheduler.decoding.num_taken
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step has been launched and not read."""
         return self._in_flight is not None
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` has anything to do."""
         return self.scheduler.has_work or self.in_flight
 
     @property
     def limits(self) -> Limits:
-        """What a request may ask of this engine."""
         why = None
         if not self.config.has_indexer:
             why = f"{self.config.model_type} has no indexer: each token attends to all tokens before it; leave it out"
@@ -124,13 +119,12 @@ class Engine:
         return Limits(self.max_model_len, self.config.vocab_size, self.scheduler.capacity, why)
 
     def queue(self, add: Add) -> Request:
-        """Queues a request made by :func:`.new_requests`; it runs in the next steps."""
+        """It runs in the next steps."""
         request = self.make_request(add)
         self.scheduler.add(request)
         return request
 
     def make_request(self, add: Add) -> Request:
-        """The request of a message; without a seed of its own it draws by one made from the engine's and its number."""
         seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
         params, words, salt = add.params, add.bad_words, add.cache_salt
         if params.structured_outputs is not None and self.runner.grammars is not None:
@@ -169,7 +163,6 @@ class Engine:
         return read + self._read(before) + ([] if self._in_flight else self._read(launched))
 
     def _launched(self, step: Step, plan: StepPlan, launched: StepResult) -> None:
-        """Records a step that has been launched: what is known before its tokens are read."""
         with self._failing(step):
             for hook in self.after_launch:
                 hook(step.chunks)

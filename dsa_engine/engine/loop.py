@@ -97,7 +97,7 @@ class EngineLoop:
             self.calls.put((Shutdown(), None))
 
     def close(self) -> None:
-        """Calls :meth:`stop` and waits for the end; a rank other than 0 waits a few seconds for rank 0 to close."""
+        """Calls :meth:`stop` and waits for the end."""
         self.stop()
         if threading.current_thread() is not self.thread:
             self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
@@ -133,7 +133,7 @@ class EngineLoop:
         return not (self._backlog or self._requests or self._unread)
 
     def _receive(self) -> list[Message]:
-        """The messages that take effect now, the same on all ranks; waits for some if there is nothing to compute."""
+        """The messages that take effect now; waits for some if there is nothing to compute."""
         if self.channel is None:
             return self.calls.take(None if self._idle else 0.0)
         idle, arrived = self._idle, []

@@ -29,7 +29,7 @@ from dsa_engine.sampling_params import HAS_GRAMMAR, NEEDS_HOST, RECORDS
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs one rank's model. Every rank calls the same methods with the same chunks."""
+    """Every rank calls the same methods with the same chunks."""
 
     model: Model
     cache: KVCache
@@ -50,7 +50,6 @@ class ModelRunner:
         return self.model.runtime.dtype
 
     def plan(self, step: Step) -> StepPlan:
-        """Divides the next step over the ranks; pads it if a graph runs it."""
         rank, world, config = self._mesh.rank, self._mesh.world_size, self._config
         if step.decode is None:
             plan = StepPlan.of(step.chunks, rank, world, config, 1 + self.num_drafts)
@@ -100,8 +99,10 @@ class ModelRunner:
         flight, whose tokens have not been read."""
         if self.num_drafts and plan.bucket is not None:
             assert self.drafter is not None and self.graphs is not None
-            masks, outcome = self._masks(plan, plan.bucket.rows), None if before is None else before.outcome
-            return self.drafter.run(plan, outcome, self.graphs, masks)
+            masks, wanted = None, plan.own.wanted
+            if self.grammars is not None:
+                masks = self.grammars.masks(wanted, [one.row for one in wanted], plan.bucket.rows)
+            return self.drafter.run(plan, None if before is None else before.outcome, self.graphs, masks)
         sampled = None if before is None else before.tokens
         batch, hidden = self.forward(plan, sampled)
         samples = self._sampler.sample(plan, self.sampled_logits(plan, hidden), before)
@@ -116,17 +117,10 @@ class ModelRunner:
         assert self.drafter is not None and batch is not None
         return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts)
 
-    def _masks(self, plan: StepPlan, rows: int) -> torch.Tensor | None:
-        """Masks for the rows of a padded step; None if this rank's requests have no grammar."""
-        wanted = plan.own.wanted
-        return None if self.grammars is None else self.grammars.masks(wanted, [one.row for one in wanted], rows)
-
     @torch.inference_mode()
     def last_logits(self, chunk: Chunk) -> torch.Tensor | None:
-        """Computes a chunk of one request; returns float32 logits ``[vocab]`` after its last token, on every rank.
-
-        Returns None if the chunk does not reach the last token.
-        """
+        """Computes a chunk of one request; returns float32 logits ``[vocab]`` after its last token, on every rank; None
+        if the chunk does not reach it."""
         plan = self.plan(Step([chunk]))
         _, hidden = self.forward(plan)
         logits = self.sampled_logits(plan, hidden)
@@ -138,10 +132,7 @@ class ModelRunner:
     @torch.inference_mode()
     def all_logits(self, chunk: Chunk, into: torch.Tensor, block: int) -> None:
         """Computes a chunk and writes the logits at its positions to ``into [prompt, vocab]`` (float32, CPU), on every
-        rank.
-
-        About ``block`` rows of all ranks together are gathered and multiplied by the LM head at a time.
-        """
+        rank; about ``block`` rows of all ranks together are gathered and multiplied by the LM head at a time."""
         plan = self.plan(Step([replace(chunk, num_logits=chunk.length)]))
         _, hidden = self.forward(plan)
         rows = upload(plan.own.rows_with_logits, hidden.device)

@@ -12,10 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Writes the lines from a thread, within a ``with`` block. Idle engines get none.
-
-    Rates are those since the line before. Pages that only the prefix cache holds count as free. The rate of prefix hits
-    is the fraction of the tokens of admitted requests that were found; without new requests it stays.
+    """Writes the lines from a thread, within a ``with`` block. Rates are those since the line before. Pages that only
+    the prefix cache holds count as free. The rate of prefix hits is the fraction of the tokens of admitted requests
+    that were found; without new requests it stays.
     """
 
     def __init__(self, engine: Engine, interval_s: float = 10.0):

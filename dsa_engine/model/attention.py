@@ -83,16 +83,8 @@ class Attention(Weighted):
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Writes the step's cache rows and attends.
-
-        Args:
-            x: ``[T, hidden]``, normed.
-            cache: receives this step's latent rows and index keys first.
-            topk_slots: slots ``[sparse rows, index_topk]`` of the last layer with an indexer, for layers without one.
-
-        Returns:
-            ``[T, hidden]``, and the selection that this layer used.
-        """
+        """Writes the cache rows of ``x [T, hidden]``, normed, and attends: ``[T, hidden]``, and the selection that this
+        layer used. ``topk_slots``: that of the last layer with an indexer, ``[sparse rows, index_topk]``."""
         cache.use(self.layer)
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
         with stage("MLA prolog"):
@@ -257,11 +249,8 @@ class Attention(Weighted):
         return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], row_format.rank)
 
     def _mha(self, q: torch.Tensor, batch: ForwardBatch, cache: KVCache, out: torch.Tensor) -> None:
-        """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``.
-
-        Keys and values are expanded piece by piece: as many segments, and as many of their heads, as the workspace
-        holds, and at least one head of one segment.
-        """
+        """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``. Keys and
+        values are expanded piece by piece: as many segments, and of their heads, as the workspace holds, or one."""
         if batch.mha is None:
             return
         # Workspace: 3/8 for keys and values, 1/8 for gathered rows, 1/2 for scores and masks.

@@ -49,12 +49,8 @@ Pass = Generator[str, None, Result]  # yields names of `profile_stages.STAGES`
 
 
 class BlockTables:
-    """Rows of page numbers, on the host and on the device.
-
-    Attributes:
-        host: int32 ``[rows, pages]`` on the CPU; the entries after the last page of a row are arbitrary valid pages.
-        uploaded: number of new page numbers that have been copied to the device so far.
-    """
+    """Rows of page numbers. ``host``: int32 ``[rows, pages]`` on the CPU; the entries after the last page of a row are
+    arbitrary valid pages. ``uploaded``: number of new page numbers that have been copied to the device so far."""
 
     def __init__(self, page_size: int, device: torch.device):
         self.page_size = page_size
@@ -71,11 +67,8 @@ class BlockTables:
         self._gathered: dict[int, tuple[weakref.ref[torch.Tensor], list[tuple[int, int]]]] = {}
 
     def rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
-        """The row of each request's pages, up to date on the device for work that is launched from now on.
-
-        Args:
-            requests: the page numbers of each, in order of position; always the same object, which only grows.
-        """
+        """The row of each request's pages, up to date on the device for work that is launched from now on. A request's
+        page numbers, in order of position, are always the same object, which only grows."""
         try:
             return self._updated_rows(requests)
         except BaseException:  # an interrupt, too: the contents of the device's copy are unknown now
@@ -107,11 +100,8 @@ class BlockTables:
         return rows
 
     def gather(self, rows: Sequence[int], width: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The tables of a step on the device: int32 ``[len(rows), width]``, in the order of ``rows``.
-
-        Args:
-            out: the tensor to write, which nothing else may write; nothing is done if it already holds these rows.
-        """
+        """The tables of a step on the device: int32 ``[len(rows), width]``, in the order of ``rows``. Nothing else may
+        write ``out``; nothing is done if it already holds these rows."""
         self._make_room(0, width)
         self._copied_whole()
         held = [(row, self._stamps.get(row, 0)) for row in rows]
@@ -127,8 +117,7 @@ class BlockTables:
         return tables
 
     def _row(self, pages: Sequence[int]) -> tuple[int, int]:
-        """The row of a list, and the number of its pages in it. If no row is free, a new list takes the one that has
-        been unused the longest."""
+        """The row of a list, and the number of its pages in it."""
         if id(pages) in self._known:
             row, _, known = self._known[id(pages)]
             return row, known
@@ -137,14 +126,13 @@ class BlockTables:
         return self._known.pop(next(iter(self._known)))[0], 0
 
     def _copied_whole(self) -> bool:
-        """Copies the host's table to the device if it has grown; returns whether it has."""
+        """Returns whether it was copied, as it had grown."""
         grown = self._on_device.shape != self.host.shape
         if grown:
             self._on_device = upload(self.host, self._device)
         return grown
 
     def _make_room(self, rows: int, pages: int) -> None:
-        """Grows the host's table to at least this many rows and pages."""
         old = self.host
         if rows <= old.shape[0] and pages <= old.shape[1]:
             return
@@ -267,7 +255,7 @@ class ForwardBatch:
 
 
 def run_interleaved(passes: Sequence[Pass[Result]]) -> list[Result]:
-    """Runs the passes to their ends, round-robin up to the next transfer of each; returns their results."""
+    """Runs the passes to their ends, round-robin up to the next transfer of each."""
     results: dict[int, Result] = {}
     while len(results) < len(passes):
         for number, one in enumerate(passes):

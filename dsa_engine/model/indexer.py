@@ -39,11 +39,8 @@ IndexQueries = tuple[torch.Tensor, torch.Tensor]  # and head weights, see :meth:
 
 
 class Indexer(Weighted):
-    """Chooses the ``index_topk`` cached tokens that a query attends to. Weights are whole on every rank.
-
-    Attributes:
-        may_overflow: whether the weights are so large that each step looks for scores that are not finite.
-    """
+    """Weights are whole on every rank. ``may_overflow``: whether they are so large that each step looks for scores that
+    are not finite."""
 
     def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime):
         super().__init__(runtime)
@@ -69,7 +66,7 @@ class Indexer(Weighted):
         )
 
     def _can_overflow(self) -> bool:
-        """Whether the weights are so large that a score, or what it is made of, may not be finite."""
+        """Whether a score, or what it is made of, may not be finite."""
         half = self.runtime.dtype == torch.float16
         inputs, limit = _INPUT_NORM_FLOAT16 if half else _INPUT_NORM, torch.finfo(self.runtime.dtype).max
         root = self.config.index_head_dim**0.5
@@ -100,14 +97,11 @@ class Indexer(Weighted):
         self, x: torch.Tensor, q_resid: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch,
         key_format: IndexKeyFormat,
     ) -> IndexQueries:  # fmt: skip
-        """Index queries ``[sparse rows, heads, dim]`` and head weights ``[sparse rows, heads]``, for the rows in sparse
-        MQA form.
+        """Index queries ``[sparse rows, heads, dim]`` and head weights ``[sparse rows, heads]``, by the *normed*
+        output of q_a, ``q_resid [T, q_lora_rank]``, which ``quantized`` may have too.
 
         With an FP8 cache the queries are FP8, and the head weights contain their scales. The released code's factor
         ``heads^-0.5 · dim^-0.5`` is left out: all scores have it, so it changes no choice.
-
-        Args:
-            q_resid, quantized: ``[T, q_lora_rank]``, the *normed* output of q_a.
         """
         config, first = self.config, batch.first_sparse
         codes = None if quantized is None else quantized.from_row(first)

@@ -16,11 +16,7 @@ from dsa_engine.model.forward_batch import BlockTables, ForwardBatch
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """dtype of the caches of an engine that computes in ``dtype``, by the option's value; of codes, their dtype.
-
-    Raises:
-        ValueError: bfloat16 caches for an engine of another dtype.
-    """
+    """dtype of the caches of an engine that computes in ``dtype``, by the option's value; of codes, their dtype."""
     if kv_cache_dtype in NAMES:
         return NAMES[kv_cache_dtype]
     if kv_cache_dtype == "bfloat16" and dtype != torch.bfloat16:
@@ -33,11 +29,8 @@ def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
-    """The format of the model's caches in ``dtype``. Scales of codes are powers of two if the checkpoint's scales are.
-
-    Raises:
-        ValueError: the model's sizes have no such format.
-    """
+    """The format of the model's caches in ``dtype``. Scales of codes are powers of two if the checkpoint's scales are;
+    ``ValueError`` if the model's sizes have no such format."""
     sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
     schemes = config.quantization.schemes if config.quantization else ()
     power_of_two = any(scheme.power_of_two for scheme in schemes)
@@ -51,9 +44,8 @@ def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
 
 
 def cache_bytes_per_token(config: ModelConfig, format: CacheFormat) -> int:
-    """Bytes of one token in the caches of all layers: a latent row in each, an index key in each with an indexer."""
-    index_key = format.index_key.row_bytes if format.index_key else 0
-    return len(config.indexer_types) * format.latent.row_bytes + config.indexer_types.count("full") * index_key
+    """Bytes of one token in the caches of all layers."""
+    return sum(map(sum, pool_page_bytes(config, format, page_size=1)))
 
 
 def pool_page_bytes(config: ModelConfig, format: CacheFormat, page_size: int) -> list[list[int]]:
@@ -87,18 +79,15 @@ class KVCache:
         ]
 
     def use(self, layer: int) -> None:
-        """A layer calls it before it uses its pools."""
         for hook in self.before_use:
             hook(layer)
 
     def stored(self, layer: int, batch: ForwardBatch) -> None:
-        """A layer calls it when it has stored the rows of a batch."""
         for hook in () if batch.first_micro_batch else self.after_store:
             hook(layer)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pools of this rank."""
         return sum(pool.nbytes for pool in (*self.latent, *self.index_keys) if pool is not None)
 
     @property

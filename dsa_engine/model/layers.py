@@ -55,7 +55,6 @@ class Weighted(nn.Module):
         return linear
 
     def grouped_experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
-        """The experts whose names in the checkpoint begin with ``prefixes``."""
         experts = self.runtime.weights.experts(prefixes, hidden, intermediate)
         self._own(experts)
         return experts
@@ -66,11 +65,8 @@ class Weighted(nn.Module):
         self.stored.extend(nn.Parameter(tensor, requires_grad=False) for tensor in weights.tensors)
 
     def take_plain_weight(self, linear: Linear) -> torch.Tensor:
-        """The plain weight of a linear layer; the stored codes and scales are freed.
-
-        Called once, in :meth:`weights_loaded`, for a weight that is multiplied in another way than ``linear`` does. The
-        layer cannot be called afterwards.
-        """
+        """The plain weight of a linear layer, which cannot be called afterwards: the stored codes and scales are freed.
+        Called once, in :meth:`weights_loaded`, for a weight that is multiplied in another way than ``linear`` does."""
         weight = linear.dequantized()
         if not any(weight is tensor for tensor in linear.tensors):
             self._weights.remove(linear)

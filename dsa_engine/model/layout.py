@@ -51,20 +51,16 @@ class ParameterCounts:
 
 
 def released_tensors(config: ModelConfig, fp8: bool) -> list[TensorSpec]:
-    """Every tensor of a released checkpoint of this model, layer by layer, the MTP modules last.
-
-    Args:
-        config: the model; matrices have its dtype unless they are FP8.
-        fp8: the projections of the decoder layers are float8_e4m3fn, each followed by its float32 block scales
-            (``weight_block_size``, or 128×128 where the configuration names none). The router, the indexer's
-            ``weights_proj``, ``eh_proj``, embeddings, the head and norms never are.
-    """
+    """Every tensor of a released checkpoint of this model, layer by layer, the MTP modules last. ``fp8``: the
+    projections of the decoder layers are float8_e4m3fn, each followed by its float32 block scales
+    (``weight_block_size``, or 128×128 where the configuration names none); the router, the indexer's ``weights_proj``,
+    ``eh_proj``, embeddings, the head and norms never are."""
     plain = _declared(config)
     return _in_fp8(plain, config) if fp8 else [replace(spec, quantized=False) for spec in plain]
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """Counts the parameters of a model; nothing is allocated."""
+    """Nothing is allocated."""
     everything = _declared(config)
     main = [spec for spec in everything if (_layer(spec.name) or 0) < config.num_hidden_layers]
     total = sum(spec.numel for spec in main)
@@ -110,13 +106,12 @@ def _specs(module: Weighted, config: ModelConfig) -> Iterator[TensorSpec]:
 
 
 def _layer(name: str) -> int | None:
-    """The number of the layer that a tensor belongs to."""
     parts = name.split(".", 3)
     return int(parts[2]) if parts[1] == "layers" else None
 
 
 def _position(name: str, layers: int) -> tuple[int, int]:
-    """The sort key of a tensor in a released checkpoint: its layer, and its position in the layer."""
+    """The sort key of a tensor: its layer, and its position in the layer."""
     layer = _layer(name)
     if layer is None:
         return {"model.embed_tokens.weight": (-1, 0), "model.norm.weight": (layers, 0)}.get(name, (layers, 1))

@@ -77,16 +77,13 @@ class DecoderLayer(Weighted):
         cache: KVCache,
         topk_slots: torch.Tensor | None,
     ) -> Pass[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]]:
-        """A pass through the layer.
+        """A pass through the layer; returns its delta, the residual to which that is to be added, and the selection
+        that the layer used.
 
         Args:
             delta: one or two tensors ``[T, hidden]`` that the layer before adds to ``residual``. The list is emptied,
                 so that their memory is free while this layer runs.
             residual: ``[T, hidden]``; None before the first layer, whose one delta is the embedding.
-            topk_slots: the selection of the last layer with an indexer.
-
-        Returns:
-            this layer's delta, the residual to which it is to be added, and the selection that the layer used.
         """
         with stage("MLA prolog"):
             if residual is None:
@@ -137,11 +134,9 @@ class MTPModule(Weighted):
 
     So every state that enters or leaves a module is a normed one.
 
-    It uses the main model's embedding and head, unless the checkpoint holds separate ones
-    (``engine/startup/weights.py``).
-
     Attributes:
-        embed, head: separate tables ``[vocab of this rank, hidden]``; None: the main model's.
+        embed, head: separate tables ``[vocab of this rank, hidden]``, if the checkpoint holds them; None: the main
+            model's.
 
     Args:
         layer: the module's number in the checkpoint and in the caches, from ``num_hidden_layers`` on.
@@ -168,15 +163,9 @@ class MTPModule(Weighted):
     def forward(
         self, hidden: torch.Tensor, embedded: torch.Tensor, batch: ForwardBatch, cache: KVCache
     ) -> torch.Tensor:
-        """Runs the module over a step's rows and writes its cache rows.
-
-        Args:
-            hidden: ``[T, hidden]``, normed states of the main model, or the result of this or another module.
-            embedded: ``[T, hidden]``, embeddings of later tokens: for module k, those k positions after the row.
-
-        Returns:
-            ``[T, hidden]``, normed: the input of the head and of a further pass.
-        """
+        """Runs the module over a step's rows and writes its cache rows. ``hidden``: normed states of the main model, or
+        the result of this or another module; ``embedded``: embeddings of later tokens, for module k those k positions
+        after the row; the result, the input of the head and of a further pass, is normed; all ``[T, hidden]``."""
         with stage("MLA prolog"):
             joined = (rms_norm(embedded, self.embedding_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps))
             multiply = linear if is_batch_invariant() else F.linear
@@ -186,21 +175,13 @@ class MTPModule(Weighted):
 
 
 class Model(Weighted):
-    """A decoder of any supported model type; the weights are empty until they are loaded.
-
-    Args:
-        mtp_modules: the number of MTP modules to build.
-
-    Attributes:
-        loads: counts `topk_ids` in all MoE layers; None: they are not counted.
-        unread: names of the checkpoint's tensors of which this rank has read nothing.
-    """
+    """A decoder of any supported model type; the weights are empty until they are loaded."""
 
     def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):
         super().__init__(runtime)
         self.config = config
-        self.loads: ExpertCounter | None = None
-        self.unread: Set[str] = frozenset()
+        self.loads: ExpertCounter | None = None  # counts `topk_ids` in all MoE layers
+        self.unread: Set[str] = frozenset()  # the checkpoint's tensors of which this rank has read nothing
         # Sharded by vocabulary over the tensor-parallel group.
         rows, padded_rows = vocab_shard(config.vocab_size, runtime.mesh.tp)
         table = (config.vocab_size, config.hidden_size)
@@ -221,7 +202,7 @@ class Model(Weighted):
                 yield from module.sources
 
     def weights_loaded(self) -> None:
-        """Prepares the weights; called once, when all of :meth:`weight_sources` have been loaded."""
+        """Called once, when all of :meth:`weight_sources` have been loaded."""
         modules = [module for module in self.modules() if isinstance(module, Weighted) and module is not self]
         for module in modules:
             module.arrange_weights()
@@ -231,17 +212,13 @@ class Model(Weighted):
     @_in_fixed_forms
     def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
         """Runs the step's T local tokens and writes their cache rows; returns normed hidden states ``[T, hidden]``.
-
-        Args:
-            layers: the layers to run, for trying out their kernels; the first must have an indexer. Default: all.
-        """
+        ``layers``: those to run, for trying out their kernels; the first must have an indexer. Default: all."""
         if batch.micro_batches is None:
             return run_interleaved([self._pass(batch, cache, layers)])[0]
         joined = torch.cat(run_interleaved([self._pass(one, cache, layers) for one in batch.micro_batches.batches]))
         return joined if batch.micro_batches.order is None else joined[batch.micro_batches.order]
 
     def _pass(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None) -> Pass[torch.Tensor]:
-        """A pass of a step, or of a micro-batch, from the embedding to the last norm."""
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
             delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots)
@@ -273,11 +250,7 @@ class Model(Weighted):
         self, hidden: torch.Tensor, padded_rows: int | None = None, head: torch.Tensor | None = None
     ) -> torch.Tensor:
         """float32 logits ``[n, vocab]`` of ``hidden [n, hidden]``; all ranks of the tensor-parallel group call it.
-
-        Args:
-            padded_rows: the largest n of a rank of the group; None: all of its ranks hold the same rows.
-            head: ``[vocab of this rank, hidden]``; default: the model's.
-        """
+        ``padded_rows``: the largest n of one of them; None: all hold the same rows. ``head``: default: the model's."""
         tp, count = self.runtime.mesh.tp, hidden.shape[0]
         weight = self.lm_head if head is None else head
         if padded_rows is None:

@@ -35,10 +35,6 @@ class MoE(Weighted):
 
     With ``ParallelConfig.route_shared_expert`` the shared expert is the last of the routed ones, which every token
     chooses with weight 1.
-
-    Attributes:
-        counts: to which `topk_ids` are added, see :class:`.ExpertCounter`; None: they are not counted.
-        shared_load: load of the shared expert, over that of all others together, if it is routed; else 0.
     """
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
@@ -57,8 +53,8 @@ class MoE(Weighted):
                 "route_shared_expert needs a shared expert of the size of a routed one, n_shared_experts 1; this model "
                 f"has {config.n_shared_experts}"
             )
-        self.counts: torch.Tensor | None = None
-        self.shared_load = 1 / top_k if routed else 0.0
+        self.counts: torch.Tensor | None = None  # to which `topk_ids` are added, see ExpertCounter
+        self.shared_load = 1 / top_k if routed else 0.0  # of the shared expert, over that of all others together
         self.expert_parallel = mesh.experts.of_layer(
             experts, layer, config.n_group, self.shared_load, config.topk_group
         )

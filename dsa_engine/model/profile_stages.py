@@ -63,11 +63,7 @@ def _watched(name: str, hook: StageHook | None) -> Iterator[None]:
 
 
 def set_hook(hook: StageHook | None) -> None:
-    """Makes ``hook`` the hook of all stages; None removes it.
-
-    Raises:
-        RuntimeError: there is another hook.
-    """
+    """Makes ``hook`` the hook of all stages; None removes it. ``RuntimeError`` if there is another one."""
     global _hook
     if hook is not None and _hook is not None:
         raise RuntimeError("a StageTimer is already running; leave it first")

@@ -53,21 +53,13 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of one rank's weights.
-
-    Attributes:
-        layers: bytes of each kind of layer.
-        module: bytes of an MTP module outside its layer (its projection and norms); 0 without one.
-        head: bytes of the LM head and the norm before it.
-        embedding: bytes of the table, which takes memory and is not read as a whole.
-        held: number of routed experts of the rank.
-    """
+    """Bytes of one rank's weights."""
 
     layers: dict[Kind, LayerBytes]
-    module: float
-    head: float
-    embedding: float
-    held: int
+    module: float  # an MTP module outside its layer (its projection and norms); 0 without one
+    head: float  # the LM head and the norm before it
+    embedding: float  # the table, which takes memory and is not read as a whole
+    held: int  # number of routed experts of the rank
 
     @classmethod
     def of(cls, model: Model) -> WeightBytes:
@@ -143,17 +135,13 @@ def rank_model(
     tp_size: int = 1,
     mtp_modules: int = 0,
 ) -> Model:
-    """The model of the rank with the most routed experts, on the meta device.
+    """The model of the rank with the most routed experts, on the meta device; ``ValueError`` for sizes that do not
+    divide, or a format that has no class.
 
     Args:
-        stored: their format in memory; None: all in ``dtype``.
-        dtype: dtype of activations and of weights that are not quantised.
+        stored: the weights' format in memory; None: all in ``dtype``, that of activations.
         ranks: number of ranks over which the experts are divided.
-        tp_size: number of neighbouring ranks over which embedding, output projections and LM head are cut.
         mtp_modules: number of MTP modules that draft; their copies of embedding and head are not loaded.
-
-    Raises:
-        ValueError: sizes that do not divide, or a format that has no class.
     """
     with torch.inference_mode():
         made = weight_format(stored, quantization_name(stored), dtype, _META)
@@ -182,7 +170,6 @@ def _of_one(config: ModelConfig, stored: QuantizationConfig | None, dtype: torch
 
 
 def _one_of_each(config: ModelConfig) -> ModelConfig:
-    """The model with one layer of each kind."""
     count = max(layers_of_each_kind(config)) + 1
     mlp, indexer = config.mlp_layer_types[:count], config.indexer_types[:count]
     return replace(config, num_hidden_layers=count, mlp_layer_types=mlp, indexer_types=indexer)

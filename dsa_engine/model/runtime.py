@@ -15,7 +15,7 @@ from dsa_engine.weights.formats import WeightFormat
 
 @dataclass(frozen=True)
 class Runtime:
-    """Everything that layers share: mesh, dtype, weight format, limits."""
+    """Everything that layers share."""
 
     mesh: Mesh
     dtype: torch.dtype  # dtype of activations and of the weights that are never quantised

@@ -19,17 +19,13 @@ from dsa_engine.kernels.formats.row_format import LatentFormat
 
 @dataclass
 class SelectionRecorder:
-    """Gets each layer's selection for n rows of a batch.
-
-    Attributes:
-        rows: the rows, in any order.
-        visible: int32 ``[n, index_topk]`` on the device: slots of the first tokens that each row sees, −1 after them.
-            A row that is not in sparse form attends to these.
-        layers: int32 ``[n, 2, index_topk]`` of each layer so far: slots, and the bits of float32 weights; in any order.
-    """
+    """Gets each layer's selection for n rows of a batch, in any order."""
 
     rows: Sequence[int]
+    # int32 [n, index_topk] on the device: slots of the first tokens that each row sees, −1 after them. A row that is
+    # not in sparse form attends to these.
     visible: torch.Tensor
+    # int32 [n, 2, index_topk] of each layer so far: slots, and the bits of float32 weights; in any order.
     layers: list[torch.Tensor] = field(default_factory=list)
 
     def record(
@@ -44,15 +40,8 @@ class SelectionRecorder:
         row_format: LatentFormat,
         scale: float,
     ) -> None:
-        """Adds a layer. It works row by row, so its memory is that of ``index_topk`` latent rows.
-
-        Args:
-            q_mha, q_mqa: the queries of :meth:`.Attention._queries`.
-            mha_rows, first_sparse: see :class:`.ForwardBatch`.
-            w_uk: ``[heads, nope, rank]``.
-            pool: the layer's latent rows.
-            topk_slots: ``[sparse rows, index_topk]``.
-        """
+        """Adds a layer, row by row, so that its memory is that of ``index_topk`` latent rows. The arguments are those
+        of :class:`.Attention` and :class:`.ForwardBatch`; ``pool``: the layer's latent rows."""
         nope, tables = w_uk.shape[1], []
         for number, row in enumerate(self.rows):
             if row < mha_rows:

@@ -1,14 +1,13 @@
 """Expert parallelism: the routed experts of a model, divided over ranks; and the dispatches by name.
 
-* :mod:`.placement`: which rank holds which experts, and one rank's view of them
-* :mod:`.dispatch`: the interface of a dispatch: tokens travel to their experts, and weighted sums travel back
-* a module for each of :data:`KINDS`
-* :mod:`.traffic`: the modelled time of each, and the choice between them
+:mod:`.placement` has one rank's view of them, :mod:`.dispatch` the interface of a dispatch, and a module each of
+:data:`KINDS`.
 """
 
 from typing import Literal, NamedTuple
 
 DispatchMethod = Literal["all_to_all", "all_gather", "by_node"]  # those that "auto" chooses from
+MoeDispatch = Literal[DispatchMethod, "deep_ep", "auto"]  # the keys of KINDS
 CombineDtype = Literal["auto", "fp8"]
 
 
@@ -31,4 +30,3 @@ KINDS = {
     "deep_ep": Kind(static_decode=True, adds_sums=True, on_nodes=True, emulated=False, library=("deep_ep", "DeepEP")),
     "auto": Kind(node_groups=True, on_nodes=True),
 }
-MoeDispatch = Literal["all_to_all", "all_gather", "by_node", "deep_ep", "auto"]  # those of KINDS

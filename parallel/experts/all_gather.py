@@ -41,23 +41,15 @@ class Part(NamedTuple):
 
 
 def tokens_counted_together(max_pairs: int, max_per_token: int) -> int:
-    """Number of consecutive tokens whose local pairs are counted as one number.
-
-    Args:
-        max_pairs: bound on the token-expert pairs of a round.
-        max_per_token: the largest number of experts of a token that a rank may hold.
-    """
+    """Number of consecutive tokens whose local pairs are counted as one number; ``max_per_token``: the largest number
+    of experts of a token that a rank may hold."""
     return max(1, max_pairs // (_PARTS * max_per_token))
 
 
 def parts_of(local_pairs: list[int], together: int, tokens: int, max_pairs: int) -> list[Part]:
-    """Cuts ``tokens`` tokens into as few rounds as possible, with about as many local pairs each.
-
-    A round has at most ``max_pairs`` local pairs, or those of one count if that is larger.
-
-    Args:
-        local_pairs: those of each ``together`` consecutive tokens; the last count may be of fewer tokens.
-    """
+    """Cuts ``tokens`` tokens into as few rounds as possible, with about as many local pairs each: at most
+    ``max_pairs``, or those of one count if that is larger. ``local_pairs``: those of each ``together`` consecutive
+    tokens; the last count may be of fewer tokens."""
     rounds = len(_filled(local_pairs, max_pairs))
     even = cdiv(sum(local_pairs), rounds) + max(local_pairs)
     groups = _filled(local_pairs, min(max_pairs, even))
@@ -82,7 +74,7 @@ def _filled(counts: list[int], maximum: int) -> list[list[int]]:
 
 
 class AllGather(Dispatcher):
-    """Every rank gets every token. Sums add in the tokens' dtype, on their way back."""
+    """Sums add in the tokens' dtype, on their way back."""
 
     static_shapes = True
 
@@ -122,9 +114,8 @@ class AllGatherDispatch(Dispatch):
 
     Args:
         gathered: waits for the tokens of all ranks, which are the beginnings of packed rows that nothing else reads.
-        add: starts to add the sums of all ranks; it returns a function that waits for this rank's tokens', padded.
-        count: number of this rank's own tokens.
-        max_pairs: bound on the pairs of a round.
+        add: starts to add the sums of all ranks; it returns a function that waits for those of this rank's ``count``
+            tokens, padded.
     """
 
     def __init__(
@@ -145,7 +136,6 @@ class AllGatherDispatch(Dispatch):
 
     @property
     def rounds(self) -> int:
-        """Number of rounds; waits for the tokens."""
         if not self._parts:
             self._received = received = self._gathered()
             del self._gathered  # what it holds is freed

@@ -48,7 +48,7 @@ class SendPlan(NamedTuple):
 
     @classmethod
     def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
-        """The plan for physical experts ``[T, k]``; see :func:`.token_ranks`."""
+        """For physical experts ``[T, k]``."""
         ranks, first, counts = token_ranks(topk_ids, rank_of, size)
         return cls(expert_order(first, size), ranks, counts)
 
@@ -62,12 +62,9 @@ class Rounds(NamedTuple):
 
 
 def rounds_needed(pairs: int, max_pairs: int, size: int, k: int) -> int:
-    """Number of rounds that keep every rank at ``max_pairs`` token-expert pairs a round, or at ``size · (k + 1)`` if
-    that is more: rows from rank to rank are cut evenly, up to one pair and the other pairs of its token.
-
-    Args:
-        pairs: those of the most loaded rank.
-    """
+    """Number of rounds that keep the most loaded rank, with ``pairs``, at ``max_pairs`` token-expert pairs a round, or
+    at ``size · (k + 1)`` if that is more: rows from rank to rank are cut evenly, up to one pair and the other pairs of
+    its token."""
     if pairs <= max_pairs:
         return 1
     return cdiv(pairs, max(size, max_pairs - size * k))
@@ -140,16 +137,8 @@ def send_in_rounds(
 
 
 class AllToAllDispatch(Dispatch):
-    """Tokens travel to their experts and back.
-
-    Args:
-        group: the ranks between which they travel.
-        experts: those of this rank.
-        routed: tokens with physical experts.
-        source, pair_rows: see :class:`Rounds`.
-        plans: the sizes of each round.
-        quantized_sums: sums travel back as codes and scales.
-    """
+    """Tokens with physical experts on their way to the ranks of a group, by ``plans``, the sizes of each round, and
+    back; for ``source`` and ``pair_rows`` see :class:`Rounds`."""
 
     def __init__(
         self,
@@ -159,7 +148,7 @@ class AllToAllDispatch(Dispatch):
         source: torch.Tensor,
         pair_rows: torch.Tensor,
         plans: list[RecvPlan],
-        quantized_sums: bool = False,
+        quantized_sums: bool,
     ):
         self._group, self._experts, self._routed = group, experts, routed
         self._source, self._pair_rows = source, pair_rows
@@ -203,7 +192,6 @@ class AllToAllDispatch(Dispatch):
         return weighted_sum(self._returned, self._pair_rows)
 
     def _start(self, number: int) -> None:
-        """Sends the tokens of a round."""
         send, receive, _ = self._plans[number]
         source = self._source[self._first[number] : self._first[number + 1]]
         packed = pack_tokens(*self._routed, source=source)

@@ -29,18 +29,14 @@ def balance_layer(loads: Sequence[float], replicas: int, groups: int, nodes: int
 
     Args:
         loads: of each expert, not negative. Without any load all count as equal.
-        replicas: number of physical experts. If ``devices`` does not divide it, the first devices hold one more.
+        replicas: number of physical experts, from ``max(experts, devices)`` to ``experts · devices``. If ``devices``
+            does not divide it, the first devices hold one more.
         groups: number of groups of consecutive experts in the model's router.
         nodes: number of nodes, of consecutive devices. The plan is hierarchical if ``nodes`` divides ``groups`` and
             ``devices``, ``groups`` divides experts, and ``devices`` divides ``replicas``.
         devices: number of ranks that hold experts.
     """
     experts = len(loads)
-    if not max(experts, devices) <= replicas <= experts * devices:
-        raise ValueError(
-            f"{experts} experts on {devices} ranks have {max(experts, devices)} to {experts * devices} physical "
-            f"experts, not {replicas}"
-        )
     loads = [float(load) for load in loads] if any(loads) else [1.0] * experts
     if any((groups % nodes, devices % nodes, experts % groups, replicas % devices)):
         groups = nodes = 1
@@ -62,12 +58,8 @@ def _planned(loads: Sequence[float], replicas: int, groups: int, nodes: int, dev
 
 
 def imbalance(loads: Sequence[float], held: Sequence[Sequence[int]]) -> float:
-    """The largest load of a device over the mean; replicas of an expert have equal parts of its load.
-
-    Args:
-        loads: of each logical expert; 1 if there are none.
-        held: the logical experts of each device.
-    """
+    """The largest load of a device, which has these logical experts, over the mean; replicas of an expert have equal
+    parts of its load. 1 without any load."""
     counts, total = Counter(chain(*held)), math.fsum(loads)
     largest = max(math.fsum(loads[expert] / counts[expert] for expert in experts) for experts in held)
     return largest * len(held) / total if total else 1.0
@@ -86,13 +78,8 @@ def _replicated(loads: Sequence[float], experts: list[int], count: int) -> list[
 
 
 def _packed(loads: Sequence[float], items: Sequence[int], sizes: Sequence[int], twice: bool = True) -> Bins:
-    """Packs items (equal numbers are replicas) into bins of given sizes, the largest first, each into the bin with the
-    smallest load that has room.
-
-    Args:
-        loads: of a single replica of each number.
-        twice: whether a bin may have several replicas of an item; else only if all bins with room have one.
-    """
+    """Packs items (equal numbers are replicas) into bins of given sizes by the ``loads`` of a replica of each number.
+    ``twice``: whether a bin may have several replicas of an item; else only if all bins with room have one."""
     bins: Bins = [[] for _ in sizes]
     total = [0.0] * len(sizes)
     for item in sorted(items, key=lambda item: -loads[item]):

@@ -55,8 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class NodeTables:
-    """What a rank looks up for each token, on the device. Ranks keep their number of experts when a placement changes,
-    so the tables stay.
+    """What a rank looks up on the device. Ranks keep their number of experts when a placement changes, so it stays.
 
     Attributes:
         peers: int32 ``[physical]``, the rank of this rail that takes this rank's tokens for an expert.
@@ -137,13 +136,10 @@ def make(mesh: Ranks) -> Dispatcher:
 
 
 class ByNodeDispatch(Dispatch):
-    """Tokens on their way along the rail, then inside the node, and back.
-
-    In one round, tokens and sums change from one level to the other on side streams, beside what is launched meanwhile.
-    More rounds change on the main stream, when the experts need them and when they are done.
+    """In one round, tokens and sums change from one level to the other on side streams, beside what is launched
+    meanwhile. More rounds change on the main stream, when the experts need them and when they are done.
 
     Args:
-        inner: the index in the node of each physical expert's rank.
         rail: starts the tokens' way to this rank for the experts of its node.
         inside: for each round of the rail, the sizes inside the node of what it brings, and the number of rounds there,
             the same on every rank.
@@ -217,14 +213,8 @@ class ByNodeDispatch(Dispatch):
 
 
 def counts_in_rounds(final: SendPlan, along: SendPlan, cut: Rounds) -> torch.Tensor:
-    """What a rank has for every rank in each round along the rail: int32 ``[rounds, size, 4]``:
-    rows, and pairs of them, to the rank that holds their experts; the same to the rank of the rail.
-
-    Args:
-        final: the ranks of the pairs.
-        along: the ranks of the rail that take them.
-        cut: the rounds of the rows along the rail.
-    """
+    """What a rank has for every rank in each round along the rail, int32 ``[rounds, size, 4]``: rows, and their pairs,
+    to the rank that holds the experts (``final``); the same to the rank of the rail that takes them (``along``)."""
     rounds, size = cut.counts.shape[:2]
     # A pair travels in the row of the token's first pair with the same rank of the rail.
     first = (along.ranks[:, :, None] == along.ranks[:, None, :]).int().argmax(dim=-1)

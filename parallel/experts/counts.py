@@ -28,17 +28,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Loads of all logical experts of some layers.
+    """Loads of all logical experts of some layers. A layer without any load counts as one with equal loads."""
 
-    Attributes:
-        model: name of the model that they were counted with.
-        layers: numbers of the layers, ascending.
-        loads: ``[layers, experts]``, at least 0. A layer without any load counts as one with equal loads.
-    """
-
-    model: str
-    layers: tuple[int, ...]
-    loads: tuple[tuple[float, ...], ...]
+    model: str  # its name
+    layers: tuple[int, ...]  # ascending
+    loads: tuple[tuple[float, ...], ...]  # [layers, experts], at least 0
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
@@ -75,7 +69,7 @@ class ExpertCounts:
             raise ValueError(f"expert_loads: cannot read {path}: {error!r}; {wanted}") from error
 
     def text(self) -> str:
-        """The content of a file."""
+        """What a file holds."""
         value = {"version": VERSION, "model": self.model, "layers": self.layers, "loads": self.loads}
         return json.dumps(value) + "\n"
 
@@ -84,13 +78,8 @@ class ExpertCounter:
     """The counts of some layers. Every row is counted on the rank that routes it, so sums over ranks have each token
     once; drafts that are rejected count, padding does not.
 
-    :meth:`take`, :meth:`total` and :meth:`forget` are called by every rank after the same step.
-
-    Args:
-        model: its name, for the loads.
-        layers: numbers of the layers, ascending.
-        experts: number of logical experts of each, without a shared one.
-        group: the ranks whose counts are added.
+    :meth:`take`, :meth:`total` and :meth:`forget` are called by every rank of ``group`` after the same step.
+    ``experts``: number of logical experts of a layer, without a shared one.
     """
 
     def __init__(self, model: str, layers: Sequence[int], experts: int, group: Group, device: torch.device):
@@ -112,15 +101,11 @@ class ExpertCounter:
         return loads()
 
     def total(self) -> Callable[[], ExpertCounts]:
-        """Starts to read the loads of all ranks together since :meth:`forget`, the same on every rank.
-
-        Returns:
-            a function that waits for them, but for nothing later.
-        """
+        """Starts to read the loads of all ranks together since :meth:`forget`, the same on every rank; returns a
+        function that waits for them, but for nothing later."""
         return self._loads(download(self._of_ranks()))
 
     def forget(self) -> None:
-        """Begins anew."""
         self._counts.zero_()
         self._taken.zero_()
 

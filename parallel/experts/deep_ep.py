@@ -43,12 +43,8 @@ _CAPACITY = 256  # tokens of a rank; its memory grows with experts · capacity, 
 
 
 class DeepEP(Dispatcher):
-    """The normal mode, and the library's buffer on one rank, for all layers and both modes.
-
-    Attributes:
-        capacity: tokens of a rank in an exchange of the low-latency mode.
-        experts: number of physical experts.
-    """
+    """The normal mode, and the library's buffer on one rank, for all layers and both modes. ``capacity``: tokens of a
+    rank in an exchange of the low-latency mode; ``experts``: number of physical experts."""
 
     def __init__(self, mesh: Ranks):
         self._prefills = mesh.config.moe_dispatch == "deep_ep"
@@ -112,12 +108,8 @@ class DeepEP(Dispatcher):
     def normal(
         self, routed: Routed, fraction: float
     ) -> tuple[Callable[[], Received], Callable[[torch.Tensor], Callable[[], torch.Tensor]]]:
-        """Sends tokens, numbers or words of codes and scales, to physical experts.
-
-        Returns:
-            a function that waits for those that come, and one that starts to add the sums of all ranks and returns a
-            function that waits for this rank's.
-        """
+        """Sends tokens, numbers or words of codes and scales, to physical experts; returns the functions ``gathered``
+        and ``add`` of :class:`.AllGatherDispatch`."""
         tokens, topk_ids, topk_weights = routed
         buffer, ids, words = self.buffer, topk_ids.long(), tokens.dtype == torch.int32
         sent = tuple(part.contiguous() for part in codes_and_scales(tokens, self._hidden)) if words else tokens
@@ -148,11 +140,8 @@ class DeepEP(Dispatcher):
         return at, expert[:, None], torch.full_like(at[0], -1), ones
 
     def exchange(self, call: Callable[..., Any], *args: Any, **options: Any) -> tuple[list[Any], Callable[[], None]]:
-        """Begins a low-latency exchange, once the one before has arrived, as it clears the counts of that.
-
-        Returns:
-            the results, and a function that lets them arrive.
-        """
+        """Begins a low-latency exchange, once the one before has arrived, as it clears the counts of that; returns the
+        results, and a function that lets them arrive."""
         self._arrive()
         *results, _, hook = call(*args, return_recv_hook=True, **options)
 
@@ -188,8 +177,7 @@ class LowLatency(Dispatcher):
         return LowLatencyDispatch(self._library, routed._replace(topk_ids=experts.to_physical(routed.topk_ids)))
 
 
-def make(mesh: Ranks) -> Dispatcher:
-    return DeepEP(mesh)
+make = DeepEP
 
 
 class LowLatencyDispatch(Dispatch):

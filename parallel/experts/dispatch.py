@@ -127,21 +127,15 @@ class Memory(NamedTuple):
 
 
 class Dispatcher(ABC):
-    """A way of tokens to their experts, for all layers of a mesh.
+    """A way of tokens to their experts, for all layers of a mesh."""
 
-    Attributes:
-        static_shapes: the shapes of a step do not depend on the routing, so that the host need not wait for it.
-        by_size: what is exchanged depends on the size of a step.
-    """
-
-    static_shapes = False
-    by_size = False
+    static_shapes = False  # whether those of a step do not depend on the routing, so that the host need not wait for it
+    by_size = False  # whether what is exchanged depends on the size of a step
 
     def prepare(self, sizes: ModelSizes) -> None:  # noqa: B027
         """Called once, before any layer is made; ``ValueError`` if it does not take such a model here."""
 
     def for_decode(self) -> Dispatcher:
-        """The dispatcher of decode steps."""
         return self
 
     def takes_words(self, blockwise: bool) -> bool:
@@ -153,12 +147,8 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
-        """Brings each token to its experts; every rank of the group takes part.
-
-        Args:
-            unsent: gets :meth:`OverlappedDispatch.send` of tokens whose counts the host has to know; None: they are
-                sent.
-        """
+        """Brings each token to its experts; every rank of the group takes part. ``unsent``: gets
+        :meth:`OverlappedDispatch.send` of tokens whose counts the host has to know; None: they are sent."""
 
 
 class Ranks(Protocol):
@@ -209,21 +199,15 @@ class NoDispatch(Dispatch):
 
 
 class OverlappedDispatch(Dispatch):
-    """Tokens that travel beside what the main stream is given between the making of the dispatch and :meth:`send`, so
-    that the device has work while the host waits for counts.
-
-    Args:
-        counted: waits for the counts, which are on their way, and makes the dispatch. It holds what the dispatch reads.
-        side: the stream on which tokens are packed, sent and received.
-    """
+    """Tokens that travel on the stream ``side`` beside what the main stream is given between the making of the dispatch
+    and :meth:`send`, so that the device has work while the host waits for counts. ``counted``: waits for the counts,
+    which are on their way, and makes the dispatch; it holds what the dispatch reads."""
 
     def __init__(self, counted: Callable[[], Dispatch], side: SideStream):
         self._counted, self._side = counted, side
         side.mark()
 
     def send(self) -> None:
-        """Waits for the counts, and sends the tokens."""
-
         def work() -> tuple[Dispatch, Received]:
             dispatch = self._counted()
             return dispatch, dispatch.receive(0)

@@ -26,7 +26,6 @@ class LayerPlacements:
     """Makes placements; the same on every rank.
 
     Args:
-        ranks: number of ranks that hold experts.
         nodes: number of nodes that groups of experts are to be divided over; 1: experts of a group may lie anywhere.
         redundant: number of physical experts more than logical ones.
         loads: of each layer, or the path of their file (`counts.py`), or loads of each expert, the same in all
@@ -46,7 +45,6 @@ class LayerPlacements:
 
     @classmethod
     def of(cls, config: ParallelConfig, nodes: Sequence[int]) -> LayerPlacements:
-        """The placements that the options describe, on ranks of these nodes."""
         ranks, count = len(nodes), 1 + max(nodes)
         wanted = any(KINDS[name].on_nodes for name in (config.moe_dispatch, config.decode_dispatch))
         if not wanted or list(nodes) != [rank * count // ranks for rank in range(ranks)]:
@@ -54,7 +52,6 @@ class LayerPlacements:
         return cls(ranks, count, config.redundant_experts, config.expert_loads)
 
     def loads(self, experts: int, layer: int) -> tuple[float, ...] | None:
-        """The loads of a layer; None: equal ones."""
         given = self._loads
         if given is None:
             return None
@@ -67,12 +64,7 @@ class LayerPlacements:
         return given.of_layer(layer) if isinstance(given, ExpertCounts) else tuple(given)
 
     def held(self, experts: int, layer: int, groups: int, shared: float = 0.0) -> Held:
-        """The experts of each rank.
-
-        Args:
-            groups: number of groups of consecutive experts in the model's router.
-            shared: load of one more expert, over the load of all others together; 0: there is none.
-        """
+        """The experts of each rank; see :meth:`ExpertDivision.of_layer`."""
         if not shared and self._loads is None and not self._redundant:
             return contiguous(experts, self._ranks)
         loads = with_shared(self.loads(experts, layer) or (1.0,) * experts, shared)
@@ -90,12 +82,8 @@ class LayerPlacements:
         return self._planned[loads, groups]
 
     def better(self, now: Held, loads: Sequence[float], groups: int) -> Held:
-        """The plan for other loads, on ranks where few experts need to move; ``now`` if that is hardly worse.
-
-        Args:
-            now: the placement so far.
-            loads: of all logical experts, the shared one too if it is routed.
-        """
+        """The plan for other loads (of all logical experts, the shared one too if it is routed), on ranks where few
+        experts need to move; ``now``, the placement so far, if that is hardly worse."""
         plan = balance_layer(loads, sum(map(len, now)), groups, self._nodes, self._ranks)
         if imbalance(loads, now) - imbalance(loads, plan) < _GAIN:
             return now
@@ -111,7 +99,6 @@ class ExpertDivision:
         self._made: dict[tuple[Held, int | None], ExpertParallel] = {}
 
     def dispatcher(self, decodes: bool) -> Dispatcher:
-        """The dispatcher of decode or prefill steps."""
         return self._dispatchers[decodes]
 
     def prepare(self, sizes: ModelSizes) -> None:
@@ -123,13 +110,8 @@ class ExpertDivision:
         self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
     ) -> ExpertParallel:
         """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement share
-        one object, unless placements change.
-
-        Args:
-            groups: number of groups of consecutive experts in the model's router.
-            shared: load of one more expert, over the load of all others together; 0: there is none.
-            top_groups: number of groups from which a token takes experts.
-        """
+        one object, unless placements change. ``groups`` and ``top_groups`` are those of the model's router;
+        ``shared``: load of one more expert, over the load of all others together; 0: there is none."""
         held = self.placements.held(experts, layer, groups, shared)
         changes = self._mesh.config.rebalance_every is not None
         key = held, layer if changes else None

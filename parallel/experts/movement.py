@@ -27,25 +27,9 @@ class Move(NamedTuple):
     target_slot: int
 
 
-class Movement(NamedTuple):
-    """The way to another placement.
-
-    Attributes:
-        held: the experts of each rank afterwards: those of the new placement, in an order that keeps experts where they
-            are.
-        rounds: the moves; those of a round happen at the same time.
-    """
-
-    held: Held
-    rounds: list[list[Move]]
-
-
 def with_fewest_moves(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], nodes: int = 1) -> Held:
     """The placement ``new`` with its ranks exchanged, so that many experts stay where ``old`` has them (greedily).
-
-    Args:
-        nodes: number of blocks of consecutive ranks that stay together.
-    """
+    ``nodes``: number of blocks of consecutive ranks that stay together."""
     size = len(new) // nodes
 
     def blocks(held: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -92,24 +76,15 @@ class _Want(NamedTuple):
     expert: int
 
 
-def plan_movement(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], staged: int = 1) -> Movement:
-    """Plans the movement of one layer.
+def plan_movement(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], staged: int = 1) -> list[list[Move]]:
+    """Plans the movement of one layer: the moves of each round, which happen at the same time.
 
     Args:
-        old, new: the logical experts of each rank; the order of ``new`` within a rank does not matter.
+        old, new: the logical experts of each rank, which keeps their number; their order in ``new`` does not matter,
+            and all are in ``old``.
         staged: maximum number of experts that a rank receives in a round.
     """
-    sizes = [len(experts) for experts in old], [len(experts) for experts in new]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"a movement keeps the number of experts of each rank; not {sizes[0]} before, {sizes[1]} after"
-        )
-    missing = {expert for experts in new for expert in experts} - {expert for experts in old for expert in experts}
-    if missing:
-        raise ValueError(f"no rank holds the experts {sorted(missing)!r:.200}")
-    order = _Order(old, new)
-    rounds = [*_with_sources(_packed(order.groups(), old, staged), old)]
-    return Movement(tuple(map(tuple, order.now)), rounds)
+    return [*_with_sources(_packed(_Order(old, new).groups(), old, staged), old)]
 
 
 class _Order:
@@ -226,13 +201,9 @@ def expert_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def move_round(group: Group, moves: Sequence[Move], tensors: Sequence[torch.Tensor], staging: torch.Tensor) -> None:
-    """Executes a round on this rank; every rank of the group calls it with the same moves. It does not wait for the
-    device.
-
-    Args:
-        tensors: this rank's experts ``[count, …]`` each, contiguous, in any format.
-        staging: uint8 ``[staged, expert_bytes(tensors)]``.
-    """
+    """Executes a round on this rank, without a wait for the device; every rank calls it with the same moves.
+    ``tensors``: this rank's experts ``[count, …]`` each, contiguous, in any format; ``staging``: uint8 ``[staged,
+    expert_bytes(tensors)]``."""
     received = [move for move in moves if move.target == group.index]
     sends = [
         (piece, move.target)
@@ -257,5 +228,5 @@ def move_round(group: Group, moves: Sequence[Move], tensors: Sequence[torch.Tens
 
 
 def _pieces(tensors: Sequence[torch.Tensor], slot: int) -> list[torch.Tensor]:
-    """The bytes of one expert, uint8 views of its part of each tensor."""
+    """uint8 views of one expert's part of each tensor."""
     return [tensor[slot : slot + 1].view(torch.uint8).view(-1) for tensor in tensors]

@@ -25,20 +25,13 @@ Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the
 
 
 class ExpertPlacement:
-    """The ranks of each expert of a layer; the same on every rank.
-
-    Args:
-        held: for every rank, its logical experts in the order of its weights. Ranks may hold different numbers of them.
-        device: device of the tensors that map experts.
-        changes: whether :meth:`change` may be called, so that CUDA graphs must look every expert up.
+    """The ranks of each expert of a layer; the same on every rank. They may hold different numbers of experts.
+    ``changes``: whether :meth:`change` may be called, so that CUDA graphs must look every expert up.
 
     Attributes:
-        held: as given.
-        experts: number of logical experts.
-        physical: number of physical experts.
+        experts, physical: numbers of logical and of physical experts.
         first: the first physical expert of each rank.
         rank_of: int32 ``[physical]``, the rank of each physical expert.
-
     """
 
     def __init__(self, held: Sequence[Sequence[int]], device: torch.device, changes: bool = False):
@@ -55,8 +48,7 @@ class ExpertPlacement:
 
     def change(self, held: Sequence[Sequence[int]]) -> None:
         """Replaces ``held``, for the work that is given to the device from now on; CUDA graphs stay valid. The host
-        does not wait. Each rank keeps its number of experts.
-        """
+        does not wait."""
         assert self._replicas is not None, "made with changes=True"
         changed = _checked(held)
         if [*map(len, changed)] != [*map(len, self.held)] or {*chain(*changed)} != set(range(self.experts)):
@@ -75,11 +67,8 @@ class ExpertPlacement:
         return of_logical
 
     def to_physical(self, topk_ids: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The physical experts of logical ones ``topk_ids [T, k]``, int32; −1 stays −1.
-
-        Rows are numbered from ``first``; the number decides which replica computes a row, so that each computes
-        equally many.
-        """
+        """The physical experts of logical ones ``topk_ids [T, k]``, int32; −1 stays −1. Rows are numbered from
+        ``first``; the number decides which replica computes a row, so that each computes equally many."""
         replicas = self.choosing(first)
         return topk_ids if replicas is None else choose_replicas(topk_ids, *replicas)
 
@@ -88,11 +77,8 @@ class ExpertPlacement:
         return None if self._replicas is None else Replicas(self._replicas, first)
 
     def spread(self, topk_ids: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Physical experts instead of ``topk_ids [T, k]``, each on the rank after that of the one before; −1 stays.
-
-        The pairs of all ranks are numbered, and this rank's begin with number ``first``: so every rank is chosen
-        equally often.
-        """
+        """Physical experts instead of ``topk_ids [T, k]``, each on the rank after that of the one before; −1 stays. The
+        pairs of all ranks are numbered, this rank's from ``first`` on: so every rank is chosen equally often."""
         numbers = torch.arange(first, first + topk_ids.numel(), device=topk_ids.device).view(topk_ids.shape)
         rank, turn = numbers % len(self.held), numbers // len(self.held)
         spans = self._spans[rank]
@@ -127,19 +113,12 @@ def _checked(held: Sequence[Sequence[int]]) -> Held:
 @dataclass(frozen=True)
 class NodeGroups:
     """The groups of one rank for tokens that travel by node: along its rail to each node with experts of them, and from
-    there to their ranks.
-
-    Attributes:
-        node: the ranks of its node.
-        rail: the ranks of its rail, at least one of every node (more, where nodes differ in size).
-        nodes: the node of every rank.
-        there, back: the streams on which tokens and sums change from rail to node and from node to rail.
-    """
+    there to their ranks."""
 
     node: Group
-    rail: Group
-    nodes: tuple[int, ...]
-    there: SideStream
+    rail: Group  # at least one rank of every node (more, where nodes differ in size)
+    nodes: tuple[int, ...]  # of every rank
+    there: SideStream  # on this and the next, tokens and sums change from rail to node and from node to rail
     back: SideStream
 
 
@@ -210,12 +189,8 @@ class Way(NamedTuple):
 
 
 def way_numbers(by_pair: torch.Tensor, rank: int, takers: torch.Tensor) -> torch.Tensor:
-    """The numbers of :class:`Way` for ``rank`` in each round: int32 ``[rounds, 5 · size + 2]``.
-
-    Args:
-        by_pair: int32 ``[rounds, from, to, 4]``, the counts of every rank as :func:`.by_node.counts_in_rounds` has
-            them.
-    """
+    """The numbers of :class:`Way` for ``rank`` in each round: int32 ``[rounds, 5 · size + 2]``. ``by_pair``: int32
+    ``[rounds, from, to, 4]``, :func:`.by_node.counts_in_rounds` of every rank."""
     rows, local_pairs, along, brought = by_pair.unbind(dim=-1)
     # Rows inside the node come from the rank that took them off the rail.
     inside = torch.zeros_like(rows).index_add_(1, takers, rows)
@@ -228,8 +203,6 @@ class ExpertParallel:
     """The experts of a layer, divided over a group; one rank's view.
 
     Attributes:
-        group: the ranks that hold the experts.
-        placement: the experts of each rank.
         groups, top_groups: those of the model's router.
         even: spread pairs evenly over the ranks instead of routing them
             (:meth:`.layer_placements.ExpertDivision.even_routing`).
@@ -248,7 +221,6 @@ class ExpertParallel:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The logical experts of this rank, in the order of its weights."""
         return self.placement.held[self.group.index]
 
     @property
@@ -257,7 +229,6 @@ class ExpertParallel:
         return len(self.held) / self.placement.physical
 
     def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """The physical experts ``[T, k]`` for this rank's logical ones."""
         if self.even:
             return self.placement.spread(topk_ids, self.group.index * topk_ids.numel())
         return self.placement.to_physical(topk_ids, self.group.index)
@@ -268,22 +239,14 @@ class ExpertParallel:
         return None if self.even else self.placement.choosing(self.group.index)
 
     def received(self, topk_ids: torch.Tensor, local_pairs: int | None = None) -> tuple[torch.Tensor, int | None]:
-        """``topk_ids`` and ``first`` of :class:`.Received`, for physical experts that have come.
-
-        Args:
-            local_pairs: number of pairs with experts of this rank, if the host knows it.
-        """
+        """``topk_ids`` and ``first`` of :class:`.Received`, for physical experts that have come. ``local_pairs``:
+        number of pairs with experts of this rank, if the host knows it."""
         return topk_ids, self.placement.first[self.group.index]
 
     def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
-        """Tells every rank what comes to it. In a dispatch of one round, the host waits for nothing else.
-
-        Args:
-            sent: int32 ``[size, 2]``, to each rank: tokens, and its pairs in them.
-
-        Returns:
-            a function that waits, and returns the sizes and the number of pairs of the most loaded rank.
-        """
+        """Tells every rank what comes to it. In a dispatch of one round, the host waits for nothing else. ``sent``:
+        int32 ``[size, 2]``, to each rank: tokens, and its pairs in them. Returns a function that waits, and returns the
+        sizes and the number of pairs of the most loaded rank."""
         size, index = self.group.size, self.group.index
         all_ranks = self.group.all_gather(sent).view(size, size, 2)  # from, to
         largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
@@ -304,11 +267,7 @@ class ExpertParallel:
 
     def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
         """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; returns
-        a function that waits.
-
-        Args:
-            sent: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`).
-        """
+        a function that waits. ``sent``: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`)."""
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
         read = download(way_numbers(by_pair, self.group.index, takers))
 
@@ -319,10 +278,7 @@ class ExpertParallel:
 
     def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:
         """Number of received pairs with experts of this rank, of each ``together`` tokens; the host waits for it.
-
-        Args:
-            local_ids: int32 ``[R, k]``, counted within this rank's, −1 for those of other ranks.
-        """
+        ``local_ids``: int32 ``[R, k]``, counted within this rank's, −1 for those of other ranks."""
         if missing := -len(local_ids) % together:
             local_ids = F.pad(local_ids, (0, 0, 0, missing), value=-1)
         return download((local_ids.view(-1, together * local_ids.shape[1]) >= 0).sum(dim=1))()

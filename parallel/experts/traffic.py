@@ -26,12 +26,8 @@ class RowBytes(NamedTuple):
 
     @classmethod
     def of(cls, token: int, top_k: int, back: int | None = None, quantized: int | None = None) -> RowBytes:
-        """Rows of ``token`` bytes with ``top_k`` experts, as `kernels/moe/pack_tokens.py` packs them.
-
-        Args:
-            back: bytes of a sum; default: ``token``.
-            quantized: bytes of a sum that travels as codes and scales; default: none does.
-        """
+        """Rows of ``token`` bytes with ``top_k`` experts, as `kernels/moe/pack_tokens.py` packs them; ``back``: bytes
+        of a sum, by default ``token``; ``quantized``: those of a sum as codes and scales, by default none."""
         words, plain = cdiv(token, 4) + 2 * top_k, token if back is None else back
         return cls(cdiv(words, 4) * 16, plain if quantized is None else quantized, plain)
 
@@ -91,10 +87,6 @@ class DispatchChoice:
 
     Sizes count in classes, up to a power of two. The model assumes even routing, the links of :class:`.links.Links`,
     nodes of equal size, and as many tokens on every rank as the fullest has. The host's wait for counts isn't modelled.
-
-    Args:
-        nodes: the node of each rank.
-        logs: whether this rank logs each choice.
     """
 
     def __init__(self, nodes: Sequence[int], logs: bool = False, links: Links | None = None):
@@ -106,13 +98,8 @@ class DispatchChoice:
         self._chosen: dict[tuple[int, int, RowBytes, RouterShape], DispatchMethod] = {}
 
     def method(self, tokens: int, max_pairs: int, row: RowBytes, routing: RouterShape) -> DispatchMethod:
-        """The dispatch of a step.
-
-        Args:
-            tokens: the largest token count of a rank.
-            max_pairs: bound on the token-expert pairs of a round. "all_gather" is chosen only if no more tokens meet on
-                a rank, so that it takes no more memory than the others may.
-        """
+        """The dispatch of a step, by the largest token count of a rank. "all_gather" is chosen only if no more tokens
+        meet on a rank than a round may have pairs, so that it takes no more memory than the others may."""
         key = 1 << max(0, tokens - 1).bit_length(), max_pairs, row, routing
         if key not in self._chosen:
             self._chosen[key] = self._choose(*key)

@@ -36,7 +36,7 @@ _REMEMBERED = 1 << 20  # pages of which this rank remembers that the folder has 
 
 @dataclass
 class _Search:
-    """A request's pages that its group lacks: first looked for, then read."""
+    """Pages that a request's group lacks: first looked for, then read."""
 
     request: Request
     ranks: range
@@ -71,12 +71,11 @@ class DiskLoads:
 
     @property
     def pending(self) -> bool:
-        """Whether requests wait for the disk; the same on all ranks."""
         return bool(self._searches)
 
     def awaits(self, request: Request, usable: Sequence[bytes], ranks: range) -> bool:
-        """Whether a request waits for pages from the disk, among those that it need not compute (``usable``, digests).
-        The first call for a request begins the search; ``ranks``: the group that it is likely to run on."""
+        """Whether a request waits for pages from the disk; the first call for it begins the search. ``usable``: digests
+        of those that it need not compute; ``ranks``: the group that it is likely to run on."""
         if request.searched_disk:
             return any(search.request is request for search in self._searches)
         request.searched_disk = True
@@ -176,8 +175,6 @@ class _Progress:
 
 @dataclass(eq=False)
 class DiskStores:
-    """Writes the pages of prompts on one rank."""
-
     folder: PageFolder
     prefix_cache: PrefixCache
     transfer: PageTransfer
@@ -222,7 +219,7 @@ class DiskStores:
                 self.succeeded(request)
 
     def succeeded(self, request: Request) -> None:
-        """Writes a request's pages that have been copied: it has a token."""
+        """A request has a token: its pages that have been copied are written."""
         progress = self._requests.get(request)
         if progress is None:
             return

@@ -74,7 +74,7 @@ class PageExchange:
             self._wait = self._group.all_to_all_async(outgoing, incoming, self._send, self._receive)
 
     def _rows(self, buffers: torch.Tensor, layer: int, counts: list[int]) -> torch.Tensor:
-        """``[pages, words of a page of the layer]`` of one of two buffers."""
+        """``[pages, words of a page of the layer]``."""
         pages, width = sum(counts), sum(pool.shape[1] for pool in self._pools[layer])
         return buffers[layer % 2, : pages * width].view(pages, width)
 
@@ -86,7 +86,6 @@ def pack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor)
 
 
 def unpack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
-    """Fills pages of a layer with what :func:`pack` has made."""
     for pool, part in zip(pools, _columns(pools, rows), strict=True):
         pool.index_copy_(0, pages, part)
 

@@ -46,12 +46,8 @@ _UNSEEN = 0.01  # fraction of the size that a process writes before it looks at 
 
 
 class PageFolder:
-    """The pages of one model in a folder; one thread reads, and one writes.
-
-    Args:
-        folder: is made if need be, for its user only.
-        max_bytes: maximum size of all pages in the folder; None: no limit.
-    """
+    """The pages of one model in a folder, which is made if need be, for its user only; one thread reads, and one
+    writes. ``max_bytes``: maximum size of all pages in the folder; None: no limit."""
 
     def __init__(self, folder: Path, max_bytes: int | None, key: str, about: dict[str, object]):
         self.folder, self.max_bytes = folder, max_bytes
@@ -141,13 +137,11 @@ class PageFolder:
 
 
 def page_path(key: Path, digest: bytes) -> Path:
-    """The file of a page."""
     name = digest.hex()
     return key / name[:2] / f"{name}.page"
 
 
 def keys(folder: Path) -> list[Path]:
-    """The subfolders of all keys in a folder."""
     return [path for path in folder.glob("*") if _KEY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
 
 
@@ -183,7 +177,6 @@ def _whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def file_bytes(parts: Sequence[memoryview]) -> int:
-    """Bytes of the file of a page."""
     return _HEAD.size + sum(map(len, parts))
 
 

@@ -94,7 +94,6 @@ class KVEvents:
             raise ValueError(f"kv_events_config: endpoint {config.endpoint!r}: {error}") from None
 
     def forgotten(self, digest: bytes) -> None:
-        """No rank has this page any more."""
         self._dropped[digest] = None
 
     def stored(self, request: Request, digests: Sequence[bytes], first: int) -> None:
@@ -115,7 +114,6 @@ class KVEvents:
         self._events.append(BlockStored(new, parent, tokens, size, None, _MEDIUM, None, salt))
 
     def cleared(self) -> None:
-        """All pages are forgotten."""
         self._stored.clear()
         self._dropped.clear()
         self._events = [AllBlocksCleared()]

@@ -44,15 +44,13 @@ class PageLedger:
 
     @property
     def free(self) -> list[int]:
-        """Free pages of every rank, cached ones included."""
+        """Cached pages included."""
         return [pool.free for pool in self.pools]
 
     def held(self, request: Request, rank: int) -> int:
-        """Number of pages that a request holds on a rank."""
         return len(self._held.get(request, {}).get(rank, ()))
 
     def holders(self, rank: int) -> list[Request]:
-        """Requests that hold pages on a rank."""
         return [request for request, held in self._held.items() if rank in held]
 
     def take(self, request: Request, rank: int, count: int) -> None:
@@ -112,7 +110,6 @@ class PageLedger:
         return Counter(fetch.rank for fetch in fetches)
 
     def fetching(self, request: Request) -> Sequence[Fetch]:
-        """The fetches that a request still waits for."""
         return self._fetches.get(request, ())
 
     def fetched(self, request: Request, fetches: Sequence[Fetch]) -> None:
@@ -146,7 +143,7 @@ class PageLedger:
         return moves
 
     def name(self, request: Request, digests: Sequence[bytes], first: int) -> None:
-        """Records the digests of a request's complete pages from page ``first`` on, on every rank that holds them."""
+        """Records the digests of a request's complete pages from page ``first`` on."""
         last, ranks = first + len(digests), 0
         for rank, pages in self._held.get(request, {}).items():
             self.pools[rank].name(pages[first:last], digests)
@@ -193,11 +190,9 @@ class PageLedger:
 
 
 class PrefixCache:
-    """The pages that other requests have computed, found and named by the digests of their tokens.
-
-    Pages are named during the prefill, when their rows are complete, and those of the output when the request ends or
-    is preempted. While a prompt is prefilled, all ranks of its context-parallel group hold its pages, later its owner
-    does; the pages of the other ranks stay cached. A request uses the pages that any rank of its group has.
+    """Pages are named during the prefill, when their rows are complete, and those of the output when the request ends
+    or is preempted. While a prompt is prefilled, all ranks of its context-parallel group hold its pages, later its
+    owner does; the pages of the other ranks stay cached. A request uses the pages that any rank of its group has.
 
     Attributes:
         lookahead: number of tokens after a page that its rows depend on; to be changed only before a :meth:`reset`.
@@ -231,10 +226,7 @@ class PrefixCache:
 
     def waits(self, request: Request, usable: list[bytes], prefilling: Iterable[Request]) -> bool:
         """Whether an older request's prefill will compute at least half of what this request still has to compute, or
-        an older request fetches pages that this one would fetch too.
-
-        Only older requests are waited for, so the oldest never waits.
-        """
+        an older request fetches pages that this one would fetch too: so the oldest never waits."""
         for other in prefilling:
             if other.digests is None or other.id >= request.id:
                 continue
@@ -247,7 +239,6 @@ class PrefixCache:
         return False
 
     def admitted(self, request: Request, pages: int) -> None:
-        """Records that a request starts with ``pages`` pages of the cache."""
         request.num_named_pages = request.num_found_pages = pages
         request.num_computed_tokens = pages * self._page_size
         if request.num_cached_tokens is None:

@@ -108,17 +108,15 @@ class HostSlots:
             self._index.add(digest, 1 << self._rank)
 
     def clear(self) -> None:
-        """Forgets all copies; reserved slots stay reserved."""
+        """Reserved slots stay reserved."""
         self._free += self._slot_of.values()
         self._slot_of.clear()
 
 
 class PagePool:
-    """Pages of one rank.
-
-    Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted in
-    the order of their last use. The caller tells the index what the rank gains, at once for all ranks of a group, and
-    what :meth:`take` has ``evicted``, at once for all ranks that lose the same pages.
+    """Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted
+    in the order of their last use. The caller tells the index what the rank gains, at once for all ranks of a group,
+    and what :meth:`take` has ``evicted``, at once for all ranks that lose the same pages.
     """
 
     def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, rank: int = 0):
@@ -133,12 +131,11 @@ class PagePool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # pages with a digest that no request holds, oldest first
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether the page with this digest is here, on the device or in host memory."""
         return digest in self._page_of or digest in self.host
 
     @property
     def free(self) -> int:
-        """Number of pages that :meth:`take` can hand out: free and cached ones."""
+        """Pages that :meth:`take` can hand out: free and cached ones."""
         return len(self.unused) + len(self._cached)
 
     def take(self, count: int, locked: frozenset[bytes] = frozenset()) -> array[int]:
@@ -173,7 +170,6 @@ class PagePool:
         return pages
 
     def count_held(self, digests: Iterable[bytes]) -> int:
-        """Number of digests whose pages some request holds."""
         pages = [self._page_of.get(digest) for digest in digests]
         return sum(page is not None and page not in self._cached for page in pages)
 

@@ -76,7 +76,6 @@ class TierSizes(NamedTuple):
     def of(
         cls, options: EngineOptions, mesh: Mesh, config: ModelConfig, format: CacheFormat, max_model_len: int
     ) -> TierSizes:
-        """The sizes by the options."""
         if not options.enable_prefix_caching:
             return cls(0, 0, 0)
         page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
@@ -96,7 +95,6 @@ class TierSizes(NamedTuple):
         return cls(memory // page_bytes or transit, transit, exchanged)
 
     def device_bytes(self, mesh: Mesh, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
-        """Device memory that copies and exchanges take."""
         layers = pool_page_bytes(config, format, page_size)
         staging = staging_bytes(max(map(max, layers))) if self.slots and mesh.device.type == "cuda" else 0
         return staging + exchange_bytes(max(map(sum, layers)), self.exchanged)
@@ -116,7 +114,6 @@ class TierSizes(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Pages in host memory."""
         return self.host + self.to_disk
 
 

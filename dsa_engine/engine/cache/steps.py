@@ -20,14 +20,8 @@ _POLL_S = 0.001  # seconds between looks at a running read, while there is nothi
 class CacheSteps:
     """In a step :meth:`begin_step`, and :meth:`moving` around the forward pass.
 
-    Args:
-        folder: the pages on the disk, which pass through ``transfer.host``; None: there are none.
-        sender: sends the pages that steps fill to the ranks that decode; None: this rank decodes.
-
-    Attributes:
-        loads, stores: pages from and to the disk; None without a folder. The engine tells ``stores`` when a step has
-            been launched and when a request has a token.
-        leaving: each is given a step's chunks before it runs, and returns the pages that this rank sends under it.
+    ``folder``: the pages on the disk, which pass through ``transfer.host``. ``sender``: sends the pages that steps fill
+    to the ranks that decode; None: this rank decodes.
     """
 
     def __init__(
@@ -39,9 +33,10 @@ class CacheSteps:
         sender: PageSender | None = None,
     ):
         self.transfer, self._sender, self._ledger = transfer, sender, scheduler.ledger
+        # Each is given a step's chunks before it runs, and returns the pages that this rank sends under it.
         self.leaving: list[Callable[[Sequence[Chunk]], Iterable[RankPages]]] = []
         self.loads: DiskLoads | None = None
-        self.stores: DiskStores | None = None
+        self.stores: DiskStores | None = None  # told when a step has been launched and when a request has a token
         self._computes = True  # whether a step has run since the last begin_step
         if folder is not None:
             assert transfer is not None and transfer.host is not None, "a folder needs host memory"
@@ -91,7 +86,6 @@ class CacheSteps:
         return self.transfer.copied
 
     def ended(self, request: Request) -> None:
-        """Called when a request ends."""
         if self.stores is not None:
             self.stores.ended(request)
 

@@ -146,7 +146,6 @@ class HostCopies:
         self.bytes_to_host = self.bytes_from_host = 0
 
     def start(self, copies: Sequence[PageCopy]) -> None:
-        """Starts copies, with the effect of one after another."""
         to_host = sum(copy.to_host for copy in copies)
         self.bytes_to_host += to_host * self._host.page_bytes
         self.bytes_from_host += (len(copies) - to_host) * self._host.page_bytes
@@ -157,7 +156,6 @@ class HostCopies:
         self.wait = self._end().synchronize
 
     def join(self, layer: int) -> None:
-        """Makes the current stream wait for the copies of a layer."""
         if self._ends[layer] is not None:
             self._cuda.current_stream().wait_event(self._ends[layer])
 
@@ -179,7 +177,7 @@ class HostCopies:
             self._ends[layer] = self._end()
 
     def _copy(self, to_host: bool, pages: torch.Tensor, spans: Spans, pool: torch.Tensor, host: torch.Tensor) -> None:
-        """Copies of one pool through the buffer; the spans are of slots and of indices in ``pages``."""
+        """The spans are of slots and of indices in ``pages``."""
         staged = self._staging[: len(pages) * pool.shape[1]].view(-1, pool.shape[1])
         if to_host:
             torch.index_select(pool, 0, pages, out=staged)
@@ -191,7 +189,6 @@ class HostCopies:
             pool.index_copy_(0, pages, staged)
 
     def _end(self) -> Any:
-        """An event at the end of all work that the stream has been given so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event

@@ -44,13 +44,8 @@ class AsyncCalls:
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Does what :meth:`generate` does, in an event loop.
-
-        Requests of all tasks and threads run together. If a task is cancelled, its requests end.
-
-        Raises:
-            ValueError, CapacityError: see :meth:`generate`.
-        """
+        """Does what :meth:`generate` does, in an event loop. Requests of all tasks and threads run together. If a task
+        is cancelled, its requests end."""
         self._calls.check()
         return await self.outputs_of(await asyncio.to_thread(self.prepare, prompts, sampling_params))
 
@@ -62,11 +57,9 @@ class AsyncCalls:
             return outputs_of(prepared, call)
 
     async def pieces_of(self, prepared: Seq[PreparedPrompt]) -> AsyncGenerator[list[StreamPiece], None]:
-        """The pieces of the outputs of prompts of :meth:`prepare`: each time all that have come.
-
-        ``piece.index`` says which output: number ``i * n + j`` is the j-th of prompt i. The requests begin with the
-        first piece that is awaited, and end when the iterator is closed.
-        """
+        """The pieces of the outputs of prompts of :meth:`prepare`: each time all that have come. ``piece.index`` says
+        which output: number ``i * n + j`` is the j-th of prompt i. The requests begin with the first piece that is
+        awaited, and end when the iterator is closed."""
         with self._begin(prepared, streams=True, asynchronous=True) as call:
             running = len(call.replies)
             while running:
@@ -75,7 +68,7 @@ class AsyncCalls:
                 yield pieces
 
     def _begin(self, prepared: Seq[PreparedPrompt], streams: bool = False, asynchronous: bool = False) -> Call:
-        """Sends the requests of a call; with ``streams`` it gets pieces, otherwise None at the end of each request."""
+        """With ``streams`` the call gets pieces, otherwise None at the end of each request."""
         call = Call(self._calls, asynchronous)
         adds = [(add, one.tokenizer) for one in prepared for add in one.adds]
         call.begin(adds, self._stream_interval if streams else None)
@@ -96,7 +89,6 @@ class AsyncCalls:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether prompts may be texts and outputs have texts."""
         return Tokenizer.lies_in(self.folder)
 
     def _encode(self, prompt: ParsedPrompt) -> list[int]:
@@ -163,7 +155,7 @@ class AsyncCalls:
 
 
 def outputs_of(prepared: Seq[PreparedPrompt], call: Call) -> list[RequestOutput]:
-    """The outputs of all prompts of a call, whose requests have ended."""
+    """Of all prompts of a call, whose requests have ended."""
     remaining, outputs = iter(call.replies), []
     for one in prepared:
         own = list(islice(remaining, len(one.adds)))

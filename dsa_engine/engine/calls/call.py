@@ -63,7 +63,7 @@ _here = threading.local()  # batch: by reader, what this thread has put in wakin
 
 
 def put_together(reader: Hashable, send: Callable[[list[Any]], object], item: Any) -> None:
-    """Sends an item to a reader; within :func:`waking_together` at its end, with all others for that reader."""
+    """Sends an item to a reader; within :func:`waking_together` at its end."""
     batch: dict[Hashable, tuple[Callable[[list[Any]], object], list[Any]]] | None = getattr(_here, "batch", None)
     if batch is None:
         send([item])
@@ -99,13 +99,12 @@ class EventLoopMailbox:
         put_together(self._event_loop, self._wake, (self._items, item))
 
     def _wake(self, items: list[tuple[asyncio.Queue[Any], Any]]) -> None:
+        def put_all() -> None:
+            for mailbox, item in items:
+                mailbox.put_nowait(item)
+
         with suppress(RuntimeError):  # the event loop has been closed, and no task waits
-            self._event_loop.call_soon_threadsafe(_put_all, items)
-
-
-def _put_all(items: list[tuple[asyncio.Queue[Any], Any]]) -> None:
-    for mailbox, item in items:
-        mailbox.put_nowait(item)
+            self._event_loop.call_soon_threadsafe(put_all)
 
 
 class MessageQueue(Protocol):
@@ -130,7 +129,6 @@ class CallQueue:
         self._taker: int | None = None  # the loop's thread
 
     def check(self) -> None:
-        """Checks that this thread may call."""
         if threading.get_ident() == self._taker:
             raise RuntimeError("a call from within another call of the same thread, which would wait for it")
         if self.closed or self._refusal is not None:
@@ -139,16 +137,13 @@ class CallQueue:
             raise RuntimeError("rank 0 calls in event loops; other ranks follow(), or generate(), chat() and stream()")
 
     def put(self, *messages: Sent) -> None:
-        """Sends messages, each with the mailbox of its results; they take effect together.
-
-        It cannot fail, and a destructor may call it.
-        """
+        """Sends messages, which take effect together. It cannot fail, and a destructor may call it."""
         self._messages.put(messages)
         if self._refusal is not None:
             self._refuse(self._refusal)
 
     def end(self, refusal: BaseException) -> None:
-        """Called when the loop has ended: gives all callers the reason, those that wait and those that come."""
+        """Gives all callers the reason, those that wait and those that come."""
         self._refusal, self._taker = refusal, None
         for mailbox in list(self._mailboxes.values()):
             mailbox.put(refusal)
@@ -226,7 +221,7 @@ class Call:
         self._calls.put(*((reply.add, reply) for reply in self.replies))
 
     def run(self, job: Job, prompt_ids: Sequence[int], call: int | None) -> torch.Tensor:
-        """Runs a job and returns its result; raises what :meth:`get` raises."""
+        """Raises what :meth:`get` raises."""
         run = Run(next(self._calls.ids), job, prompt_ids, call)
         self._ids = (run.id,)
         self._calls.put((run, self._mailbox))
@@ -245,11 +240,10 @@ class Call:
         return _raised(self._mailbox.get())
 
     async def get_async(self) -> Any:
-        """Like :meth:`get`, but does not block the event loop."""
         return _raised(await self._mailbox.get())
 
     async def all_async(self) -> list[Any]:
-        """Like :meth:`get_async`, and all further results that are there."""
+        """The next result, and all further ones that are there."""
         results = [await self.get_async()]
         while not self._mailbox.empty():
             results.append(_raised(self._mailbox.get_nowait()))

@@ -46,7 +46,7 @@ class MessageChannel:
         self._wait = self._group.broadcast_async(self._head)
 
     def finish(self) -> bytes:
-        """Waits for the transfer; returns the first rank's payload."""
+        """Returns the first rank's payload."""
         assert self._wait is not None, "a transfer is begun before it is finished"
         wait, self._wait = self._wait, None
         wait()

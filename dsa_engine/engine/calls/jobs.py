@@ -74,7 +74,7 @@ def prefill(engine: Engine, prompt: list[int]) -> torch.Tensor:
 
 
 def check_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Returns ``logits [vocab]`` or ``[len, vocab]`` on the host."""
+    """Returns ``logits [vocab]`` or ``[len, vocab]`` on the host, none of which is infinite or NaN."""
     # The sum reads them once. Only if it is not finite (it may overflow), each is checked.
     if not bool(logits.sum().isfinite()) and not bool((finite := logits.isfinite().all(dim=-1)).all()):
         where = "after the prompt" if logits.dim() == 1 else f"at position {int((~finite).nonzero()[0])} of the prompt"

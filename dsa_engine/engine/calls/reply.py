@@ -33,7 +33,6 @@ class RequestRecord(NamedTuple):
 
     @classmethod
     def of(cls, request: Request | None) -> RequestRecord:
-        """The record of a request so far; None: it has not begun."""
         return cls() if request is None else cls(*(getattr(request, name) for name in cls._fields))
 
 
@@ -59,7 +58,6 @@ class Receiver(ABC):
         with the last of them, None if it goes on."""
 
     def put(self, error: BaseException, /) -> None:
-        """Ends the request for its caller with an error."""
         self.mailbox.put(error)
 
 
@@ -94,10 +92,8 @@ class Reply(Receiver):
             self._text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how, streams)
 
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
-        """Adds the next tokens to the output, up to a stop string.
-
-        An error while decoding them to text ends the request. The mailbox gets a piece of a stream, or None at the end.
-        """
+        """Adds the tokens up to a stop string. An error while decoding them to text ends the request. The mailbox gets
+        a piece of a stream, or None at the end."""
         now = time.perf_counter()
         for number, sampled in enumerate(tokens):
             last = ending if number == len(tokens) - 1 else None
@@ -154,7 +150,6 @@ class Reply(Receiver):
         return Selection.joined(tokens) if tokens else None
 
     def metrics(self) -> RequestMetrics:
-        """The times and counts so far."""
         record, arrival, tokens = self._record, self.add.arrival, len(self.output)
         first, last, admitted = self._first_token_time, self._last_token_time, record.admitted_at
         return RequestMetrics(
@@ -188,10 +183,8 @@ class Reply(Receiver):
         )
 
     def prompt_logprobs(self) -> list[Logprobs | None] | None:
-        """Log-probabilities of the prompt's tokens, with the text of each token if there is a tokenizer.
-
-        An error while decoding them ends the request with an error, so this comes before :meth:`completion`.
-        """
+        """Log-probabilities of the prompt's tokens, with their text if there is a tokenizer. An error while decoding
+        them ends the request, so this comes before :meth:`completion`."""
         logprobs = self._record.prompt_logprobs
         if logprobs is None or self._text is None:
             return logprobs

@@ -121,12 +121,11 @@ class SpmdCalls:
     # Methods of the loop's thread.
 
     def take(self, result: CallResult) -> None:
-        """Keeps a result for the caller of this rank, if it has one."""
+        """Keeps a result for the caller of this rank."""
         if not (self._calls.here or self._follows):
             self._results.setdefault(result.number, SimpleQueue()).put(result.result)
 
     def end(self, refusal: BaseException) -> None:
-        """Called when the loop has ended: gives callers of this rank the reason."""
         self._refusal = refusal
         for results in list(self._results.values()):
             results.put(refusal)

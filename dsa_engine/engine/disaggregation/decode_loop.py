@@ -25,34 +25,23 @@ _POLL_S = 0.0005  # seconds between looks at transfers, while there is nothing t
 
 @dataclass(eq=False)
 class _Arrival:
-    """A request on its way to decode here.
-
-    Attributes:
-        posted: number of its first pages that have come, are under way, or were there already.
-        landed: number of its first pages that are there, as all ranks know.
-        under_way: messages with its pages that have not come; counted on its owner only.
-        complete: whether its last page has been sent.
-        aborted: whether it has ended while pages are under way.
-        handover: its first token and drafts; None until the prefill side has them.
-    """
+    """A request on its way to decode here."""
 
     request: Request
-    posted: int = 0
-    landed: int = 0
-    under_way: int = 0
-    complete: bool = False
-    aborted: bool = False
-    handover: messages.Handover | None = None
+    posted: int = 0  # number of its first pages that have come, are under way, or were there already
+    landed: int = 0  # number of its first pages that are there, as all ranks know
+    under_way: int = 0  # messages with its pages that have not come; counted on its owner only
+    complete: bool = False  # whether its last page has been sent
+    aborted: bool = False  # whether it has ended while pages are under way
+    handover: messages.Handover | None = None  # its first token and drafts; None until the prefill side has them
 
     @property
     def pending(self) -> bool:
-        """Whether pages may be under way, as all ranks know."""
+        """As all ranks know."""
         return self.landed < self.posted
 
 
 class DecodeLoop(SideLoop):
-    """See the module."""
-
     def __init__(self, engine: Engine, side: Side):
         scheduler = engine.scheduler
         assert isinstance(scheduler, DecodeScheduler)

@@ -29,21 +29,14 @@ from dsa_engine.engine.requests.samples import RequestTokens
 
 @dataclass(eq=False)
 class _Journey:
-    """A request's way to the decode side.
-
-    Attributes:
-        rank: the rank that it goes to, numbered in the run; None while there is no room.
-        gone: number of its first pages that have left, or that the rank had already.
-    """
+    """A request's way to the decode side."""
 
     request: Request
-    rank: int | None = None
-    gone: int = 0
+    rank: int | None = None  # the rank that it goes to, numbered in the run; None while there is no room
+    gone: int = 0  # number of its first pages that have left, or that the rank had already
 
 
 class PrefillLoop(SideLoop):
-    """See the module."""
-
     def __init__(self, engine: Engine, side: Side):
         scheduler = engine.scheduler
         assert isinstance(scheduler, PrefillScheduler)
@@ -161,7 +154,7 @@ class PrefillLoop(SideLoop):
         super()._delivered(message)
 
     def _continue(self, new: messages.DecodedTokens) -> None:
-        """Takes tokens from the decode side; their caller has them already."""
+        """Their caller has them already."""
         request = self._requests.get(new.id)
         if request is None:
             return  # it was aborted meanwhile

@@ -13,19 +13,13 @@ from dsa_engine.engine.requests.scheduler import Scheduler, Step
 
 class PrefillScheduler(Scheduler):
     """Prefills, and never decodes: a request that is prefilled has left the queue, and keeps its pages on all ranks of
-    its group until :meth:`sent` or :meth:`finish`.
-
-    Attributes:
-        sending: requests whose pages are being sent; they keep them also if they end.
-        away: requests that decode on the other side, or will.
-        away_usage: fraction of the decode side's pages that they held last.
-    """
+    its group until :meth:`sent` or :meth:`finish`."""
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
-        self.sending: set[Request] = set()
-        self.away: set[Request] = set()
-        self.away_usage = 0.0
+        self.sending: set[Request] = set()  # their pages are being sent; they keep them also if they end
+        self.away: set[Request] = set()  # they decode on the other side, or will
+        self.away_usage = 0.0  # fraction of the decode side's pages that these held last
 
     @property
     def running(self) -> list[Request]:
@@ -44,7 +38,6 @@ class PrefillScheduler(Scheduler):
         self.decoding.enter(request, self.ledger.held(request, request.owner))  # until its first token is read
 
     def depart(self, request: Request) -> None:
-        """Lets a request decode on the other side from now on."""
         self.decoding.leave(request)
         self.away.add(request)
 
@@ -75,12 +68,8 @@ class DecodeScheduler(Scheduler):
     """Decodes requests that come with their pages, and never prefills: a request waits for room, then for its pages."""
 
     def reserve(self) -> Request | None:
-        """Gives the oldest waiting request its owner and the pages for its prefilled tokens and its next step.
-
-        Returns:
-            the request, whose first ``num_found_pages`` pages are there already; None if there is no room. No room is
-            given that a running request may need in its next step.
-        """
+        """Gives the oldest waiting request its owner and the pages for its prefilled tokens and its next step, and
+        returns it; None if there is no room, without what a running request may need in its next step."""
         if not self._waiting or self.num_running >= self._max_num_seqs:
             return None
         request, ledger, load = self._waiting[0], self.ledger, self._load()

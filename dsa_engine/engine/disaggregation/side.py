@@ -21,7 +21,6 @@ class Side:
     """One rank of the part that prefills, or of the part that decodes.
 
     Attributes:
-        pages: groups of all ranks of the run, for pages.
         lines: groups for messages that go out and that come in. That to the decode side's leader has the other leader
             and all ranks of the decode side, which have a group to send by only.
         sender, receiver: of the pages; set by :meth:`connect`, one of them.
@@ -59,11 +58,7 @@ class Side:
         return PrefillScheduler if self.prefills else DecodeScheduler
 
     def connect(self, cache: KVCache, layers: int) -> None:
-        """Makes what sends or receives the pages of a cache.
-
-        Args:
-            layers: number of the model's layers, those of MTP modules not counted.
-        """
+        """Makes what sends or receives the pages of a cache of so many layers, those of MTP modules not counted."""
         if self.prefills:
             self.sender = PageSender(cache, self.pages, layers)
         else:
@@ -71,9 +66,8 @@ class Side:
 
     def fewest(self, pages: int) -> int:
         """The smallest of the numbers that all ranks of the run call this with."""
-        mesh = self.mesh
-        meeting = Meeting(mesh.run_ranks, mesh.run_rank)
-        return int(meeting.hold(str(pages), lambda texts: min(texts.values(), key=int), mesh.config.timeout))
+        meeting, timeout = Meeting(self.mesh.run_ranks, self.mesh.run_rank), self.mesh.config.timeout
+        return int(meeting.hold(str(pages), lambda texts: min(texts.values(), key=int), timeout))
 
 
 def own_options(options: EngineOptions) -> EngineOptions:

@@ -27,13 +27,8 @@ _CLOSE_S = 10.0  # longest wait for the last messages of the other side
 
 
 class LeaderLine:
-    """One end of the lines to leaders. A thread sends, another receives; no call waits.
-
-    Args:
-        groups: see ``Side.lines``.
-        timeout: seconds after which a message that does not come ends the line.
-        deliver: called in a thread with each message; the last one is a ``LineBroken`` if an error ends the line.
-    """
+    """One end of the lines to leaders, ``Side.lines``. A thread sends, another receives; no call waits. ``deliver``:
+    called in a thread with each message; the last one is a ``LineBroken`` if an error ends the line."""
 
     def __init__(self, groups: Sequence[Group], timeout: float, deliver: Callable[[Any], None]):
         self._groups = groups
@@ -49,7 +44,6 @@ class LeaderLine:
             thread.start()
 
     def send(self, message: Any) -> None:
-        """Sends a message soon."""
         self._queue.put(message)
 
     def close(self, wait_s: float) -> None:
@@ -95,8 +89,7 @@ class LeaderLine:
 
 
 class SideLoop(EngineLoop):
-    """Runs one rank's engine of a part of the run. The leaders of the parts send each other messages, which reach the
-    other ranks of their part by its own channel."""
+    """The leaders' messages reach the other ranks of their part by its own channel."""
 
     def __init__(self, engine: Engine, side: Side):
         self.side = side

@@ -91,7 +91,6 @@ class Decoding:
         self._max_logprobs = int(self.table.logprobs.max(initial=-1))
 
     def _set_ends(self, tokens: Collection[int]) -> None:
-        """Sets the tokens that may end some request."""
         self._ends = set(tokens)
         # In order, with the codes of errors; the last one is no token, so that every token has one that is not smaller.
         self._end_ids = np.array(sorted({NOT_FINITE, NOTHING_LEFT, *tokens, 2**63 - 1}), np.int64)
@@ -176,7 +175,6 @@ class Decoding:
 
     @property
     def decodes(self) -> bool:
-        """Whether any request has another step."""
         return bool(self._active.any())
 
     def give_pages(self, give: Callable[[Request, int], bool]) -> list[Request]:

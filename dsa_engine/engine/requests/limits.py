@@ -15,7 +15,6 @@ from dsa_engine.text.tokenizer import Tokenizer
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Number of pages that ``tokens`` tokens fill."""
     return cdiv(tokens, page_size)
 
 
@@ -79,8 +78,7 @@ class Limits:
     no_selection: str | None = None  # why ``SamplingParams.selection`` is not possible; None: it is
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Checks that a prompt can be prefilled, without room for an output: raises ``ValueError`` or, if it does not
-        fit in the caches even alone, ``CapacityError``, as :func:`new_requests` does."""
+        """Checks that a prompt can be prefilled, without room for an output; raises what :func:`new_requests` does."""
         check_prompt(prompt, 0, self.max_model_len, self.vocab_size)
         self.capacity.check(len(prompt), max_tokens=1)
 

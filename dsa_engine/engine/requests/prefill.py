@@ -44,13 +44,9 @@ class RankLoad(NamedTuple):
 def choose_group(
     cached: Mapping[int, int], groups: Sequence[range], prefilling: Iterable[Request], load: RankLoad
 ) -> int:
-    """Chooses the context-parallel group that is likely to finish a request's prefill first: the one with the fewest
-    tokens to prefill, the request's own included.
-
-    Among equal groups, as the cost of decoding grows with the tokens that a rank's requests attend to, it is the one
-    with the fewest of them. ``cached``: by number of each group with room for the request, the tokens of the request
-    that it need not prefill.
-    """
+    """Chooses the context-parallel group with the fewest tokens to prefill, the request's own included; among equal
+    groups the one whose requests attend to the fewest tokens. ``cached``: by number of each group with room for the
+    request, the tokens of the request that it need not prefill."""
     to_prefill = {number: -tokens for number, tokens in cached.items()}
     for other in prefilling:
         if other.cp_group in to_prefill:
@@ -119,7 +115,6 @@ class PrefillStep:
             self.chunks.append(Chunk(request, start, length, ranks, fetches=fetches))
 
     def _fits(self, fetch: Fetch) -> bool:
-        """Whether the step has room for a fetch, which then counts."""
         fits = max(self._sent[fetch.source], self._received[fetch.rank]) < self._ledger.max_fetched
         self._sent[fetch.source] += fits
         self._received[fetch.rank] += fits
@@ -129,17 +124,11 @@ class PrefillStep:
 class PrefillPace:
     """Measures decode and prefill steps as they run, and says how many tokens a prefill step may have.
 
-    Rank 0 measures and tells the other ranks. What is measured are times between reads of tokens, since a device may be
-    behind its host; so the cost of a prefill token contains the decode step beside it, and more with every chunk of a
-    long prompt.
+    What is measured are times between reads of tokens, since a device may be behind its host; so the cost of a prefill
+    token contains the decode step beside it, and more with every chunk of a long prompt.
 
-    Args:
-        max_tpot: seconds between two tokens of a stream, prefill included; None: 8 decode steps for prefill.
-        tokens: maximum number of tokens of a group's prefill step.
-        least: the smallest useful number.
-
-    Attributes:
-        limit: tokens of a group's prefill step while streams decode: ``least`` times a power of two, or ``tokens``.
+    ``max_tpot``: seconds between two tokens of a stream, prefill included; None: 8 decode steps for prefill. ``limit``:
+    tokens of a group's prefill step while streams decode: ``least`` times a power of two, or the maximum, ``tokens``.
     """
 
     def __init__(self, max_tpot: float | None, tokens: int, least: int):

@@ -58,9 +58,7 @@ class PageDigests:
 
     A digest covers the salt, all tokens up to the end of the page and, with MTP modules, the next tokens: the k-th
     module embeds the token k positions later, so its last rows in a page depend on the first tokens after the page.
-
-    Requests with different salts have no digest in common. ``lookahead``: number of tokens after a page that its rows
-    depend on.
+    Requests with different salts have no digest in common.
     """
 
     def __init__(self, page_size: int, lookahead: int = 0, salt: str | None = None):
@@ -91,13 +89,9 @@ class PageDigests:
 
 @dataclass(eq=False)
 class Request:
-    """One request.
+    """``len(request)`` counts placeholders, ``output`` does not contain them."""
 
-    ``id`` grows with the order of arrival. ``pages`` are pages of this rank; another rank holds the request in other
-    pages or not at all. ``len(request)`` counts placeholders, ``output`` does not contain them.
-    """
-
-    id: int
+    id: int  # grows with the order of arrival
     prompt: Sequence[int]  # kept as an array of int32
     params: SamplingParams
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
@@ -120,7 +114,7 @@ class Request:
     admitted_at: float | None = None  # time of that, by time.perf_counter
     cp_group: int = 0  # the context-parallel group that prefills it
     owner: int = 0  # the rank that decodes it
-    pages: Sequence[int] = ()
+    pages: Sequence[int] = ()  # on this rank; another one holds it in other pages or not at all
     finish_reason: str | None = None  # this and the next two: see Ending
     error: str | None = None
     stop_reason: int | str | None = None
@@ -158,12 +152,10 @@ class Request:
 
     @property
     def prefilled(self) -> bool:
-        """Whether prefill is complete: the request decodes."""
         return self.num_computed_tokens >= self.num_prefill_tokens
 
     @property
     def ending(self) -> Ending | None:
-        """How it has ended; None while it runs."""
         return None if self.finish_reason is None else Ending(self.finish_reason, self.error, self.stop_reason)
 
     def tokens(self, start: int, length: int) -> array[int]:
@@ -206,7 +198,6 @@ class Request:
             self.prompt_logprobs[position:] = [by_position[position]]
 
     def count_rows(self, rows: Sequence[int]) -> None:
-        """Adds rows that steps have computed in each form of attention."""
         mha, dense, sparse = (before + new for before, new in zip(self.rows_by_form, rows, strict=True))
         self.rows_by_form = mha, dense, sparse
 
@@ -218,10 +209,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``start … start+length-1`` of a request, computed in one step by ``ranks`` together.
-
-    A request whose rows are still travelling between the ranks has a chunk of length 0.
-    """
+    """Tokens ``start … start+length-1`` of a request, computed in one step by ``ranks`` together; none while its rows
+    are still travelling between the ranks."""
 
     request: Request
     start: int

@@ -48,14 +48,13 @@ class Samples(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[Request], ranks: npt.ArrayLike, counts: npt.ArrayLike, world_size: int) -> Samples:
-        """From the rank and the number of rows of each request, by rank and in the order of the rows."""
+        """By rank, and in the order of the rows."""
         keys, of_each, rows = (np.asarray(of, np.int64) for of in ([*map(key_of, requests)], ranks, counts))
         wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
         return cls.by_rank(keys, of_each, rows, world_size, max(wanted, default=-1))
 
     @classmethod
     def by_rank(cls, keys: Ints, ranks: Ints, counts: Ints, world_size: int, max_logprobs: int) -> Samples:
-        """From the arrays that are not counted here."""
         of_rank = ranks.searchsorted(np.arange(world_size + 1))  # the first request of each rank
         before = np.concatenate(([0], counts.cumsum()))  # rows before each request's
         numbers, first = np.arange(len(keys)) - of_rank[ranks], before[:-1] - before[of_rank[ranks]]
@@ -89,10 +88,10 @@ class DecodeStep(NamedTuple):
 
 
 class DraftResult(NamedTuple):
-    """The result of a request's drafts in a step."""
+    """Numbers of a request's drafts in a step."""
 
-    offered: int  # number of drafts that were verified
-    accepted: int  # number of drafts that were accepted
+    offered: int  # verified
+    accepted: int
 
 
 class RequestTokens(NamedTuple):
@@ -194,12 +193,11 @@ class StepResult:
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether the next step may be launched before this one is read: it samples, and the host needs none of its
-        drafts to plan the next one."""
+        """Whether the next step may be launched before this one is read."""
         return self.follows and self.samples.max_rows > 0
 
     def read(self) -> ReadSamples:
-        """Waits for the device, and returns the tokens of each request."""
+        """Waits for the device."""
         samples, indices = self.samples, self.samples.indices
         logprobs = None if self.logprobs is None else self.logprobs()
 

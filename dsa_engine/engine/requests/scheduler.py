@@ -1,7 +1,7 @@
 """Decides which tokens are computed next.
 
 Every rank runs the same scheduler on the same requests and takes the same decisions, so ranks need no messages to
-agree. A scheduler counts the free pages of all ranks, and hands out the page numbers of its own rank.
+agree.
 
 The ranks of one context-parallel group prefill a request, and all of them hold its pages meanwhile. Then its owner
 keeps the pages and decodes it alone. A request enters with the pages for its whole prefill, so no prefill waits for
@@ -52,11 +52,8 @@ class Step(NamedTuple):
 class Scheduler:
     """Requests in order of arrival, first come, first served; a step prefills or decodes.
 
-    Args:
-        capacity: ranks, their context-parallel groups (consecutive ranks), and the pages of each.
-        max_prefill_share: maximum fraction of prefill steps among the steps taken while some request decodes, in
-            (0, 1]; 1 puts prefill first.
-        max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
+    ``max_prefill_share``, from 0 (excluded) to 1: maximum fraction of prefill steps among the steps taken while some
+    request decodes. ``max_fetched_pages``: maximum number of pages that a rank sends, or receives, in a step.
     """
 
     def __init__(
@@ -118,7 +115,6 @@ class Scheduler:
 
     @property
     def free_pages(self) -> list[int]:
-        """Free pages of every rank."""
         return self.ledger.free
 
     @property
@@ -150,11 +146,8 @@ class Scheduler:
         self.decoding.enter(request, need)
 
     def schedule(self) -> Step:
-        """Plans the next step: chunks to prefill, or the new tokens of every request that decodes.
-
-        The step takes effect once it is launched (:meth:`launched`). A step that is never launched has one lasting
-        effect: requests that entered for it keep their pages.
-        """
+        """Plans the next step, which takes effect once it is launched (:meth:`launched`). If it never is, requests that
+        entered for it keep their pages."""
         decoding = self.decoding.decodes
         credit = min(1.0, self._credit) + self._max_prefill_share if decoding else self._credit
         self._credit_after = credit
@@ -183,7 +176,6 @@ class Scheduler:
             self.decoding.launched(samples, rows_by_form if step.decode else None)
 
     def _prefilled(self, request: Request, ranks: range) -> None:
-        """After its prefill, a request loses its pages on the ranks that do not own it, and decodes."""
         self.ledger.release(request, [rank for rank in ranks if rank != request.owner])
         self.decoding.enter(request, self.ledger.held(request, request.owner))
 
@@ -232,8 +224,7 @@ class Scheduler:
         return self._groups[known.index(max(known))]
 
     def _decode(self) -> DecodeStep | None:
-        """The next tokens of all requests that decode, once these have pages; some may be preempted for the others.
-        None if no request decodes."""
+        """The next tokens of all requests that decode, once these have pages; some may be preempted for the others."""
         while refused := self.decoding.give_pages(self.ledger.give):
             for owner in {request.owner for request in refused}:
                 self.preempt(youngest := max(self._preemptible(owner), key=_arrival))
@@ -248,7 +239,7 @@ class Scheduler:
         return self.ledger.holders(rank)
 
     def preempt(self, request: Request) -> None:
-        """Takes all pages from a running request; its prompt and output are prefilled again when there is room."""
+        """Takes all pages from a running request, which waits again."""
         if request in self.decoding:
             self.decoding.leave(request)
         else:
@@ -264,8 +255,8 @@ class Scheduler:
         return RankLoad.of(self.decoding, self._prefilling, self.ledger, self.capacity)
 
     def _admit(self, request: Request, usable: list[bytes], step: PrefillStep) -> bool:
-        """Gives a request that enters in ``step`` its group, its owner and its first pages, some of ``usable`` among
-        them; returns False if no group has room."""
+        """Gives a request that enters in ``step`` its group, its owner and its first pages; returns False if no group
+        has room."""
         ledger = self.ledger
         free, load = ledger.free, self._load()
         reserved = load.reserved_pages.tolist()

@@ -60,15 +60,13 @@ class Parameters(NamedTuple):
 
     @classmethod
     def of(cls, table: torch.Tensor) -> Parameters:
-        """Unpacks a table of :meth:`pack`, on any device."""
+        """From a table of :meth:`pack`, on any device."""
         return cls(*table[:_INTEGERS], *table[_INTEGERS:].view(torch.float64).float())
 
 
 class Inputs(NamedTuple):
-    """What the chain needs besides the logits of n rows; a step whose input is None is left out.
-
-    The launches depend on ``asks``, ``top_k``, the shapes and on what is None, and on nothing else.
-    """
+    """What the chain needs besides the logits of n rows; a step whose input is None is left out. The launches depend on
+    ``asks``, ``top_k``, the shapes and on what is None, and on nothing else."""
 
     asks: int = 0  # what any row asks, see `SamplingParams.asks`
     top_k: int = 0  # at least the largest of a row that is drawn; 0: none has any
@@ -153,7 +151,6 @@ def draw(logits: torch.Tensor, parameters: Parameters, positions: torch.Tensor, 
         logits: float32 ``[n, vocab]``; -inf forbids a token, and each row has an allowed token.
         positions: int64 ``[n]``, position of each token. Seed and position fix the random numbers, so a choice depends
             neither on the batch nor on the rank, and is repeated after a preemption.
-        asks, top_k: see :class:`Inputs`.
     """
     # The highest logit becomes 0, so that no temperature makes it overflow.
     scaled = logits - logits.amax(dim=-1, keepdim=True)
@@ -178,11 +175,9 @@ def draw(logits: torch.Tensor, parameters: Parameters, positions: torch.Tensor, 
 
 def exponential_noise(keys: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
     """Random numbers of the distribution Exp(1), float32 ``[n, count]``, from int64 ``keys [n]`` (:func:`seed_key`) and
-    ``positions [n]``.
-
-    A row depends on its key and position alone, and is the same on every device up to the rounding of a logarithm. It
-    is the output of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from a
-    state that its output function makes from the key and the position.
+    ``positions [n]``. A row is the same on every device up to the rounding of a logarithm. It is the output of
+    SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from a state that its output
+    function makes from the key and the position.
     """
     state = _mixed(keys + positions * _signed(0xD1B54A32D192ED03))  # modulo 2^64 throughout
     bits = _mixed(state[:, None] + torch.arange(1, count + 1, device=keys.device) * _signed(0x9E3779B97F4A7C15))

@@ -5,9 +5,8 @@ set it to -inf; ``logit_bias`` is added; if prompt or output contain the token, 
 positive and ``x · r`` otherwise (r: ``repetition_penalty``); then ``frequency_penalty · c`` is subtracted, where c
 counts the token in the output, and ``presence_penalty`` if c > 0. ``bad_words`` apply to the output only, too.
 
-A row of logits depends on the tokens of its request before its position, and on no others. So a request may have
-several rows in a step, for drafts that are not accepted yet; ``Request.tokens`` returns the drafts at their positions.
-All rows of a step share each launch.
+A request may have several rows in a step, for drafts that are not accepted yet; ``Request.tokens`` returns the drafts
+at their positions. All rows of a step share each launch.
 
 For penalties, the tokens that the host knows are counted once, in a table on the device. What it does not know yet, and
 drafts, are counted for single rows of logits without waiting: by :func:`add_occurrences` in eager steps, by
@@ -33,8 +32,7 @@ from dsa_engine.sampling_params import DRAWS, PENALISES
 
 
 class LogitsProcessors:
-    """Reads what the rows of requests ask for. ``eos_token_ids``: the model's end-of-sequence tokens, which
-    ``min_tokens`` forbids."""
+    """``eos_token_ids``: the model's end-of-sequence tokens, which ``min_tokens`` forbids."""
 
     def __init__(self, eos_token_ids: Sequence[int]):
         self._eos_token_ids = eos_token_ids
@@ -151,7 +149,7 @@ def _rows_that_ask(what: int, asks: Sequence[int], like: torch.Tensor) -> torch.
 
 
 def is_biased(request: Request) -> bool:
-    """Whether the same values are added to a request's logits in every step."""
+    """Whether :func:`_bias` has a value."""
     params = request.params
     return bool(params.allowed_token_ids or params.logit_bias or any(len(word) == 1 for word in request.bad_words))
 
@@ -219,12 +217,12 @@ class PenaltyCounts:
 
 
 def with_unread(counts: torch.Tensor, before: Columns, follows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Counts for each row of a step, with its drafts and the tokens of the step before: int32 ``[requests · rows,
+    """Counts for each row of a step, with its drafts and the tokens of the step ``before``: int32 ``[requests · rows,
     vocab]``.
 
     Args:
         counts: int32 ``[requests, vocab]``, of the tokens that the host knows.
-        before: the step before; ``follows``: bool ``[requests]``, whether the host has not read its tokens.
+        follows: bool ``[requests]``, whether the host has not read its tokens.
         ids: int64 ``[requests, rows]``, token of each row; a row counts its own draft and those before it.
     """
     requests, rows = ids.shape
@@ -251,5 +249,5 @@ def add_occurrences(counts: torch.Tensor, where: list[tuple[int, int]], sampled:
 
 
 def indices(values: Sequence[object], like: torch.Tensor) -> torch.Tensor:
-    """int64 tensor on the device of ``like``."""
+    """int64, on the device of ``like``."""
     return upload(torch.tensor(values, dtype=torch.int64), like.device)

@@ -28,8 +28,6 @@ PutDrafts = Callable[[Sequence[Wanted], torch.Tensor, torch.Tensor], torch.Tenso
 
 @dataclass
 class Sampler:
-    """Chooses tokens and exchanges them between the ranks."""
-
     _config: ModelConfig
     _mesh: Mesh
     _relaxed: PutDrafts | None
@@ -68,11 +66,7 @@ class Sampler:
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Log-probabilities of given tokens and of the ``count`` most likely tokens.
-
-    Args:
-        logits: float32 ``[n, vocab]``.
-        tokens: int64 ``[n]``.
+    """Log-probabilities of ``tokens [n]``, int64, and of the ``count`` most likely, by float32 ``logits [n, vocab]``.
 
     Returns:
         float64 ``[n, 2 + 2 * count]``, exact for any token id: the log-probability of the token; its rank, the number

@@ -30,7 +30,6 @@ def records(plan: StepPlan) -> bool:
 
 
 def recorder_of(plan: StepPlan, cache: KVCache, index_topk: int, device: torch.device) -> SelectionRecorder:
-    """What records the rows of this rank."""
     wanted, size = _wanted(plan), cache.page_size
     visible = np.full((len(wanted), index_topk), -1, np.int32)
     for row, (request, position, _) in zip(visible, wanted, strict=True):

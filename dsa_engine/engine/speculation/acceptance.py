@@ -43,8 +43,6 @@ def count_equal(tokens: torch.Tensor, drafts: torch.Tensor, *_: torch.Tensor) ->
 
 @dataclass(eq=False)
 class RelaxedAcceptance:
-    """Replaces chosen tokens by likely drafts, in eager steps and in graphs."""
-
     _topk: int
     _delta: float
     _begin: int  # this and the next: the tokens that begin and end the thinking
@@ -56,7 +54,7 @@ class RelaxedAcceptance:
     def of(
         cls, speculation: SpeculativeConfig | None, folder: Path, trust_remote_code: bool
     ) -> RelaxedAcceptance | None:
-        """The rule of these options; None if drafts are accepted strictly."""
+        """None: drafts are accepted strictly."""
         if speculation is None or speculation.relaxed_topk == 0:
             return None
         ids = (speculation.begin_thinking_token, speculation.end_thinking_token)
@@ -93,13 +91,9 @@ class RelaxedAcceptance:
         return drafts.where((drafts >= 0) & (tokens >= 0) & is_among_best & is_near_best, tokens)
 
     def replacing(self, thinks: torch.Tensor, unread: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """The drafts of a step that may replace chosen tokens, −1 for others; always the same launches.
-
-        Args:
-            thinks: int64 ``[n]``, 1 if a request thinks after the tokens that the host knows, else 0 (:meth:`thinks`).
-            unread: int64 ``[n, m]``, the tokens after these, −1 for none.
-            drafts: int64 ``[n, count]``, those that follow, −1 for none.
-        """
+        """The drafts of a step that may replace chosen tokens, −1 for others; always the same launches. ``thinks [n]``:
+        1 after :meth:`thinks`, else 0; ``unread [n, m]``: the tokens after those that the host knows, ``drafts [n,
+        count]``: those that follow, −1 for none; all int64."""
         tokens = torch.cat((unread, drafts), dim=1)
         number = torch.arange(2, 2 + 2 * tokens.shape[1], 2, device=tokens.device)
         # Each token that begins or ends the thinking has a higher number than those before it, odd where it begins.

@@ -24,8 +24,7 @@ For this the host provides the request's row of the outcome, its pages, and the 
 that every draft is accepted. A request that turns out to have ended is part of one step too many. Its rows from its
 limit on are padding, and its tokens are dropped.
 
-Other steps run eagerly: model and sampler as without drafts, then :meth:`Drafter.draft`. Both ways share the passes and
-the rule of acceptance.
+Other steps run eagerly: model and sampler as without drafts, then :meth:`Drafter.draft`.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, table: torch.Tensor) -> Inputs:
-        """Views of a table."""
         heights = (1, 1, 1, len(Parameters._fields))
         return cls(*table.split((*heights, len(table) - sum(heights))))
 
@@ -104,8 +102,7 @@ class _Buffers:
 
 
 class Drafter:
-    """Verifies drafts and makes new ones, after each step of the model or in one graph with it. ``hooks``: each is
-    called with the plan of each pass whose rows are not the step's."""
+    """Works after each step of the model or in one graph with it; for ``hooks`` see :class:`.Passes`."""
 
     def __init__(
         self,
@@ -165,8 +162,7 @@ class Drafter:
         self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs, masks: torch.Tensor | None = None
     ) -> StepResult:
         """Launches a padded step without waiting for the device. ``before``: outcome of the step before, for chunks
-        that start on the device. ``masks``: for the bucket's rows, see :meth:`.GrammarMasks.masks`; None: no request of
-        this rank has a grammar."""
+        that start on the device. ``masks``: for the bucket's rows, see :meth:`.GrammarMasks.masks`."""
         key = self.key(step)
         bucket = key.bucket
         buffers = self._buffers.get(bucket)

@@ -1,15 +1,15 @@
 """The passes of MTP modules after a step, by one module repeatedly or by several modules once each.
 
-Eagle mode: one module runs over the step's rows, and then repeatedly over one row of each request, from its own hidden
-state and its last draft.
+Eagle mode (:class:`EagleChain`): one module runs over the step's rows, and then repeatedly over one row of each
+request, from its own hidden state and its last draft.
 
-Vanilla mode: each of several modules drafts one token. Let a request have tokens t_0 … t_{m-1}; the model has computed
-the positions up to m - 2. Module k embeds t_{i+k} in its row at position i, so it can compute rows from known tokens up
-to position m - 1 - k. Its rows after that, up to m - 2, embed drafts, and the last of them drafts the token at
-m + k - 1. These rows are right if the drafts are accepted, and must be computed again if not. So a step whose first row
-has position p computes the ``count - 1`` positions before p again, with the tokens now known: ``2 · count`` rows of a
-request, for all modules. Near the start of a request there are fewer positions before p; then the rows begin at
-position 0, and the remaining ones are padding. The model's hidden states at these positions are saved
+Vanilla mode (:class:`ModuleEach`): each of several modules drafts one token. Let a request have tokens t_0 … t_{m-1};
+the model has computed the positions up to m - 2. Module k embeds t_{i+k} in its row at position i, so it can compute
+rows from known tokens up to position m - 1 - k. Its rows after that, up to m - 2, embed drafts, and the last of them
+drafts the token at m + k - 1. These rows are right if the drafts are accepted, and must be computed again if not. So a
+step whose first row has position p computes the ``count - 1`` positions before p again, with the tokens now known: ``2
+· count`` rows of a request, for all modules. Near the start of a request there are fewer positions before p; then the
+rows begin at position 0, and the remaining ones are padding. The model's hidden states at these positions are saved
 (``Request.last_rows``); those of the modules are computed from them. The chunks of a prompt need no states of an
 earlier chunk: the last chunk has at least as many tokens as there are modules (``PrefixCache.least_computed``), so
 all rows before it embed tokens of the prompt.
@@ -41,13 +41,12 @@ from dsa_engine.model.model import Model
 class PassBuffers:
     """Tensors of a bucket's passes with fixed addresses."""
 
-    rows: StaticRows  # the rows of a pass
+    rows: StaticRows
     before: LastRows  # [requests, saved, …]: ``Request.last_rows`` before the step
     after: LastRows  # the same after the step
 
     @classmethod
     def of(cls, rows: StaticRows, saved: int) -> PassBuffers:
-        """``saved``: positions of ``last_rows``."""
         model, shape = rows.model, (len(rows.segments), saved)
         device = model.runtime.mesh.device
         states = torch.zeros(*shape, model.config.hidden_size, dtype=model.runtime.dtype, device=device)
@@ -91,7 +90,7 @@ class Passes(ABC):
         """Makes drafts for this rank's requests, int64 ``[requests, count]``; always the same launches.
 
         Args:
-            rows, hidden: the step and the model's normed states ``[requests · (1 + count), hidden]``.
+            hidden: the model's normed states ``[requests · (1 + count), hidden]``.
             tokens: int64 ``[requests, 1 + count]``, chosen after each row, none negative.
             accepted: int64 ``[requests]``.
         """
@@ -106,9 +105,9 @@ class Passes(ABC):
         tokens: torch.Tensor,
         accepted: torch.Tensor,
     ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
-        """Makes drafts after any step, by :meth:`after_decode` over the rows with chosen tokens.
-
-        If the step has rows of prompts, the modules first run over all of its rows, which fills their caches.
+        """Makes drafts, int64 ``[n, count]``, and the new ``last_rows`` of this rank's requests after any step, by
+        :meth:`after_decode` over the rows with chosen tokens. If the step has rows of prompts, the modules first run
+        over all of its rows, which fills their caches.
 
         Args:
             step, batch, hidden: the step and its normed states ``[T, hidden]``.
@@ -116,9 +115,6 @@ class Passes(ABC):
             sampled: int64, the tokens of all ranks as the sampler gives them; no token is negative here and below.
             tokens: int64 ``[n, 1 + count]``, those of ``own``; void after the last of a request.
             accepted: int64 ``[n]``.
-
-        Returns:
-            drafts, int64 ``[n, count]``, and the new ``last_rows`` of this rank's requests.
         """
         width, fills = tokens.shape[1], step.decode is None
         last = self._fill(step, batch, hidden, sampled, width - 1) if fills else {}
@@ -139,10 +135,8 @@ class Passes(ABC):
     def _fill(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: torch.Tensor, count: int
     ) -> Mapping[Request, LastRows]:
-        """Runs the modules over all rows of a step, which has ``sampled`` tokens, for ``count`` drafts.
-
-        With several modules, returns as many :meth:`_last_positions`.
-        """
+        """Runs the modules over all rows of a step, for ``count`` drafts; returns :meth:`_last_positions` if there are
+        several."""
         states, requests = hidden, [chunk.request for chunk in step.chunks if chunk.num_logits]
         keys, indices = step.samples.keys.tolist(), step.samples.indices.tolist()
         first = dict(zip(keys, indices, strict=True))
@@ -206,8 +200,6 @@ class Passes(ABC):
 
 
 class EagleChain(Passes):
-    """Eagle mode: one module makes all drafts."""
-
     def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
         in_last_pass = [tokens + bucket.rows_per_request - 2 for tokens in max_visible]
         return PassBuffers.of(StaticRows.of(bucket, 1, self.model, self.cache.page_size, in_last_pass), saved=0)
@@ -230,8 +222,6 @@ class EagleChain(Passes):
 
 
 class ModuleEach(Passes):
-    """Vanilla mode: each of several modules drafts one token."""
-
     def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
         count = bucket.rows_per_request - 1
         rows = StaticRows.of(bucket, 2 * count, self.model, self.cache.page_size, max_visible)

@@ -21,12 +21,8 @@ from dsa_engine.parallel.group import Group
 def build_batch(
     step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None
 ) -> ForwardBatch:
-    """This rank's tensors for a step, and those of its micro-batches.
-
-    Args:
-        tables: block tables of all requests; the rows of this step's requests are updated.
-        sampled: tokens of the step before, if they have not been read; see :func:`known_ids`.
-    """
+    """This rank's tensors for a step, and those of its micro-batches. The rows of its requests in ``tables`` are
+    updated; for ``sampled`` see :func:`known_ids`."""
     plan, device, rows, pair = step.own, mesh.device, step.rows, None
     if step.micro_batches is not None:
         first, second = (build_batch(one, config, mesh, tables, sampled) for one in step.micro_batches)
@@ -75,9 +71,6 @@ def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows
 
     All ranks of the group have the same chunks. The slots of a chunk are listed once, in order of position, and copied
     from there to the rows of each segment.
-
-    Args:
-        table_rows: rows of this rank's chunks in ``tables``.
     """
     table, size = step.segments, tables.page_size
     assert table is not None, "a step made of chunks"
@@ -110,8 +103,8 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
 
     Args:
         ids: token ids on the host; ``-1 - index`` means the token at that index of ``sampled`` (``Request.tokens``).
-        sampled: ``[n]`` on the device. It may hold the negative code of an error in place of a token; the results of
-            that request are dropped.
+        sampled: ``[n]`` on the device, tokens of the step before, if they have not been read. It may hold the negative
+            code of an error in place of a token; the results of that request are dropped.
     """
     if sampled is None or not bool((ids < 0).any()):
         return upload(ids, device)

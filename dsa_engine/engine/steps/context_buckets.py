@@ -14,26 +14,18 @@ class ContextBuckets:
 
     That length is ``max_model_len`` with drafts, in whole pages. The next power of two would be twice as long if
     ``max_model_len`` is a power of two itself.
-
-    Attributes:
-        max_model_len: maximum number of tokens of a request; None: powers of two only.
-        fewest: the smallest length, if it is below ``max_model_len``: shorter ones gain nothing from another graph.
-        exact_rows: steps of at most this many rows keep their number of requests, and larger ones are not padded; None:
-            every step is padded to a power of two of requests.
     """
 
-    max_model_len: int | None = None
+    max_model_len: int | None = None  # maximum number of tokens of a request; None: powers of two only
     page_size: int = 1
-    fewest: int = 4096
+    fewest: int = 4096  # the smallest length below max_model_len: shorter ones gain nothing from another graph
+    # Steps of at most this many rows keep their number of requests, and larger ones are not padded; None: every step is
+    # padded to a power of two of requests.
     exact_rows: int | None = None
 
     def of(self, tokens: int, num_drafts: int = 0) -> int:
-        """The smallest length with room for ``tokens``.
-
-        Args:
-            tokens: maximum number of tokens that a row may see: the longest request, its drafts, and the
-                ``num_drafts`` that are made next.
-        """
+        """The smallest length with room for ``tokens`` that a row may see: the longest request, its drafts, and the
+        ``num_drafts`` that are made next."""
         context = next_power_of_2(max(tokens, self.fewest))
         if self.max_model_len is None or context < self.max_model_len:
             return context

@@ -4,14 +4,10 @@ A decode step has few tokens and many small kernels, and the host cannot launch 
 graph launches a whole step at once, but repeats exactly what was captured: same shapes, same addresses. So a step is
 padded to a bucket, and its inputs are copied into buffers with fixed addresses (``static_rows.py``). A bucket has a
 power of two of requests and one of a few context lengths (``context_buckets.py``). In a padded step all rows take one
-form of attention: with an indexer all rows select, and rows that see few tokens select all of them. A padded step can
-run without capturing too.
+form of attention: with an indexer all rows select, and rows that see few tokens select all of them.
 
 On a CPU a :class:`.Recording` takes the place of a graph, of steps of few rows, which are not padded to more requests:
 rows cost time there. Where it cannot repeat a step, steps of as many rows are no longer padded.
-
-Every rank knows the plans of all ranks, so all choose the same bucket, capture at the same time, and meet in
-collectives.
 """
 
 from __future__ import annotations
@@ -56,12 +52,7 @@ class _Inputs(NamedTuple):
 
 
 class DecodeGraphs:
-    """Runs decode steps that are padded to buckets.
-
-    Args:
-        capture: replay CUDA graphs, or recordings; False runs the same padded steps kernel by kernel.
-        contexts: lengths that the longest context of a step is padded to.
-    """
+    """Runs steps that are padded to buckets, as graphs or recordings, or without ``capture`` kernel by kernel."""
 
     def __init__(self, model: Model, cache: KVCache, *, capture: bool = True, contexts: ContextBuckets | None = None):
         self._model = model
@@ -104,11 +95,8 @@ class DecodeGraphs:
         return not self._capture or name in self._graphs
 
     def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> torch.Tensor:
-        """Runs a padded step; returns hidden states ``[rows of the bucket, hidden]``, valid until the next call.
-
-        Args:
-            sampled: tokens of the step before, if they have not been read (``batch.known_ids``).
-        """
+        """Runs a padded step; returns hidden states ``[rows of the bucket, hidden]``, valid until the next call. For
+        ``sampled`` see :func:`.known_ids`."""
         bucket, device, cache = step.bucket, self._mesh.device, self._cache
         assert bucket is not None, "a step is padded before it is run here"
         if bucket not in self._inputs:
@@ -123,11 +111,8 @@ class DecodeGraphs:
         return self.run(bucket, lambda: self._model(rows.batch(tables, positions, token_ids), cache))
 
     def run(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Runs ``function``; its result is valid until the next call.
-
-        The first call with a name captures the function, later calls replay the graph. So it must launch the same
-        kernels on the same tensors every time.
-        """
+        """Runs ``function``; its result is valid until the next call. The first call with a name captures the function,
+        later calls replay the graph: so it must launch the same kernels on the same tensors every time."""
         # Timing events and the log of collectives do not work in a graph, so a step with such a hook runs without.
         if not self._capture or has_hook():
             return function()

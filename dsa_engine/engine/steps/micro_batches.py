@@ -40,7 +40,7 @@ class MicroBatches:
         return cls(decode_rows, prefill_rows)
 
     def cut(self, step: StepPlan, config: ModelConfig) -> StepPlan:
-        """The step with its micro-batches, or as it is if it is too small."""
+        """The step with its micro-batches, or as it is."""
         if step.rows.max() < (self.decode_rows if step.decodes else self.prefill_rows):
             return step
         if step.bucket is not None:
@@ -61,11 +61,7 @@ class MicroBatches:
 
 
 def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[Chunk]]:
-    """The chunks of each group of ranks, cut at half of their rows.
-
-    Args:
-        whole: no chunk is cut itself; one that crosses belongs to the first micro-batch.
-    """
+    """The chunks of both micro-batches; ``whole``: one that crosses is not cut, and belongs to the first."""
     remaining: dict[range, int] = {}
     for chunk in chunks:
         remaining[chunk.ranks] = remaining.get(chunk.ranks, 0) + chunk.length

@@ -168,7 +168,6 @@ class SegmentTable(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Seq[Chunk], config: ModelConfig, cuts: Mapping[Request, int]) -> SegmentTable:
-        """Divides the chunks; see :meth:`StepPlan.of`."""
         parts = []
         for number, chunk in enumerate(chunks):
             cut = cuts.get(chunk.request, chunk.end)
@@ -218,17 +217,14 @@ class SegmentTable(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """One rank's plan of a step.
-
-    ``chunks`` and ``segments`` are those of all ranks, in a step that prefills.
-    """
+    """One rank's plan of a step."""
 
     rank: int
     own: RankPlan  # the rows of this rank
     rows: np.ndarray  # int64 [ranks], number of rows, padding included
     samples: Samples  # the rows with logits of all ranks
     decodes: bool  # whether this is a decode step: every chunk has few tokens, perhaps of a prompt, on one rank
-    chunks: Seq[Chunk] = ()
+    chunks: Seq[Chunk] = ()  # these and the segments are those of all ranks, in a step that prefills
     segments: SegmentTable | None = None
     decode: DecodeStep | None = None  # the step, if all requests decode
     bucket: Bucket | None = None  # set if the step is padded
@@ -244,13 +240,8 @@ class StepPlan:
         max_decode_rows: int = 1,
         cuts: Mapping[Request, int] | None = None,
     ) -> StepPlan:
-        """Divides the chunks over the ranks.
-
-        Args:
-            max_decode_rows: maximum number of rows of a request in a decode step.
-            cuts: positions at which the chunks of some requests are cut: the tokens before and after are divided each
-                for itself.
-        """
+        """Divides the chunks over the ranks. ``max_decode_rows``: maximum number of rows of a request in a decode step;
+        ``cuts``: positions at which chunks are cut: the tokens before and after are divided each for itself."""
         table = SegmentTable.of(chunks, config, cuts or {})
         rows = np.bincount(table.rank, table.length, world_size).astype(np.int64)
         decodes = bool(chunks) and all(c.length <= max_decode_rows and len(c.ranks) == 1 for c in chunks)
@@ -261,7 +252,6 @@ class StepPlan:
     def of_decode(
         cls, step: DecodeStep, rank: int, world_size: int, config: ModelConfig, bucket: Bucket | None = None
     ) -> StepPlan:
-        """The plan of a decode step, padded to a bucket if there is one."""
         if bucket is not None:
             rows, own = np.full(world_size, bucket.rows), RankPlan(step.chunks).padded(bucket, config.has_indexer)
         else:
@@ -300,18 +290,13 @@ class StepPlan:
         return replace(self, own=own, rows=np.full(len(self.rows), bucket.rows), bucket=bucket)
 
     def attention_pairs(self) -> list[int]:
-        """Query-key pairs of every rank under the causal mask: the work that context parallelism balances."""
+        """Query-key pairs of every rank under the causal mask."""
         return [sum(s.visible_pairs for s in self.of_rank(rank).segments) for rank in range(len(self.rows))]
 
 
 def bucket_of(step: DecodeStep | Seq[Chunk], contexts: ContextBuckets, num_drafts: int = 0) -> Bucket | None:
-    """The smallest bucket that a decode step fits in; None if it has too many rows for one.
-
-    Args:
-        contexts: possible context lengths.
-        num_drafts: number of drafts that the step makes. The context has room for them, and every request has rows to
-            verify as many.
-    """
+    """The smallest bucket that a decode step fits in; None if it has too many rows for one. The context has room for
+    the ``num_drafts`` drafts that the step makes, and every request has rows to verify as many."""
     if isinstance(step, DecodeStep):
         ranks, counts, starts = step.samples.ranks, step.samples.counts, step.starts
     else:

@@ -5,9 +5,7 @@ ranks after the same step. A turn does one of three things: nothing; it plans as
 rank one; or it moves some experts and changes the tables of their layers. All of it is given to the device between two
 steps, in order, so it may be launched ahead of results: the step before still sees the old weights and tables, the step
 after sees the new ones. Weights and tables stay where they are in memory, so CUDA graphs stay valid.
-
-Within a layer experts move in rounds (:mod:`~dsa_engine.parallel.experts.movement`). After every round each expert lies
-on a rank and the tables say where, so requests can run between two rounds.
+Within a layer experts move in rounds; after each, every expert lies on a rank and the tables say where.
 """
 
 from __future__ import annotations
@@ -56,19 +54,14 @@ def count_loads(model: Model, name: str) -> CountRecorder | None:
 
 
 class CountRecorder:
-    """Writes all loads since the start; every rank makes one and calls its methods after the same steps.
-
-    Args:
-        path: of the file; None: another rank writes.
-        every: number of steps from one writing to the next.
-    """
+    """Writes all loads since the start each time after ``every`` steps; every rank makes one and calls its methods
+    after the same steps. ``path``: of the file; None: another rank writes."""
 
     def __init__(self, counter: ExpertCounter, path: str | Path | None, every: int = _EVERY):
         self._counter, self._path, self._every = counter, path, every
         self._steps = 0
 
     def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
-        """Called after every step that has been launched."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.write()
@@ -88,17 +81,9 @@ class Rebalancing:
     """One rank's part; every rank makes one, and calls :meth:`turn` after the same steps.
 
     Args:
-        model: its experts move; MTP modules' too, if their loads are counted.
         every: number of steps from one look at the loads to the next.
         loads: returns the loads since its last call, the same on every rank.
         turn_bytes: bytes of experts that a rank receives in a turn; at least one expert.
-
-    Attributes:
-        staging: device memory for the experts that arrive.
-        times: how often loads have been looked at and experts moved by them.
-        moved_bytes: bytes that have gone from rank to rank so far.
-        before, after: the largest load of a rank over the mean, averaged over the layers: as it was, and as planned, by
-            the last loads.
     """
 
     def __init__(self, model: Model, every: int, loads: Callable[[], ExpertCounts], turn_bytes: int = TURN_BYTES):
@@ -111,13 +96,15 @@ class Rebalancing:
         # NCCL wants all ranks in the first collective of a group. It allocates its buffers now, before the memory for
         # the caches is counted.
         self._ranks.all_to_all(torch.zeros(self._ranks.size, 1, device=self._mesh.device))
-        self.times, self.moved_bytes, self.before, self.after = 0, 0, 1.0, 1.0
+        self.times, self.moved_bytes = 0, 0  # rebalancings, and what has gone from rank to rank, so far
+        # By the last loads, the largest load of a rank over the mean, averaged over the layers: as it was, as planned.
+        self.before, self.after = 1.0, 1.0
         self._steps, self._received = 0, 0  # steps since the last look at the loads; bytes in this turn
         self._turns: Iterator[None] = iter(())  # what remains of a rebalancing
 
     @torch.inference_mode()  # as the weights were made
     def turn(self, _chunks: Sequence[Chunk] = ()) -> None:
-        """Called after every step that has been launched. An error in it ends the run."""
+        """An error in it ends the run."""
         self._steps += 1
         self._received = 0
         for _ in self._turns:
@@ -170,7 +157,7 @@ class Rebalancing:
         placement, experts = layer.expert_parallel.placement, layer.experts
         size, staged = expert_bytes(experts.moved), self._staged(layer)
         staging = self.staging[: staged * size].view(staged, size)
-        for moves in plan_movement(placement.held, held, staged).rounds:
+        for moves in plan_movement(placement.held, held, staged):
             arriving = size * max(Counter(move.target for move in moves).values())
             if self._received and self._received + arriving > self._turn_bytes:
                 yield

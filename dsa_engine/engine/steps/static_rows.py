@@ -49,13 +49,8 @@ class StaticRows:
         )
 
     def batch(self, tables: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor) -> ForwardBatch:
-        """The batch of these rows; always the same launches.
-
-        Args:
-            tables: block tables, int32 ``[requests, pages]``.
-            positions: int64 ``[requests · each]``, -1 for padding.
-            input_ids: int64 ``[requests · each]``.
-        """
+        """The batch of these rows, by always the same launches: from block tables, int32 ``[requests, pages]``, and
+        positions and ids, int64 ``[requests · each]``, positions -1 for padding."""
         config, rows = self.model.config, len(positions)
         cos, sin = config.rope.cos_sin(positions.clamp(min=0), self.frequencies)
         at = positions.int()  # as the CPU's kernel of slots takes them
@@ -99,10 +94,9 @@ def block_tables_of(
 
 
 def chunk_columns(chunks: Sequence[Chunk], page_size: int, rows: int) -> torch.Tensor:
-    """A rank's chunks in a decode step, int64 ``[chunks, 3 + rows]`` on the host, for :meth:`StepRows.of`.
-
-    The columns: position of the first row; number of rows; limit of the tokens that may be computed, which have pages
-    and are not the request's very last; token of each row, 0 for padding or if only the device knows it.
+    """A rank's chunks in a decode step, int64 ``[chunks, 3 + rows]`` on the host, for :meth:`StepRows.of`. The columns:
+    position of the first row; number of rows; limit of the tokens that may be computed, which have pages and are not
+    the request's very last; token of each row, 0 for padding or if only the device knows it.
     """
     table = []
     for chunk in chunks:

@@ -33,14 +33,13 @@ def test_ranks_hold_the_new_placement_after_the_rounds(
     both: tuple[list[list[int]], list[list[int]]], staged: int
 ) -> None:
     old, new = both
-    held, rounds = plan_movement(old, new, staged)
+    rounds = plan_movement(old, new, staged)
     now = tuple(map(tuple, old))
     for moves in rounds:
         assert max(Counter(move.target for move in moves).values()) <= staged
         now = after_round(now, moves)
         assert set(chain(*now)) == set(chain(*old)), "each expert lies somewhere at any time"
-    assert now == held
-    assert [Counter(slots) for slots in held] == [Counter(slots) for slots in new]
+    assert [Counter(slots) for slots in now] == [Counter(slots) for slots in new]
     moved = sum(len(moves) for moves in rounds)
     assert moved == sum((Counter(a) - Counter(b)).total() for a, b in zip(new, old, strict=True))
 
@@ -67,31 +66,24 @@ def test_few_rounds() -> None:
     physical = [*range(256), *range(0, 256, 4)]
     placed = [Random(seed).sample(physical, 320) for seed in (1, 2)]
     old, new = ([one[first : first + 5] for first in range(0, 320, 5)] for one in placed)
-    movement = plan_movement(old, new)
-    print([len(moves) for moves in movement.rounds])
-    assert sum(map(len, movement.rounds)) > 300 and len(movement.rounds) <= 8
+    rounds = plan_movement(old, new)
+    print([len(moves) for moves in rounds])
+    assert sum(map(len, rounds)) > 300 and len(rounds) <= 8
 
 
 def test_sources_are_spread_over_the_replicas() -> None:
     old = [[0, 1], [0, 2], [3, 1], [3, 2]]
-    _, rounds = plan_movement(old, [[0, 1], [3, 2], [3, 0], [2, 0]], staged=2)
+    rounds = plan_movement(old, [[0, 1], [3, 2], [3, 0], [2, 0]], staged=2)
     assert [[move.source for move in moves if old[move.source][move.source_slot] == 0] for moves in rounds] == [[0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [([[0, 1], [2]], [[0], [1, 2]], "keeps the number"), ([[0], [1]], [[0], [2]], r"no rank holds the experts \[2\]")],
-)
-def test_an_impossible_movement_is_refused(old: list[list[int]], new: list[list[int]], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        plan_movement(old, new)
 
 
 def test_weights_of_any_dtype_move_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Swaps and a replica between three ranks, in FP8 codes with float32 scales."""
     monkeypatch.setattr(Group, "_exchange_pairs", exchange_unregistered)
     old, new = [[0, 1], [2, 3], [4, 0]], [[2, 4], [0, 3], [1, 3]]
-    plan = plan_movement(old, new)
+    rounds, now = plan_movement(old, new), tuple(map(tuple, old))
+    for moves in rounds:
+        now = after_round(now, moves)
 
     def work(group: Group) -> bool:
         def weights(experts: tuple[int, ...] | list[int]) -> list[torch.Tensor]:
@@ -101,9 +93,9 @@ def test_weights_of_any_dtype_move_in_place(monkeypatch: pytest.MonkeyPatch) -> 
         tensors = weights(old[group.index])
         addresses = [tensor.data_ptr() for tensor in tensors]
         staging = torch.empty(1, expert_bytes(tensors), dtype=torch.uint8)
-        for moves in plan.rounds:
+        for moves in rounds:
             move_round(group, moves, tensors, staging)
-        same = zip(tensors, weights(plan.held[group.index]), strict=True)
+        same = zip(tensors, weights(now[group.index]), strict=True)
         return addresses == [tensor.data_ptr() for tensor in tensors] and all(
             torch.equal(a.float(), b.float()) for a, b in same
         )

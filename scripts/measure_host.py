@@ -178,7 +178,7 @@ def law(measured: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
             table = np.array(of_name, dtype=float)
             sizes, seconds = table[:, :-1] / table[:, -1:], np.full(table.shape[1] - 1, -1.0)
             while (seconds < 0).any():  # a part that would be negative is left out
-                seconds = np.linalg.lstsq(sizes, np.full(len(sizes), 1e-3), rcond=None)[0]
+                seconds = np.linalg.lstsq(sizes, np.full(len(sizes), 1e-3), rcond=None)[0].round(15)
                 sizes[:, seconds.argmin()] *= seconds.min() >= 0
             parts[name] = [float(f"{part:.3g}") for part in seconds]
     return parts

@@ -138,12 +138,9 @@ def question(tokenizer: Tokenizer, args: argparse.Namespace) -> Question:
     Raises:
         ValueError: the text and its question take more than ``--tokens``.
     """
-    if not args.prompt_file:
-        paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
-        text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
-        return added_question(tokenizer, text.splitlines(), args)
-    text = read_text(args.prompt_file)
-    if not text.rstrip().endswith("?"):
+    stdlib = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
+    text = read_text(args.prompt_file) if args.prompt_file else "".join(path.read_text("utf-8") for path in stdlib)
+    if not args.prompt_file or not text.rstrip().endswith("?"):
         return added_question(tokenizer, text.splitlines(), args)
     lines = [line.strip() for line in text.rstrip().splitlines()]
     prompt = ConversationFormat(tokenizer).token_ids([{"role": "user", "content": text.strip()}])

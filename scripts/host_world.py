@@ -41,23 +41,11 @@ from dsa_engine.sampling_params import SamplingParams
 PAGE_SIZE = 64
 TOKEN = 40  # the token of every step: one that has a text
 
-_TINY = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 1024,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "index_n_heads": 1,
-    "index_head_dim": 16,
-    "index_topk": 2048,
-    "vocab_size": 64,
-    "max_position_embeddings": 1 << 20,
-}
+_TINY = {"n_routed_experts": 1024, "index_topk": 2048, "vocab_size": 64, "max_position_embeddings": 1 << 20}
+_TINY |= dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "num_attention_heads"), 1)
+_TINY |= dict.fromkeys(("num_key_value_heads", "index_n_heads"), 1)
+_TINY |= dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 16)
+_TINY |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim"), 16)
 
 
 class _NullModel(Model):

@@ -1,4 +1,4 @@
-"""Forms of context parallelism compared: bytes sent, work, memory and time of one prefill.
+"""Forms of context parallelism compared: bytes sent, work and time of one prefill.
 
 Cache rows by all-gather with tokens head-tail (the engine's way) or contiguous, heads by all-to-all (Ulysses, through
 DeepSpeed's sequence layer), and a ring of blocks in two passes: one layer of DSA between its projections, the same
@@ -11,7 +11,6 @@ timed. Start it on two ranks or more:
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import statistics
 import time
@@ -27,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import latent_format
-from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.group import Group
@@ -313,12 +311,11 @@ def main() -> None:
             f"{r['ratio']:.2f}",
             format_bytes(r["sent_bytes"]),
             f"{r['imbalance']:.3f}",
-            format_bytes(r["added_bytes"]),
             f"{r['relative_error']:.1e}",
         )
         for r in results
     ]
-    header = ("tokens, form", "median ms", f"/ {args.forms[0]}", "sends", "imbalance of work", "run adds", "difference")
+    header = ("tokens, form", "median ms", f"/ {args.forms[0]}", "sends", "imbalance of work", "difference")
     print(format_table(header, rows))
 
 
@@ -338,13 +335,8 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
         form = FORMS[name](layer, mesh.world, length)
         tokens = tuple(tensor[form.own] for tensor in whole)
         expected = of_whole[form.own]
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-            trim(0)  # glibc returns free memory, so that what a run adds does not depend on earlier ones
-        reset_peak(mesh.device)
-        before = peak_bytes(mesh.device)
         with SentBytes(mesh.world_size) as sent:
             out = form.run(tokens)
-        added = peak_bytes(mesh.device) - before
         difference, norm = (x.flatten(1).norm(dim=1) for x in (out.double() - expected, expected))
         errors = [sum(of_all(float(x.square().sum()))) for x in (difference, norm)]
         error, median = (errors[0] / errors[1]) ** 0.5, float((difference / norm).median()) if len(norm) else 0.0
@@ -352,7 +344,7 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
         if not (error <= allowed and max(of_all(median)) <= allowed_median):
             raise RuntimeError(f"{name} differs from the single process by {error:.1e} at {length} tokens: not timed")
         result: dict[str, Any] = {"form": name, "length": length, "seconds": [], "relative_error": error}
-        result |= {"sent_bytes": int(max(of_all(sent.total))), "added_bytes": int(max(of_all(added)))}
+        result |= {"sent_bytes": int(max(of_all(sent.total)))}
         results.append(result | {"imbalance": max(form.work()) / statistics.mean(form.work())})
         runs.append((form, tokens))
     for _ in range(args.repeat):

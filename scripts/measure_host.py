@@ -99,7 +99,7 @@ def measure(case: str, **options: Any) -> dict[str, Any]:
 
 def decode(world: int, requests: int, steps: int, drafts: int, prefix_caching: bool, arrivals: bool) -> dict[str, Any]:
     """A decode step; with ``arrivals``, a step of any kind on average."""
-    options = {"enable_prefix_caching": prefix_caching, "max_prefill_share": 0.5 if arrivals else 1.0}
+    options: dict[str, Any] = {"enable_prefix_caching": prefix_caching, "max_prefill_share": 0.5 if arrivals else 1.0}
     with HostWorld(world, requests, WARM_UP + 4 * steps, drafts=drafts, **options) as host:
         host.fill()
         before = host.arrive if arrivals else float
@@ -134,7 +134,10 @@ def prefill(world: int, tokens: int) -> dict[str, Any]:
 
 def memory(world: int, prompts: int, length: int) -> dict[str, Any]:
     """Resident bytes that waiting prompts take on a rank."""
-    large = {"hf_overrides": {"vocab_size": 129280}, "pages": length // PAGE_SIZE + 2}  # tokens as of a released model
+    large: dict[str, Any] = {
+        "hf_overrides": {"vocab_size": 129280},
+        "pages": length // PAGE_SIZE + 2,
+    }  # tokens as of a released model
     with HostWorld(world, 0, 0, **large) as host:
         host.queue(1, length)
         gc.collect()

@@ -88,7 +88,8 @@ export class Turn {
     parts.problem.firstElementChild.textContent = problem;
     const figures = this.figures();
     parts.figures.hidden = !figures.length;
-    parts.figures.replaceChildren(...figures.map(([label, value]) => make("div", make("dt", label), make("dd", value))));
+    const pairs = figures.map(([label, value]) => make("div", make("dt", label), make("dd", value)));
+    parts.figures.replaceChildren(...pairs);
   }
 
   /** The measured figures as [label, value] pairs; times are as this page saw them. */

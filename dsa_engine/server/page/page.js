@@ -14,7 +14,11 @@ const ANNOUNCED = 600; // characters of an answer that a screen reader is told a
 const recorded = $("recorded") && new Recorded(JSON.parse($("recorded").textContent)); // in a file of `dsa-engine lens`
 const server = recorded ?? new Server();
 const state = { model: null, turns: [], running: null };
-const pane = new DocumentPane({ mayChange: mayBeginAnew, countTokens, afterChange: () => $("question").focus() });
+const pane = new DocumentPane({
+  mayChange: mayBeginAnew,
+  countTokens: (text, signal) => server.countTokens(state.model, text, signal),
+  afterChange: () => $("question").focus(),
+});
 
 // Conversation
 
@@ -108,17 +112,6 @@ function mayBeginAnew() {
   if (recorded || !confirm(words)) return false;
   newConversation();
   return true;
-}
-
-/** The number of tokens of a text, and the model's limit. */
-async function countTokens(text, signal) {
-  try {
-    state.model ??= (await server.model()).id;
-    return await server.countTokens(state.model, text, signal);
-  } catch (error) {
-    if (error.status === 0) connect();
-    throw error;
-  }
 }
 
 /** Follows the answer, unless the reader has scrolled up. */

@@ -48,9 +48,9 @@ export class DocumentPane {
     show("counting tokens…");
     const { count, limit } = await this.#page.countTokens(text, signal).catch(() => ({}));
     if (signal.aborted) return;
-    if (count === undefined) show("tokens not counted");
-    else if (count >= limit) show(`${counted(count, "token")}: more than the model’s ${limit.toLocaleString("en")}`, true);
-    else show(counted(count, "token"));
+    const tokens = count === undefined ? "tokens not counted" : counted(count, "token");
+    const tooLong = count >= limit;
+    show(tooLong ? `${tokens}: more than the model’s ${limit.toLocaleString("en")}` : tokens, tooLong);
     say(`Document ${name}: ${$("document-counts").textContent}`);
   }
 

@@ -42,7 +42,8 @@ export class Server {
   async selections(model, prompts, signal) {
     const body = { model, prompt: prompts, max_tokens: 1, temperature: 0, selection: 1 };
     const { choices } = await (await this.#call("v1/completions", body, signal)).json();
-    return choices.map(({ selection: { positions, weights } }) => ({ positions: positions.flat(), weights: weights.flat() }));
+    const flat = ({ positions, weights }) => ({ positions: positions.flat(), weights: weights.flat() });
+    return choices.map(({ selection }) => flat(selection));
   }
 
   /** The chunks of a streamed chat completion as they come; the last ones carry `usage`. */

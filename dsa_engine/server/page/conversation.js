@@ -81,7 +81,7 @@ export class Turn {
     cancelAnimationFrame(this.#frame);
     this.#paint();
     const { parts } = this;
-    const notes = { length: "Ended at the limit of tokens.", tool_calls: "The model called a tool; this page has none." };
+    const notes = { length: "Ended at the limit of tokens.", tool_calls: "The model called a tool; here is none." };
     parts.progress.textContent = stopped ? "Stopped." : (notes[this.#finish] ?? "");
     if (!problem && !stopped && !this.content.trim()) parts.progress.textContent ||= "The answer is empty.";
     parts.problem.hidden = !problem;

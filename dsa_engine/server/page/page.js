@@ -13,7 +13,7 @@ const ANNOUNCED = 600; // characters of an answer that a screen reader is told a
 
 const recorded = $("recorded") && new Recorded(JSON.parse($("recorded").textContent)); // in a file of `dsa-engine lens`
 const server = recorded ?? new Server();
-const state = { model: null, turns: [], running: null };
+const state = { model: recorded && "recorded", turns: [], running: null };
 const pane = new DocumentPane({
   mayChange: mayBeginAnew,
   countTokens: (text, signal) => server.countTokens(state.model, text, signal),

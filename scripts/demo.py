@@ -32,27 +32,17 @@ from dsa_engine.text.conversations import ConversationFormat
 from dsa_engine.text.tokenizer import Tokenizer
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--nproc-per-node", type=int, default=2, help="processes")
-    parser.add_argument(
-        "--prompt-file",
-        metavar="PATH",
-        help="a text; if its last line ends in a question mark, that is asked, and no facts are added; default: "
-        "sources of Python's standard library",
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=8192, help="maximum number of tokens of the document with its facts"
-    )
+    text = "a text; if its last line ends in a question mark, that is asked, and no facts are added; default: "
+    parser.add_argument("--prompt-file", metavar="PATH", help=text + "sources of Python's standard library")
+    parser.add_argument("--tokens", type=int, default=8192, help="maximum number of tokens, of document and facts")
     parser.add_argument("--depth", type=float, default=0.3, help="which fact is asked for: 0 the first, 1 the last")
     parser.add_argument("--max-tokens", type=int, default=16, help="maximum number of tokens of the answer")
     add_json_argument(parser)
     parser.add_argument("--reference", metavar="PATH", help=argparse.SUPPRESS)  # logits of the single process (.npy)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     if args.nproc_per_node < 1 or args.tokens < 1:
         raise ValueError(
             f"--nproc-per-node and --tokens must be at least 1, not {args.nproc_per_node} and {args.tokens}"
@@ -85,8 +75,7 @@ def start(args: argparse.Namespace) -> None:
 def parallel(args: argparse.Namespace) -> None:
     """Under torchrun: prefill, compare, generate, report."""
     llm = load(args)
-    engine = llm.engine
-    asked = question(llm.tokenizer, args)
+    engine, asked = llm.engine, question(llm.tokenizer, args)
     prompt = asked.prompt
     result = measure_prefill(engine, prompt, warmup=0, repeat=1)
     (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
@@ -102,7 +91,7 @@ def parallel(args: argparse.Namespace) -> None:
         figures |= {"answer": output.text, "fact": asked.fact, "right": right}
         write_json(args.json, {**where, **result.to_json(), **figures})
     print(f"\nprefill of {len(prompt):,} tokens on {engine.mesh.world_size} ranks\n")
-    seconds = result.ttft[0]
+    (seconds,) = result.ttft
     summary = [
         ("peak memory of a rank", format_bytes(max(result.peak_memory_bytes))),
         ("TTFT", f"{seconds:.2f} s"),
@@ -133,9 +122,6 @@ def load(args: argparse.Namespace) -> LLM:
     return LLM("demo", dtype="float32", device="cuda" if enough else "cpu", cache_memory="1GiB")
 
 
-EVERY = 8  # lines of text between two facts
-
-
 class Question(NamedTuple):
     """A prompt that ends in a question; ``fact`` is the line that answers it, None if it is not known."""
 
@@ -152,31 +138,26 @@ def question(tokenizer: Tokenizer, args: argparse.Namespace) -> Question:
     Raises:
         ValueError: the text and its question take more than ``--tokens``.
     """
-    lines = text(args).splitlines()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    if args.prompt_file and last.endswith("?"):
-        return own_question(tokenizer, lines, last, args)
-    return added_question(tokenizer, lines, args)
-
-
-def own_question(tokenizer: Tokenizer, lines: list[str], asked: str, args: argparse.Namespace) -> Question:
-    prompt = ConversationFormat(tokenizer).token_ids([{"role": "user", "content": "\n".join(lines).strip()}])
+    stdlib = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
+    text = read_text(args.prompt_file) if args.prompt_file else "".join(path.read_text("utf-8") for path in stdlib)
+    if not args.prompt_file or not text.rstrip().endswith("?"):
+        return added_question(tokenizer, text.splitlines(), args)
+    lines = [line.strip() for line in text.rstrip().splitlines()]
+    prompt = ConversationFormat(tokenizer).token_ids([{"role": "user", "content": text.strip()}])
     if len(prompt) > args.tokens:
         raise ValueError(
             f"{args.prompt_file} takes {len(prompt):,} tokens with its question; --tokens {args.tokens} allows fewer"
         )
-    answers = [(i, line.strip()) for i, line in enumerate(lines, 1) if asked == asked_for(line.strip())]
+    answers = [(i, line) for i, line in enumerate(lines, 1) if lines[-1] == asked_for(line)]
     number, fact = answers[-1] if answers else (0, None)
-    return Question(prompt, asked, fact, f"in line {number} of the text", "which end in a question of its own")
+    return Question(prompt, lines[-1], fact, f"in line {number} of the text", "which end in a question of its own")
 
 
 def added_question(tokenizer: Tokenizer, text_lines: list[str], args: argparse.Namespace) -> Question:
     """The document is the beginning of the text, with a fact after every few lines."""
-    keys = random.Random(0).sample(range(10_000), k=10_000)
-    values = random.Random(1)
-    every = max(1, min(EVERY, len(text_lines)))  # a short text has a fact too
-    lines: list[str] = []
-    facts: list[str] = []
+    keys, values = random.Random(0).sample(range(10_000), k=10_000), random.Random(1)
+    every = max(1, min(8, len(text_lines)))  # a short text has a fact too
+    lines, facts = list[str](), list[str]()
     room = args.tokens - 16  # for the question
     for i, line in enumerate(text_lines, 1):
         added = [line]
@@ -199,13 +180,6 @@ def added_question(tokenizer: Tokenizer, text_lines: list[str], args: argparse.N
 def asked_for(fact: str) -> str:
     """``What is key 4821?`` for ``key 4821 is 97``."""
     return f"What is {fact.partition(' is ')[0]}?"
-
-
-def text(args: argparse.Namespace) -> str:
-    if args.prompt_file:
-        return read_text(args.prompt_file)
-    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths[:40])
 
 
 if __name__ == "__main__":

@@ -28,34 +28,22 @@ from types import FrameType
 
 INSIDE = "--inside"  # first argument of the process that runs in the outer namespace
 NETWORK = "10.77.0"  # in the outer namespace only
-PORT = 29500
+PORT = "29500"
 START = Path(__file__).resolve().parents[1] / "docs" / "clusters" / "start.sh"
+OWN_PROCESSES = ("--pid", "--fork", "--mount-proc", "--kill-child=KILL")
 TOOLS = ("unshare", "setpriv", "ip", "tc", "mount", "sh", "hostname", "sysctl")
-MARK_OF_LOSS = "emulate_nodes:"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2, help="number of nodes, 1 to 64 (default 2)")
     parser.add_argument("--ranks", type=int, default=1, help="processes on each node (default 1)")
-    parser.add_argument(
-        "--slow-link",
-        metavar="RATE",
-        default="1gbit",
-        help="bandwidth of each node's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit)",
-    )
-    parser.add_argument(
-        "--rdzv-backend",
-        choices=("c10d", "static"),
-        default="c10d",
-        help="torchrun's: c10d orders the nodes by their host names (default); static by their numbers, started by "
-        "docs/clusters/start.sh",
-    )
-    parser.add_argument(
-        "--lose",
-        choices=("cut", "kill"),
-        help="lose a node: cut its link, or kill all its processes at once",
-    )
+    rate = "bandwidth of each node's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit)"
+    parser.add_argument("--slow-link", metavar="RATE", default="1gbit", help=rate)
+    backends = "c10d orders the nodes by their host names (default); static by their numbers, as docs/clusters/start.sh"
+    parser.add_argument("--rdzv-backend", choices=("c10d", "static"), default="c10d", help=backends)
+    lose = "lose a node: cut its link, or kill all its processes at once"
+    parser.add_argument("--lose", choices=("cut", "kill"), help=lose)
     parser.add_argument("--lose-at", metavar="TEXT", default="", help="lose it when a line of any output has this text")
     parser.add_argument("--lost-node", type=int, metavar="N", help="its number (default: the last)")
     parser.add_argument("command", nargs="+", help="after --: a script, or -m and a module, with its arguments")
@@ -74,12 +62,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def outer_namespace() -> list[str]:
-    """The words before a command that start it as the first process of a network of its own.
-
-    ``setpriv`` and ``--kill-child``: if this process is killed, so is that first process, and with it all others.
-    """
-    words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
-    words += ["--mount-proc", "--kill-child=KILL"]
+    """The words before a command that start it as the first process of a network of its own."""
+    # If this process is killed, so is that first process (setpriv), and with it all others (--kill-child).
+    words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", *OWN_PROCESSES]
     return words if os.geteuid() == 0 else [*words, "--user", "--map-root-user"]
 
 
@@ -87,10 +72,8 @@ def why_not() -> str:
     """What is missing here to start nodes; empty if nothing is."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"not installed: {', '.join(missing)} (packages util-linux and iproute2)"
-    tried = "mount -t tmpfs nodes /run && ip link add bridge type bridge && ip netns add m && "
-    tried += (
-        "ip link add v type veth peer name eth0 netns m && tc qdisc add dev v root tbf rate 1gbit burst 1mb latency 1s"
-    )
+    tried = "mount -t tmpfs nodes /run && ip link add bridge type bridge && ip netns add m && ip link add v type veth "
+    tried += "peer name eth0 netns m && tc qdisc add dev v root tbf rate 1gbit burst 1mb latency 1s"
     done = subprocess.run([*outer_namespace(), "sh", "-c", tried], capture_output=True, text=True)
     return f"network namespaces are not permitted here: {done.stderr.strip()}" if done.returncode else ""
 
@@ -124,16 +107,15 @@ class Nodes:
 
     def connect(self) -> None:
         """Makes the bridge, and for each node a namespace with a link to it; names resolve in all of them."""
-        args = self._args
         _do("mount -t tmpfs nodes /run")
         _do("ip link set lo up")
         _do("ip link add bridge type bridge")
         _do("ip link set bridge up")
         hosts = ["127.0.0.1 localhost"]
-        for number in range(args.nodes):
+        # The bucket holds two of the packets that TCP hands to a link at once.
+        slow = f"root tbf rate {self._args.slow_link} burst 128kb latency 200ms"
+        for number in range(self._args.nodes):
             name, link = f"node-{number}", f"link{number}"
-            # The bucket holds two of the packets that TCP hands to a link at once.
-            slow = f"root tbf rate {args.slow_link} burst 128kb latency 200ms"
             hosts.append(f"{NETWORK}.{number + 1} {name}")
             _do(f"ip netns add {name}")
             _do(f"ip link add {link} type veth peer name eth0 netns {name}")
@@ -151,12 +133,20 @@ class Nodes:
     def start(self) -> None:
         for number in range(self._args.nodes):
             name = f"node-{number}"
-            words = ["ip", "netns", "exec", name, "unshare", "--uts", "--pid", "--fork", "--mount-proc"]
-            words += ["--kill-child=KILL", "sh", "-c", 'hostname "$0" && exec "$@"', name]
-            words += [*self._launcher(number), *self._args.command]
+            words = ["ip", "netns", "exec", name, "unshare", "--uts", *OWN_PROCESSES]
+            words += ["sh", "-c", 'hostname "$0" && exec "$@"', name]
             environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+            nodes, ranks = str(self._args.nodes), str(self._args.ranks)
+            if self._args.rdzv_backend == "static":
+                environment |= {"NODES": nodes, "NUMBER": str(number), "FIRST_HOST": "node-0", "RANKS": ranks}
+                environment |= {"PORT": PORT, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+                environment.setdefault("OMP_NUM_THREADS", "1")
+                words += ["sh", str(START)]
+            else:
+                words += [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", ranks]
+                words += f"--rdzv-backend c10d --rdzv-id nodes --rdzv-endpoint node-0:{PORT}".split()
             process = subprocess.Popen(
-                words,
+                [*words, *self._args.command],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -166,36 +156,15 @@ class Nodes:
             )
             self._processes.append(process)
 
-    def _launcher(self, number: int) -> list[str]:
-        """The words that start torchrun on a node."""
-        nodes, ranks = str(self._args.nodes), str(self._args.ranks)
-        if self._args.rdzv_backend == "static":
-            variables = {
-                "NODES": nodes,
-                "NUMBER": number,
-                "FIRST_HOST": "node-0",
-                "RANKS": ranks,
-                "PORT": PORT,
-            }
-            variables |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-            variables |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            return ["env", *(f"{name}={value}" for name, value in variables.items()), "sh", str(START)]
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", ranks]
-        return [*words, "--rdzv-backend", "c10d", "--rdzv-id", "nodes", "--rdzv-endpoint", f"node-0:{PORT}"]
-
     def wait(self) -> int:
-        """Prints what the nodes print, each line after the node's name, until all have ended.
-
-        Returns:
-            the first exit status that is not 0, of the nodes that were not lost.
-        """
+        """Prints what the nodes print, each line after the node's name, until all have ended; returns the first exit
+        status that is not 0, of the nodes that were not lost."""
         readers = [threading.Thread(target=self._read, args=(number,)) for number in range(len(self._processes))]
         for reader in readers:
             reader.start()
         for number, process in enumerate(self._processes):
-            if not (self._is_lost(number)):
-                while process.poll() is None and not self._is_lost(number):
-                    time.sleep(0.05)
+            while process.poll() is None and not self._is_lost(number):
+                time.sleep(0.05)
         if self._lost.is_set():  # a node behind a cut link would wait for the others
             self._processes[self._args.lost_node].kill()
         statuses = [process.wait() for number, process in enumerate(self._processes) if not self._is_lost(number)]
@@ -212,16 +181,13 @@ class Nodes:
         for line in output:
             print(f"node-{number}: {line}", end="", flush=True)
             if self._args.lose and self._args.lose_at in line and not self._lost.is_set():
-                self._lose()
-
-    def _lose(self) -> None:
-        number = self._args.lost_node
-        self._lost.set()
-        if self._args.lose == "cut":
-            _do(f"ip link set link{number} down")
-        else:
-            self._processes[number].kill()  # unshare takes its first process with it, and that all others
-        print(f"{MARK_OF_LOSS} node-{number} is lost ({self._args.lose})", flush=True)
+                lost = self._args.lost_node
+                self._lost.set()
+                if self._args.lose == "cut":
+                    _do(f"ip link set link{lost} down")
+                else:
+                    self._processes[lost].kill()  # unshare takes its first process with it, and that all others
+                print(f"emulate_nodes: node-{lost} is lost ({self._args.lose})", flush=True)
 
     def end(self) -> None:
         """Ends what still runs: with an interrupt, then by force."""

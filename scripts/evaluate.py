@@ -7,7 +7,6 @@ dense up to that length.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,17 +29,13 @@ SEED = 1000
 SPACING = 64  # tokens of a document per fact
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--length", type=lengths, default=[1024, 8192], help="tokens of the documents")
     parser.add_argument("--cases", type=int, default=100, help="questions at each length")
     add_json_argument(parser)
     add_engine_arguments(parser)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     check_outputs(args.json)
     llm = llm_from(args)
     documents = held_out()
@@ -84,21 +79,21 @@ def retrieval(llm: LLM, documents: Documents, length: int, count: int) -> list[t
 
 def conversation(documents: Documents, length: int, seed: int, questions: int = 10) -> Conversation:
     """A document of exactly ``length`` tokens and a question for a fact in each of ``questions`` parts of it, in random
-    order; the same arguments give the same tokens. Facts are spread evenly.
-
-    Raises:
-        ValueError: the document is too short for so many questions.
-    """
+    order; the same arguments give the same tokens. Facts are spread evenly; ``ValueError`` if they are too few."""
     count = length // SPACING
     if count < questions:
         raise ValueError(f"a document of {length} tokens has {count} facts: too few for {questions} questions")
     rng = np.random.default_rng([seed, length, 0])
     tokens, starts, facts = [documents.bos, documents.user], list[int](), draw_facts(rng, count)
-    for i, fact in enumerate(facts):
-        _fill(documents, rng, tokens, int((i + 0.5) * length / count) - 6)
-        starts.append(len(tokens))
-        tokens += documents.fact(*fact)
-    _fill(documents, rng, tokens, length)
+    for i in range(count + 1):
+        until = int((i + 0.5) * length / count) - 6 if i < count else length
+        while (room := until - len(tokens)) > 0:
+            for line in documents.passage(rng, room):  # the last line is cut and keeps its line break
+                room = until - len(tokens)
+                tokens += [*line[: room - 1].tolist(), int(line[-1])] if len(line) > room > 0 else line[:room].tolist()
+        if i < count:
+            starts.append(len(tokens))
+            tokens += documents.fact(*facts[i])
     made = Conversation(tokens, [], [])
     for i, part in enumerate(rng.permutation(questions)):
         inside = [j for j, start in enumerate(starts) if part <= start / length * questions < part + 1]
@@ -109,15 +104,6 @@ def conversation(documents: Documents, length: int, seed: int, questions: int = 
         made.depths.append(starts[asked] / length)
         tokens += answer
     return made
-
-
-def _fill(documents: Documents, rng: np.random.Generator, tokens: list[int], until: int) -> None:
-    """Adds lines of text up to exactly ``until`` tokens; the last line is cut and keeps its line break."""
-    while len(tokens) < until:
-        for line in documents.passage(rng, until - len(tokens)):
-            room = until - len(tokens)
-            if room:
-                tokens += [*map(int, line[: room - 1]), int(line[-1])] if len(line) > room else map(int, line)
 
 
 if __name__ == "__main__":

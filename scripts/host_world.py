@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -39,37 +39,19 @@ from dsa_engine.model.model import Model
 from dsa_engine.sampling_params import SamplingParams
 
 PAGE_SIZE = 64
-MAX_CP = 64  # maximum size of a context-parallel group, unless it is given
 TOKEN = 40  # the token of every step: one that has a text
 
-_TINY = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 1024,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "index_n_heads": 1,
-    "index_head_dim": 16,
-    "index_topk": 2048,
-    "vocab_size": 64,
-    "max_position_embeddings": 1 << 20,
-}
+_TINY = {"n_routed_experts": 1024, "index_topk": 2048, "vocab_size": 64, "max_position_embeddings": 1 << 20}
+_TINY |= dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "num_attention_heads"), 1)
+_TINY |= dict.fromkeys(("num_key_value_heads", "index_n_heads"), 1)
+_TINY |= dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 16)
+_TINY |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim"), 16)
 
 
 class _NullModel(Model):
-    """Computes nothing.
+    """Computes nothing."""
 
-    Attributes:
-        begun: thread time at which the last forward pass of a step began.
-        token: the token that every row chooses.
-    """
-
-    begun, token = 0.0, TOKEN
+    begun = 0.0  # thread time at which the last forward pass of a step began
 
     def forward(self, batch: ForwardBatch, cache: KVCache, layers: Any = None) -> torch.Tensor:
         self.begun = time.thread_time()
@@ -80,19 +62,16 @@ class _NullModel(Model):
 
     def logits(self, hidden: torch.Tensor, padded_rows: int | None = None, head: Any = None) -> torch.Tensor:
         logits = torch.zeros(hidden.shape[0], self.config.vocab_size)
-        logits[:, self.token] = 1.0
+        logits[:, TOKEN] = 1.0
         return logits
 
 
 class _NullGraphs(DecodeGraphs):
-    """Replays that compute nothing.
-
-    Attributes:
-        marks: thread time of each step's launch, before and after it; the time between is the device's.
-    """
+    """Replays that compute nothing."""
 
     def __init__(self, model: Model, cache: KVCache, contexts: ContextBuckets):
         super().__init__(model, cache, capture=False, contexts=contexts)
+        # Thread time of each step's launch, before and after it; the time between is the device's.
         self.marks: list[tuple[float, float]] = []
         self._results: dict[Hashable, torch.Tensor] = {}
 
@@ -104,15 +83,14 @@ class _NullGraphs(DecodeGraphs):
         return self._results[name]
 
 
-class HostWorld:
-    """An engine that is one rank of a world, with requests that decode on every rank.
+class HostWorld(AbstractContextManager["HostWorld"]):
+    """An engine that is rank 0 of a world, with requests that decode on every rank.
 
     Args:
-        world: number of ranks.
         requests: requests that each rank owns.
         steps: maximum number of decode steps to come.
-        rank: the emulated rank.
-        pages: of its cache; default: enough for all requests.
+        cp_size: ranks that prefill together; default: the world, at most 64.
+        pages: of the cache; default: enough for all requests.
         options: of the engine.
     """
 
@@ -122,21 +100,17 @@ class HostWorld:
         requests: int,
         steps: int,
         *,
-        rank: int = 0,
         drafts: int = 0,
         cp_size: int | None = None,
         pages: int | None = None,
-        page_size: int = PAGE_SIZE,
         **options: Any,
     ):
         self.world, self.requests, self.rng = world, requests, np.random.default_rng(0)
-        self.cp_size = cp_size or min(world, MAX_CP)
-        parallel = EmulatedConfig(
-            emulate_world=world, emulate_rank=rank, cp_size=self.cp_size, decode_dispatch="all_gather"
-        )
+        self.cp_size = cp_size or min(world, 64)
+        parallel = EmulatedConfig(emulate_world=world, cp_size=self.cp_size, decode_dispatch="all_gather")
         self.max_tokens = (1 + drafts) * (steps + requests + 4)  # a step may come between two waves of :meth:`fill`
         longest = 16 + 2 * PAGE_SIZE + self.max_tokens
-        pages = pages or (requests + 2 * self.cp_size + 4) * cdiv(longest, page_size) + 8
+        pages = pages or (requests + 2 * self.cp_size + 4) * cdiv(longest, PAGE_SIZE) + 8
         keys = _TINY | options.pop("hf_overrides", {})
         if drafts:
             options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
@@ -149,8 +123,8 @@ class HostWorld:
             "hf_overrides": keys,
             "max_num_seqs": world * requests + 64,
             "max_prefill_share": 1.0,
-            "page_size": page_size,
-            "cache_memory": pages * page_size * token_bytes,
+            "page_size": PAGE_SIZE,
+            "cache_memory": pages * PAGE_SIZE * token_bytes,
             "enable_prefix_caching": False,
             "progress": False,
         }
@@ -158,35 +132,33 @@ class HostWorld:
         self.engine = self.llm.engine
         self.model: Any = self.engine.model
         self.model.__class__ = _NullModel
-        self.graphs = _NullGraphs(self.model, self.engine.cache, ContextBuckets(self.engine.max_model_len, page_size))
+        self.graphs = _NullGraphs(self.model, self.engine.cache, ContextBuckets(self.engine.max_model_len, PAGE_SIZE))
         self.engine.runner.graphs = self.graphs
         self.engine.async_scheduling = True
         self.launch_seconds = 0.0  # the last launch: time of the device, not of the host
         self.running: list[Request] = []  # in order of arrival
 
-    def prompt(self, length: int) -> list[int]:
-        """Random token ids."""
-        return list(map(int, self.rng.integers(4, self.model.config.vocab_size, length)))
+    def __exit__(self, *_: object) -> None:
+        self.llm.close()
 
-    def lengths(self) -> Iterator[list[int]]:
-        """Lengths of prompts, in waves of one or two requests for each rank: every rank gets the same number of
-        requests, and the borders of their pages fall on different steps."""
+    def prompt(self, length: int) -> list[int]:
+        return self.rng.integers(4, self.model.config.vocab_size, length).tolist()
+
+    def fill(self) -> None:
+        """Adds requests, in waves of one or two for each rank, until each rank owns its share and all decode. The
+        borders of their pages fall on different steps."""
+        params = greedy(self.max_tokens)
         groups, spread = self.world // self.cp_size, range(self.cp_size)
         for wave in range(0, self.requests, 2):
             more = sorted((wave * 5 + rank * PAGE_SIZE // self.cp_size) % PAGE_SIZE for rank in spread)
-            first = [16 + more[rank] for rank in spread for _ in range(groups)]
-            second = [16 + 2 * PAGE_SIZE - more[rank] for rank in spread for _ in range(groups)]
-            yield first + second if wave + 1 < self.requests else [80] * self.world
-
-    def fill(self) -> None:
-        """Adds requests until each rank owns its share and all decode."""
-        params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
-        for wave in self.lengths():
-            wanted = self.engine.num_prefilled_tokens + sum(wave)
-            new = [self.engine.add(self.prompt(length), params) for length in wave]
-            for request in new:
-                request.delivery = "nothing"  # no caller waits on this rank
-            self.running += new
+            lengths = [16 + one for one in more for _ in range(groups)]
+            lengths += [16 + 2 * PAGE_SIZE - one for one in more for _ in range(groups)]
+            if wave + 1 == self.requests:
+                lengths = [80] * self.world
+            wanted = self.engine.num_prefilled_tokens + sum(lengths)
+            for length in lengths:
+                self.running.append(self.engine.add(self.prompt(length), params))
+                self.running[-1].delivery = "nothing"  # no caller waits on this rank
             while self.engine.num_prefilled_tokens < wanted:
                 self.engine.step()
 
@@ -199,10 +171,9 @@ class HostWorld:
         self.launch_seconds = sum(after - before for before, after in self.graphs.marks)
         return seconds - self.launch_seconds
 
-    def arrive(self, length: int = 80) -> float:
+    def arrive(self) -> float:
         """The oldest request ends, and another one comes; returns the seconds of processor time of both here."""
-        params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
-        (add,) = new_requests(self.prompt(length), params, None, self.engine.limits)
+        (add,) = new_requests(self.prompt(80), greedy(self.max_tokens), None, self.engine.limits)
         add.id = next(self.engine.ids)
         begun = time.thread_time()
         self.engine.finish(self.running.pop(0), "abort")
@@ -256,7 +227,7 @@ class HostWorld:
         for request in called:
             self.engine.finish(request, "abort")
         drafts = self.engine.runner.num_drafts
-        params = SamplingParams(temperature=0.0, max_tokens=(1 + drafts) * (steps + 2), ignore_eos=True)
+        params = greedy((1 + drafts) * (steps + 2))
         self.graphs.marks.clear()
         self.llm.generate([{"prompt_token_ids": self.prompt(80)} for _ in called], params, use_tqdm=False)
         marks = self.graphs.marks[-steps:]
@@ -265,8 +236,7 @@ class HostWorld:
     def before_launch(self, length: int) -> float:
         """Seconds of processor time from the beginning of a step that prefills a whole prompt to the model's first
         launch. The request ends with its first token."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        request = self.engine.add(self.prompt(length), params)
+        request = self.engine.add(self.prompt(length), greedy(1))
         before, begun = self.engine.num_prefilled_tokens, time.thread_time()
         self.engine.step()
         seconds = self.model.begun - begun
@@ -284,15 +254,6 @@ class HostWorld:
             add.id = number
             self.running.append(self.engine.queue(pickle.loads(pickle.dumps(add))))
 
-    def close(self) -> None:
-        self.llm.close()
 
-
-@contextmanager
-def host_world(*args: Any, **options: Any) -> Iterator[HostWorld]:
-    """A :class:`HostWorld` for a block."""
-    world = HostWorld(*args, **options)
-    try:
-        yield world
-    finally:
-        world.close()
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

@@ -4,7 +4,6 @@ checkpoint folder that it writes, --log a file for the figures of each step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -23,15 +22,11 @@ from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.layout import released_tensors
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--export", metavar="DIR", required=True, help="the checkpoint folder to write")
     parser.add_argument("--log", metavar="PATH", help="a file for the figures of each step, in JSON lines")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     torch.set_num_threads(1)  # another number gives other roundings
     model, steps = TrainingModel(trained_folder(), recipe.SEED), sum(phase.steps for phase in recipe.PHASES)
     for figures in train(model, Documents(standard_library()[0]), recipe.PHASES):

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -42,31 +44,19 @@ def standard_library() -> tuple[dict[str, str], dict[str, str]]:
     texts = {f"topics/{name}": text for name, text in topics.items()}
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         texts[path.name] = path.read_text(encoding="utf-8", errors="replace")
-    train: dict[str, str] = {}
-    held_out: dict[str, str] = {}
+    parts: tuple[dict[str, str], ...] = ({}, {})
     for name, text in sorted(texts.items()):
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-        (held_out if number % HELD_OUT == 0 else train)[name] = text.replace("\t", "    ")
-    return train, held_out
+        parts[number % HELD_OUT == 0][name] = text.replace("\t", "    ")
+    return parts[0], parts[1]
 
 
-@dataclass
-class Row:
-    """A growing document; its three lists become the rows of a :class:`Batch`."""
+class Row(list[tuple[int, float, int]]):
+    """A growing document: of each token its id, weight and source, as in a :class:`Batch`."""
 
-    tokens: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-
-    def add(
-        self, tokens: list[int] | np.ndarray, weight: float | list[float], sources: list[int] | None = None
-    ) -> None:
-        self.tokens += [int(token) for token in tokens]
-        self.weights += list(weight) if isinstance(weight, list) else [weight] * len(tokens)
-        self.sources += sources or [-1] * len(tokens)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def add(self, tokens: Iterable[int], weights: float | list[float], sources: Iterable[int] = repeat(-1)) -> None:
+        each = weights if isinstance(weights, list) else repeat(weights)
+        self.extend(zip(map(int, tokens), each, sources, strict=False))
 
 
 @dataclass(frozen=True)
@@ -86,9 +76,7 @@ class Batch:
 
 def draw_facts(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
     """Facts with different keys. In every second document keys have common halves: 48xx and xx21 beside 4821."""
-    halves = 100
-    if rng.random() < 0.5:
-        halves = min(100, int(np.ceil(np.sqrt(count) * 1.5)) + 1)
+    halves = min(100, int(np.ceil(np.sqrt(count) * 1.5)) + 1) if rng.random() < 0.5 else 100
     firsts, seconds = rng.permutation(100)[:halves], rng.permutation(100)[:halves]
     chosen = rng.choice(halves * halves, size=min(count, halves * halves), replace=False)
     keys = [int(firsts[c // halves]) * 100 + int(seconds[c % halves]) for c in chosen]
@@ -142,28 +130,23 @@ class Documents:
         drawn, length = [], phase.length
         for _ in range(phase.batch):
             if rng.random() < phase.plain:
-                drawn.append(self._plain(rng, length))
+                row = Row([(self.bos, UNKNOWN, -1)])
+                self._add_text(rng, row, length)
+                drawn.append(row)
             elif rng.random() < phase.echo:
                 drawn.append(self._echo(rng, length))
             else:
                 drawn.append(self._retrieval(rng, length, phase.spacing))
-        tokens = np.stack([np.array(row.tokens[:length]) for row in drawn])
-        weights = np.stack([np.array(row.weights[:length], dtype=np.float32) for row in drawn])
-        sources = np.stack([np.array(row.sources[:length]) for row in drawn])
+        tokens, weights, sources = np.moveaxis(np.array([row[:length] for row in drawn]), 2, 0)  # float64
         newlines = tokens == self.newline
         positions = np.stack([_jump(rng, row) if phase.jumps else np.arange(length) for row in newlines])
-        return Batch(tokens, positions, weights, sources, weights == ANSWER)
+        integers, asked = (tokens.astype(np.int64), positions), weights == ANSWER
+        return Batch(*integers, weights.astype(np.float32), sources.astype(np.int64), asked)
 
     def _add_text(self, rng: np.random.Generator, row: Row, until: int) -> None:
         while len(row) < until:
             for line in self.passage(rng, until - len(row)):
                 row.add(line, TEXT)
-
-    def _plain(self, rng: np.random.Generator, length: int) -> Row:
-        row = Row()
-        row.add([self.bos], UNKNOWN)
-        self._add_text(rng, row, length)
-        return row
 
     def _echo(self, rng: np.random.Generator, length: int) -> Row:
         """Random numbers, repeated from the beginning to the end: every position shows the copying of a token."""
@@ -197,7 +180,7 @@ class Documents:
         while len(row) < length:
             asked = asked or [int(i) for i in rng.permutation(len(told))]
             fact = told[asked.pop()]
-            if row.tokens[-1] == self.eos:  # the first question belongs to the message that is still open
+            if row[-1][0] == self.eos:  # the first question belongs to the message that is still open
                 row.add([self.user], UNKNOWN)
             at = len(row) + 3  # of the key in the question
             row.add(self.question(fact[0]), UNKNOWN)

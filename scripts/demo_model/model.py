@@ -35,14 +35,9 @@ class Outputs(NamedTuple):
 
 
 class TrainingModel:
-    """The main model and its MTP module.
-
-    Args:
-        folder: it has a ``config.json``.
-        seed: seed of the random weights.
+    """The main model and its MTP module, of a folder with a ``config.json``.
 
     Attributes:
-        raw: the keys of ``config.json``.
         tensors: those of the released layout by name, but for the MTP module's copies of embedding and head.
         loads: of each layer with experts, how many tokens chose each since the last :meth:`balance`.
     """
@@ -77,12 +72,9 @@ class TrainingModel:
     def __call__(
         self, tokens: Tensor, positions: Tensor, topk: int | None, mtp: bool = True, guides: Guides | None = None
     ) -> Outputs:
-        """``tokens`` and ``positions`` are ``[B, L]``; positions rise along a row and may leave gaps.
-
-        Args:
-            topk: number of tokens that a query attends to, the best of the indexer, which learns on these; 0: it
-                attends to all, and the indexer learns from all; None: to all, without an indexer.
-        """
+        """``tokens`` and ``positions`` are ``[B, L]``; positions rise along a row and may leave gaps. A query attends
+        to ``topk`` tokens, the best of the indexer, which learns on these; 0: it attends to all, and the indexer learns
+        from all; None: to all, without an indexer."""
         w, eps = self.w.model, self.c.rms_norm_eps
         outputs = Outputs(torch.empty(0), None, [], [])
         x = w.embed_tokens[tokens]
@@ -144,11 +136,8 @@ def attend(
     q: Tensor, rows: Tensor, index_q: Tensor, weights: Tensor, keys: Tensor, c: dsa.Config, topk: int
 ) -> tuple[Tensor, Tensor]:
     """Attention of absorbed queries ``[B, L, heads, latent]`` over latent rows ``[B, L, latent]``, by the indexer's
-    queries ``[B, L, index heads, dim]``, weights ``[B, L, index heads]`` and keys ``[B, L, dim]``.
-
-    Returns:
-        ``[B * L, heads, kv_lora_rank]``, and the indexer's loss, the mean over all queries.
-    """
+    queries ``[B, L, index heads, dim]``, weights ``[B, L, index heads]`` and keys ``[B, L, dim]``:
+    ``[B * L, heads, kv_lora_rank]``, and the indexer's loss, the mean over all queries."""
     length, parts, losses = q.shape[1], [], []
     for document in zip(q, rows, index_q, weights, keys, strict=True):
         for first in range(0, length, ROWS):
@@ -180,12 +169,9 @@ def _block(
 
 
 def guide_loss(q: Tensor, rows: Tensor, scale: float, targets: dict[int, Tensor]) -> Tensor:
-    """Loss of heads that should attend to one given token each: the mean of ``-log attention[t, target[t]]``.
-
-    Args:
-        q, rows: ``[B, L, heads, latent]``, ``[B, L, latent]``.
-        targets: by head, the token ``[B, L]`` that each query should attend to, at or before the query; -1: any.
-    """
+    """Loss of heads that should attend to one given token each: the mean of ``-log attention[t, target[t]]``, of ``q
+    [B, L, heads, latent]`` and ``rows [B, L, latent]``. ``targets``: by head, tokens ``[B, L]``, none after the query;
+    -1: any."""
     heads, wanted = list(targets), torch.stack(list(targets.values()), dim=1)
     future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu_(1)
     logits = dsa.wide(q[:, :, heads].transpose(1, 2) @ rows[:, None].mT) * scale

@@ -18,8 +18,6 @@ from demo_model.data import TEXT, Batch, Documents
 from demo_model.model import Guides, TrainingModel
 from demo_model.recipe import Phase
 
-OFFSETS = (1, 2, 3, 4)
-
 
 def guides_of(batch: Batch, mtp_layer: int | None) -> Guides:
     """Targets ``[B, L]`` for some attention heads in the first phases, by layer and head.
@@ -27,14 +25,12 @@ def guides_of(batch: Batch, mtp_layer: int | None) -> Guides:
     Without them a small model needs a long plateau until two layers fit together: one that copies the previous tokens
     to a token, and one that searches for them. So in the first layer four heads attend to the 1st to 4th token before;
     in the second layer, for tokens of an answer that repeat earlier ones, one head attends to a value's position in its
-    fact, another to that of any other copied token; in the MTP module the same for the token after the next one.
-
-    Args:
-        mtp_layer: the module's number, or None if it does not learn.
+    fact, another to that of any other copied token; in the MTP module, if it learns, the same for the token after the
+    next one.
     """
     rows, length = batch.tokens.shape
     positions = np.broadcast_to(np.arange(length), (rows, length))
-    before = {i: np.where(positions >= offset, positions - offset, -1) for i, offset in enumerate(OFFSETS)}
+    before = {head: np.maximum(positions - head - 1, -1) for head in range(4)}
     guides = {0: before, 1: _said_before(batch, 1)}
     if mtp_layer is not None:
         # Row i of the module holds token i + 1 and predicts token i + 2.
@@ -85,18 +81,15 @@ def losses(model: TrainingModel, batch: Batch, phase: Phase, guide: float) -> tu
 def optimisers(model: TrainingModel) -> list[Optimizer]:
     """Muon for matrices, AdamW for everything else, each with two groups: the main model's tensors and the indexers'.
     The rates are set at every step; Muon's is scaled as in Moonlight (arXiv 2502.16982), so that one suits both."""
-    muon: tuple[list[torch.Tensor], ...] = ([], [])
-    adam: tuple[list[torch.Tensor], ...] = ([], [])
+    muon, adam = ([{"params": list[torch.Tensor]()} for _ in range(2)] for _ in range(2))
     for name, tensor in model.tensors.items():
         # A table with a row per token, expert or head is no matrix.
         table = any(table in name for table in ("embed_tokens", "lm_head", "mlp.gate.weight", "weights_proj"))
         if tensor.requires_grad:
-            (muon if tensor.dim() == 2 and not table else adam)[".indexer." in name].append(tensor)
-    matrices = [{"params": group} for group in muon]
-    others = [{"params": group} for group in adam]
+            (muon if tensor.dim() == 2 and not table else adam)[".indexer." in name]["params"].append(tensor)
     return [
-        Muon(matrices, weight_decay=recipe.WEIGHT_DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        AdamW(others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0),
+        Muon(muon, weight_decay=recipe.WEIGHT_DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        AdamW(adam, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0),
     ]
 
 
@@ -108,10 +101,8 @@ def train(model: TrainingModel, documents: Documents, phases: Sequence[Phase]) -
             part = done / max(phase.steps - 1, 1)
             rate, index_rate, guide = (a + (b - a) * part for a, b in (phase.rate, phase.index_rate, phase.guide))
             index_steps += any(phase.index_rate)
-            fractions = (
-                rate * min(1.0, (step + 1) / recipe.WARMUP_STEPS),
-                index_rate * min(1.0, index_steps / recipe.WARMUP_STEPS),
-            )
+            warm = (min(1.0, steps / recipe.WARMUP_STEPS) for steps in (step + 1, index_steps))
+            fractions = [a * b for a, b in zip((rate, index_rate), warm, strict=True)]
             for optimiser, highest in zip(both, (recipe.MUON_RATE, recipe.ADAM_RATE), strict=True):
                 for group, fraction in zip(optimiser.param_groups, fractions, strict=True):
                     group["lr"] = fraction * highest

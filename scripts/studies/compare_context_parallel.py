@@ -1,4 +1,4 @@
-"""Forms of context parallelism compared: bytes sent, work, memory and time of one prefill.
+"""Forms of context parallelism compared: bytes sent, work and time of one prefill.
 
 Cache rows by all-gather with tokens head-tail (the engine's way) or contiguous, heads by all-to-all (Ulysses, through
 DeepSpeed's sequence layer), and a ring of blocks in two passes: one layer of DSA between its projections, the same
@@ -11,11 +11,11 @@ timed. Start it on two ranks or more:
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import latent_format
-from dsa_engine.measure.device import peak_bytes, reset_peak
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.group import Group
@@ -39,7 +38,7 @@ from random_layer import SIZES, Size
 # near tie, which changes single rows by a hundredth.
 MAX_ERRORS = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (5e-2, 5e-2)}
 WORKSPACE = 256 << 20  # bytes of scores at a time
-Tokens = tuple[Tensor, Tensor, Tensor, Tensor]  # of T tokens, see Layer.tokens
+Tokens = tuple[Tensor, ...]  # of T tokens, see Layer.tokens
 Blocks = Iterable[tuple[Tensor, Tensor]]  # positions [n], ascending, and cache rows [n, width]
 
 
@@ -61,10 +60,8 @@ class Layer:
             (s.index_heads,),
         )
         torch.manual_seed(self.seed + 1)
-        q, rows, index_q, weights = (
-            torch.randn(length, *shape, dtype=like.dtype, device=like.device) for shape in shapes
-        )
-        return q, rows, index_q, weights.float() * (s.index_heads * s.index_dim) ** -0.5
+        *others, weights = (torch.randn(length, *shape, dtype=like.dtype, device=like.device) for shape in shapes)
+        return *others, weights.float() * (s.index_heads * s.index_dim) ** -0.5
 
     def absorb(self, q: Tensor, heads: slice = slice(None)) -> Tensor:
         """Queries ``[T, heads, nope + rope]`` of ``heads`` to ``[T, heads, latent]``, for latent rows."""
@@ -118,8 +115,8 @@ class HeadTail:
 
     def __init__(self, layer: Layer, group: Group, length: int):
         self.layer, self.group, self.length = layer, group, length
-        device, ranks = layer.w_uk.device, range(group.size)
-        self.positions = [torch.tensor(self.of_rank(r), dtype=torch.int64, device=device) for r in ranks]
+        of_ranks = [self.of_rank(rank) for rank in range(group.size)]
+        self.positions = [torch.tensor(own, dtype=torch.int64, device=layer.w_uk.device) for own in of_ranks]
         self.own = self.positions[group.index]
         self.rows = max(map(len, self.positions))  # of each rank in a collective, padding included
 
@@ -145,13 +142,13 @@ class HeadTail:
 
     def work(self) -> list[float]:
         """Operations of each rank: two for a multiply-add."""
-        return [scored + attended for scored, attended in self.scored_and_attended()]
+        return [scored + attended for scored, attended in zip(*self.scored_and_attended(), strict=True)]
 
-    def scored_and_attended(self) -> Iterator[tuple[float, float]]:
-        s = self.layer.size
-        for positions in self.positions:
-            scored, attended = int((positions + 1).sum()), int((positions + 1).clamp(max=s.topk).sum())
-            yield 2.0 * scored * s.index_heads * s.index_dim, 2.0 * attended * s.heads * (self.layer.latent + s.kv_rank)
+    def scored_and_attended(self) -> tuple[list[float], list[float]]:
+        s, seen = self.layer.size, [positions + 1 for positions in self.positions]
+        scored = [2.0 * int(of.sum()) * s.index_heads * s.index_dim for of in seen]
+        pair = 2.0 * s.heads * (self.layer.latent + s.kv_rank)
+        return scored, [int(of.clamp(max=s.topk).sum()) * pair for of in seen]
 
 
 class Contiguous(HeadTail):
@@ -175,7 +172,23 @@ class Ulysses(HeadTail):
         if rest:
             raise ValueError(f"ulysses divides heads: {layer.size.heads} heads, {group.size} ranks; name other --forms")
         self.heads = slice(group.index * each, (group.index + 1) * each)
-        self.over_ranks = None if group.alone else sequence_layer(group, layer.w_uk.device)
+        if group.alone:
+            return
+        device = layer.w_uk.device.type
+        os.environ.setdefault("DS_ACCELERATOR", device)  # otherwise it searches for every known device, and warns
+        try:
+            import deepspeed
+            from deepspeed.sequence.layer import DistributedAttention
+        except ImportError as error:
+            raise ValueError(
+                "ulysses needs DeepSpeed's sequence layer, which is not installed; install it with: "
+                "pip install --no-build-isolation 'dsa-engine[deepspeed]', or name other --forms"
+            ) from error
+        # On a CPU it would first compile an all-reduce in C++ for minutes, which is not used here.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        backend = "nccl" if device == "cuda" else "gloo"  # it takes the existing process group
+        deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+        self.over_ranks = partial(DistributedAttention, sequence_process_group=group.handle, gather_idx=0)
 
     def run(self, tokens: Tokens) -> Tensor:
         latent, own = self.latent_and_slots(tokens, self.group.all_gather(padded(tokens[1], self.rows)))
@@ -187,33 +200,15 @@ class Ulysses(HeadTail):
             return self.layer.values(out, self.heads)[:, None]
 
         q = padded(tokens[0], self.rows)[:, None]
-        if self.over_ranks is None:
+        if self.group.alone:
             return some_heads(q)[:, 0]
         nothing = q[..., :0]  # keys and values have been sent as latent rows
         return self.over_ranks(some_heads)(q, nothing, nothing, 1)[: len(self.own), 0]
 
     def work(self) -> list[float]:
         """Scores of its own tokens, and some heads of all tokens."""
-        scored, attended = zip(*self.scored_and_attended(), strict=True)
+        scored, attended = self.scored_and_attended()
         return [own + sum(attended) / len(attended) for own in scored]
-
-
-def sequence_layer(group: Group, device: torch.device) -> Callable[[Callable[..., Tensor]], Any]:
-    """DeepSpeed's ``DistributedAttention`` over a group, for any attention function."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # otherwise it searches for every known device, and warns
-    try:
-        import deepspeed
-        from deepspeed.sequence.layer import DistributedAttention
-    except ImportError as error:
-        raise ValueError(
-            "ulysses needs DeepSpeed's sequence layer, which is not installed; install it with: "
-            "pip install --no-build-isolation 'dsa-engine[deepspeed]', or name other --forms"
-        ) from error
-    # On a CPU it would first compile an all-reduce in C++ for minutes, which is not used here.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if device.type == "cuda" else "gloo"  # it takes the existing process group
-    deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
-    return lambda attention: DistributedAttention(attention, group.handle, scatter_idx=2, gather_idx=0)
 
 
 class Ring(HeadTail):
@@ -293,16 +288,14 @@ def main() -> None:
     parser.add_argument("--seq-len", type=lengths, default=[2048, 4096, 8192], help="tokens of the sequence")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="some of them (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each, in turn")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     add_json_argument(parser)
     args = parser.parse_args()
     check_outputs(args.json)
-    mesh = Mesh.create(ParallelConfig(), args.device, same=lambda: {"options": str(vars(args))})
+    mesh = Mesh.create(ParallelConfig(), "auto", same=lambda: {"options": str(vars(args))})
     if mesh.world_size == 1:
         raise ValueError("one rank has nothing to divide; start several: torchrun --nproc-per-node 2 …")
-    cuda = mesh.device.type == "cuda"
-    args.size = args.size or ("v3.2" if cuda else "small")
-    dtype = torch.bfloat16 if cuda else torch.float32
+    dtype, size = (torch.bfloat16, "v3.2") if mesh.device.type == "cuda" else (torch.float32, "small")
+    args.size = args.size or size
     layer = Layer(SIZES[args.size], dtype, mesh.device)
     results = [result for length in args.seq_len for result in compare(layer, mesh, length, args)]
     if not mesh.is_leader:
@@ -318,12 +311,11 @@ def main() -> None:
             f"{r['ratio']:.2f}",
             format_bytes(r["sent_bytes"]),
             f"{r['imbalance']:.3f}",
-            format_bytes(r["added_bytes"]),
             f"{r['relative_error']:.1e}",
         )
         for r in results
     ]
-    header = ("tokens, form", "median ms", f"/ {args.forms[0]}", "sends", "imbalance of work", "run adds", "difference")
+    header = ("tokens, form", "median ms", f"/ {args.forms[0]}", "sends", "imbalance of work", "difference")
     print(format_table(header, rows))
 
 
@@ -341,26 +333,19 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
     of_whole = layer.expected(whole).double()
     for name in args.forms:
         form = FORMS[name](layer, mesh.world, length)
-        q, rows, index_q, weights = (tensor[form.own] for tensor in whole)
-        tokens = q, rows, index_q, weights
+        tokens = tuple(tensor[form.own] for tensor in whole)
         expected = of_whole[form.own]
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-            trim(0)  # glibc returns free memory, so that what a run adds does not depend on earlier ones
-        reset_peak(mesh.device)
-        before = peak_bytes(mesh.device)
         with SentBytes(mesh.world_size) as sent:
             out = form.run(tokens)
-        added = peak_bytes(mesh.device) - before
         difference, norm = (x.flatten(1).norm(dim=1) for x in (out.double() - expected, expected))
         errors = [sum(of_all(float(x.square().sum()))) for x in (difference, norm)]
         error, median = (errors[0] / errors[1]) ** 0.5, float((difference / norm).median()) if len(norm) else 0.0
         allowed, allowed_median = MAX_ERRORS[out.dtype]
         if not (error <= allowed and max(of_all(median)) <= allowed_median):
             raise RuntimeError(f"{name} differs from the single process by {error:.1e} at {length} tokens: not timed")
-        work = form.work()
-        about = {"form": name, "length": length, "seconds": [], "relative_error": error}
-        maxima = {"sent_bytes": int(max(of_all(sent.total))), "added_bytes": int(max(of_all(added)))}
-        results.append(about | maxima | {"imbalance": max(work) * len(work) / sum(work)})
+        result: dict[str, Any] = {"form": name, "length": length, "seconds": [], "relative_error": error}
+        result |= {"sent_bytes": int(max(of_all(sent.total)))}
+        results.append(result | {"imbalance": max(form.work()) / statistics.mean(form.work())})
         runs.append((form, tokens))
     for _ in range(args.repeat):
         for result, (form, tokens) in zip(results, runs, strict=True):

@@ -42,13 +42,15 @@ Turn = tuple[Tensor, Tensor]  # cos and sin [B, rope / 2]
 class Absorbed:
     """The reference's attention, of which other forms replace parts; ``weights`` are the tensors that a step reads."""
 
+    reads: tuple[str, ...] = ("q_b_proj", "kv_b_proj", "o_proj")
+
     def __init__(self, size: Size, w: dsa.Weights):
         self.size, self.c, self.w = size, size.config(), w
         self.w_uk, self.w_uv = dsa.up_projections(w, self.c)  # [heads, nope, kv_rank], [heads, value, kv_rank]
-        self.weights: tuple[Tensor, ...] = (w.q_b_proj, w.kv_b_proj, w.o_proj)
+        self.weights = [getattr(w, name) for name in self.reads]
 
     def cache(self, latent: Tensor, rotated: Tensor) -> Cache:
-        """This form's cache for ``latent [B, S, kv_rank]`` and ``rotated [B, S, rope]``."""
+        """For ``latent [B, S, kv_rank]`` and ``rotated [B, S, rope]``."""
         return latent.clone(), rotated.clone()
 
     def decode(self, compressed: Tensor, turn: Turn, cache: Cache) -> Tensor:
@@ -87,10 +89,7 @@ class Compressed(Absorbed):
 
 class Decompressed(Compressed):
     cache, decode = Compressed.decompress, Compressed.over_heads
-
-    def __init__(self, size: Size, w: dsa.Weights):
-        super().__init__(size, w)
-        self.weights = (w.q_b_proj, w.o_proj)  # kv_b_proj is needed once per token, not in every step
+    reads = ("q_b_proj", "o_proj")  # kv_b_proj is needed once per token, not in every step
 
 
 class MoveElision(Absorbed):
@@ -107,7 +106,7 @@ class Materialized(MoveElision):
         uq, qr = w.q_b_proj.unflatten(0, (size.heads, -1)).split((size.nope, size.rope), 1)
         q = torch.einsum("hdr,hdq->hrq", self.w_uk, uq).flatten(0, 1)  # [heads * kv_rank, q_rank]
         o = torch.einsum("hvr,ohv->ohr", self.w_uv, w.o_proj.unflatten(1, (size.heads, -1)))
-        self.weights = (q, qr.flatten(0, 1), o.flatten(1))  # o: [hidden, heads * kv_rank]
+        self.weights = [q, qr.flatten(0, 1), o.flatten(1)]  # o: [hidden, heads * kv_rank]
 
     def decode(self, compressed: Tensor, turn: Turn, cache: Cache) -> Tensor:
         q, rotated = (F.linear(compressed, w).unflatten(1, (self.size.heads, -1)) for w in self.weights[:2])
@@ -131,14 +130,8 @@ class Engine(Absorbed):
         return dense_mla(torch.cat((q, q_rotated), -1), *cache, row_format=form, scale=scale)[0]
 
 
-FORMS = {
-    "CD": Decompressed,
-    "CC": Compressed,
-    "A_CC": Absorbed,
-    "A_CC_ME": MoveElision,
-    "AM_CC_ME": Materialized,
-    "engine": Engine,
-}
+FORMS = {"CD": Decompressed, "CC": Compressed, "A_CC": Absorbed, "A_CC_ME": MoveElision}
+FORMS |= {"AM_CC_ME": Materialized, "engine": Engine}
 
 
 @torch.inference_mode()
@@ -153,12 +146,12 @@ def main() -> None:
     args = parser.parse_args()
     check_outputs(args.json)
     device, size = torch.device(args.device), SIZES[args.size]
-    dtype, max_error = (torch.bfloat16, 5e-2) if device.type == "cuda" else (torch.float32, 1e-4)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     counts = {name: count(name, size) for name in FORMS}
-    rows: list[tuple[Any, ...]] = [
-        (name, f"{c['cache_bytes'] / 1e3:.3f}", f"{c['flops'] / 1e6:.2f}", format_bytes(int(c["weight_bytes"])))
-        for name, c in counts.items()
-    ]
+    rows: list[tuple[Any, ...]] = []
+    for name, c in counts.items():
+        weights_read = format_bytes(int(c["weight_bytes"]))
+        rows.append((name, f"{c['cache_bytes'] / 1e3:.3f}", f"{c['flops'] / 1e6:.2f}", weights_read))
     header = ("form", "cache kB a token", "MFLOP a cached token", "weights read")
     print("Counted, one layer, bfloat16:\n\n" + format_table(header, rows))
     weights = size.weights(dtype, device)
@@ -166,11 +159,12 @@ def main() -> None:
     results = []
     for batch in args.batch_size:
         for context in args.context:
-            rows = []
-            for about in measure(forms, batch, context, args.repeat, max_error):
-                ms = statistics.median(about["seconds"]) * 1e3
-                rows.append((about["form"], ms, f"{about['ratio_to_engine']:.2f}", f"{about['relative_error']:.1e}"))
-                results.append(about)
+            measured = measure(forms, batch, context, args.repeat)
+            results += measured
+            rows = [
+                (r["form"], r["median_ms"], f"{r['ratio_to_engine']:.2f}", f"{r['relative_error']:.1e}")
+                for r in measured
+            ]
             print(f"\nMeasured, batch {batch}, {context:,} cached tokens each:\n")
             print(format_table(("form", "median ms", "/ engine", "difference to CD"), rows))
     if args.json:
@@ -198,14 +192,9 @@ def count(name: str, size: Size) -> dict[str, float]:
     return {"cache_bytes": per_token[0], "flops": per_token[1], "weight_bytes": weights}
 
 
-def measure(
-    forms: dict[str, Absorbed], batch: int, context: int, repeat: int, max_error: float
-) -> list[dict[str, Any]]:
-    """Of every form: seconds of its runs, which take turns, and the difference of its output to the first form's.
-
-    Raises:
-        RuntimeError: outputs differ by more than ``max_error``, relative; then nothing is timed.
-    """
+def measure(forms: dict[str, Absorbed], batch: int, context: int, repeat: int) -> list[dict[str, Any]]:
+    """Of every form: seconds of its runs, which take turns, and the difference of its output to the first form's;
+    ``RuntimeError`` if it is more than rounding, before anything is timed."""
     size, like = forms["engine"].size, forms["engine"].w_uk
     shapes = ((batch, context, size.kv_rank), (batch, context, size.rope), (batch, size.q_rank))
     latent, rotated, q = (torch.randn(shape, dtype=like.dtype, device=like.device) for shape in shapes)
@@ -215,9 +204,9 @@ def measure(
     def decode(name: str) -> Tensor:
         return forms[name].decode(q, (angle.cos(), angle.sin()), caches[name])
 
-    outputs = {name: decode(name).double() for name in forms}
-    expected = outputs["CD"]
-    errors = {name: float((out - expected).norm() / expected.norm()) for name, out in outputs.items()}
+    expected = decode("CD").double()
+    errors = {name: float((decode(name) - expected).norm() / expected.norm()) for name in forms}
+    max_error = 5e-2 if like.is_cuda else 1e-4
     if bad := [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= max_error]:
         raise RuntimeError(f"these differ from CD: {', '.join(bad)}; not timed")
     seconds: dict[str, list[float]] = {name: [] for name in forms}
@@ -228,13 +217,13 @@ def measure(
             if like.is_cuda:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
-    median = statistics.median(seconds["engine"])
-    about = {"batch_size": batch, "context": context}
+    ms, about = {name: statistics.median(of) * 1e3 for name, of in seconds.items()}, {"batch_size": batch}
     return [
-        {"form": name} | about | {"relative_error": errors[name], "seconds": times}
-        | {"ratio_to_engine": statistics.median(times) / median}
-        for name, times in seconds.items()
-    ]  # fmt: skip
+        {"form": name, "context": context, "relative_error": errors[name], "seconds": seconds[name]}
+        | {"median_ms": ms[name], "ratio_to_engine": ms[name] / ms["engine"]}
+        | about
+        for name in forms
+    ]
 
 
 if __name__ == "__main__":

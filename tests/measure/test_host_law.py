@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from host_world import PAGE_SIZE, host_world
+from host_world import PAGE_SIZE, HostWorld
 
 
 def calls(world: int, **options: Any) -> float:
     """Python functions called in a decode step with 8 requests a rank; each fills a page within these steps."""
-    with host_world(world, 8, PAGE_SIZE + 4, **options) as host:
+    with HostWorld(world, 8, PAGE_SIZE + 4, **options) as host:
         host.fill()
         for _ in range(4):
             host.step()

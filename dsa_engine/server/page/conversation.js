@@ -33,21 +33,10 @@ export class Turn {
   constructor(number, question, template) {
     this.question = question;
     this.element = template.content.firstElementChild.cloneNode(true);
-    const find = (selector) => this.element.querySelector(selector);
-    find(".question-heading").textContent = `Question ${number}`;
-    find(".answer-heading").textContent = `Answer ${number}`;
-    find(".question").textContent = question;
-    this.parts = {
-      details: find(".thought"),
-      summary: find(".thought summary"),
-      thought: find(".thought .text"),
-      content: find(".answer > .text"),
-      progress: find(".progress"),
-      problem: find(".problem"),
-      again: find(".again"),
-      figures: find(".figures"),
-      look: find(".look"),
-    };
+    const words = [`Question ${number}`, question, `Answer ${number}`];
+    words.forEach((text, i) => (this.element.children[i].textContent = text));
+    const named = [...this.element.querySelectorAll("[data-part]")];
+    this.parts = Object.fromEntries(named.map((element) => [element.dataset.part, element]));
   }
 
   /** Before a request, the first or another one. */
@@ -77,9 +66,8 @@ export class Turn {
     const first = times.first === undefined;
     times.last = performance.now();
     times.first ??= times.last;
-    const begins = content && times.content === undefined;
-    if (begins) times.content = times.last;
-    if (first || begins) this.#showProgress();
+    if (content) times.content ??= times.last;
+    this.#showProgress();
     this.content += content;
     this.#pending.thought += thought;
     this.#pending.content += content;
@@ -93,20 +81,22 @@ export class Turn {
     cancelAnimationFrame(this.#frame);
     this.#paint();
     const { parts } = this;
-    const notes = { length: "Ended at the limit of tokens.", tool_calls: "The model called a tool; this page has none." };
+    const notes = { length: "Ended at the limit of tokens.", tool_calls: "The model called a tool; here is none." };
     parts.progress.textContent = stopped ? "Stopped." : (notes[this.#finish] ?? "");
     if (!problem && !stopped && !this.content.trim()) parts.progress.textContent ||= "The answer is empty.";
     parts.problem.hidden = !problem;
     parts.problem.firstElementChild.textContent = problem;
-    this.#showFigures();
+    const figures = this.figures();
+    parts.figures.hidden = !figures.length;
+    const pairs = figures.map(([label, value]) => make("div", make("dt", label), make("dd", value)));
+    parts.figures.replaceChildren(...pairs);
   }
 
   /** The measured figures as [label, value] pairs; times are as this page saw them. */
   figures() {
     const { sent, first, last } = this.#times;
-    const figures = [];
-    if (first === undefined) return figures;
-    figures.push(["TTFT", duration(first - sent)]);
+    if (first === undefined) return [];
+    const figures = [["TTFT", duration(first - sent)]];
     const { completion_tokens: tokens, prompt_tokens: prompt, prompt_tokens_details: details } = this.#usage ?? {};
     if (tokens > 1 && last > first) {
       const rate = ((tokens - 1) / (last - first)) * 1_000;
@@ -138,13 +128,6 @@ export class Turn {
     details.hidden = this.#prose.thought.empty;
     summary.textContent = began ? `Thought for ${duration(began - first)}` : "Thoughts";
     if (this.element.isConnected) this.element.dispatchEvent(new Event("painted", { bubbles: true }));
-  }
-
-  #showFigures() {
-    const figures = this.figures();
-    this.parts.figures.hidden = !figures.length;
-    const pairs = figures.map(([label, value]) => make("div", make("dt", label), make("dd", value)));
-    this.parts.figures.replaceChildren(...pairs);
   }
 }
 

@@ -1,9 +1,6 @@
 /** The document: its text in pieces that a browser lays out only when they are in view, and its counts. */
 
-import { make } from "./elements.js";
-
 export const MAX_CHARACTERS = 1_000_000;
-const PIECE = 4_096; // characters laid out together
 
 /** A text file's content. Throws an Error in words for a person if it is too long or is no text. */
 export async function readText(file) {
@@ -20,19 +17,13 @@ export async function readText(file) {
   return text;
 }
 
-/** Code points, as a person counts characters; `text.length` counts UTF-16 units. */
-export function countCharacters(text) {
-  let count = 0;
-  for (const _ of text) count++;
-  return count;
-}
-
 export class Document {
   /** Throws an Error in words for a person if the text is empty or too long. */
   constructor(name, text) {
     this.name = name;
     this.text = text.replace(/\r\n?/g, "\n");
-    this.characters = countCharacters(this.text);
+    // Code points, as a person counts characters: `length` counts the halves of some.
+    this.characters = this.text.length - (this.text.match(/[\ud800-\udbff](?=[\udc00-\udfff])/g)?.length ?? 0);
     if (!this.text.trim()) throw new Error(`“${name}” has no text in it.`);
     if (this.characters > MAX_CHARACTERS) throw new Error(tooLong(name, this.characters));
   }
@@ -42,27 +33,10 @@ export class Document {
     return `[file name]: ${this.name}\n[file content begin]\n${this.text}\n[file content end]\n${question}`;
   }
 
-  /** Shows the text in `element`. */
-  show(element) {
-    element.replaceChildren(...pieces(this.text).map((text) => make("div", text)));
-    element.scrollTop = 0;
+  /** The text in pieces, cut at ends of lines; within a line only if it is longer than a piece. */
+  pieces() {
+    return this.text.match(/[^]{1,4096}(?<=\n)|[^]{1,4096}/gu);
   }
-}
-
-/** The text in pieces, cut at ends of lines; within a line only if it is longer than a piece. */
-function pieces(text) {
-  const cuts = [];
-  for (let start = 0; start < text.length; ) {
-    let end = Math.min(start + PIECE, text.length);
-    if (end < text.length) {
-      const line = text.lastIndexOf("\n", end - 1);
-      if (line >= start) end = line + 1;
-      else if ((text.charCodeAt(end) & 0xfc00) === 0xdc00) end--; // not between the halves of a character
-    }
-    cuts.push(text.slice(start, end));
-    start = end;
-  }
-  return cuts;
 }
 
 function tooLong(name, characters) {

@@ -63,17 +63,16 @@ export function sum(looks, layers, rule) {
   return { weights, left, selected: Math.round(selected) };
 }
 
+/** Whether a token is one of the document. */
+const isInside = (position, { offsets, start, end }) => offsets[position] >= start && offsets[position + 1] <= end;
+
 /** The largest weight of a single token of the document, in any layer. */
-export function peakOf(looks, { offsets, start, end } = {}) {
-  const inside = (position) => offsets[position] >= start && offsets[position + 1] <= end;
-  let peak = -1;
-  for (const { positions, weights } of looks) {
+export function peakOf(looks, place) {
+  const peaks = looks.map(({ positions, weights }) => {
     const flat = positions.flat();
-    weights.flat().forEach((weight, i) => {
-      if (weight > peak && inside(flat[i])) peak = weight;
-    });
-  }
-  return peak;
+    return weights.flat().reduce((peak, weight, i) => (weight > peak && isInside(flat[i], place) ? weight : peak), -1);
+  });
+  return Math.max(-1, ...peaks);
 }
 
 export class Lens {
@@ -125,8 +124,8 @@ export class Lens {
     const layers = this.#looks[0].positions.map((_, layer) => layer);
     const chosen = this.#layer.value > 0 ? [this.#layer.value - 1] : layers;
     const { weights, left, selected } = sum(this.#looks, chosen, this.#rule.value);
-    const { offsets, start, end } = this.#place;
-    const inside = [...weights].filter(([position]) => offsets[position] >= start && offsets[position + 1] <= end);
+    const { offsets, start } = this.#place;
+    const inside = [...weights].filter(([position]) => isInside(position, this.#place));
     const shaded = inside.sort((one, other) => other[1] - one[1]);
     const strength = (weight) => Math.sqrt(weight / (shaded[0][1] || 1));
     const rangeOf = ranges(this.text, start);

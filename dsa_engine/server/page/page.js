@@ -13,8 +13,12 @@ const ANNOUNCED = 600; // characters of an answer that a screen reader is told a
 
 const recorded = $("recorded") && new Recorded(JSON.parse($("recorded").textContent)); // in a file of `dsa-engine lens`
 const server = recorded ?? new Server();
-const state = { model: null, turns: [], running: null };
-const pane = new DocumentPane({ mayChange: mayBeginAnew, countTokens, afterChange: () => $("question").focus() });
+const state = { model: recorded && "recorded", turns: [], running: null };
+const pane = new DocumentPane({
+  mayChange: mayBeginAnew,
+  countTokens: (text, signal) => server.countTokens(state.model, text, signal),
+  afterChange: () => $("question").focus(),
+});
 
 // Conversation
 
@@ -35,19 +39,17 @@ async function ask(question) {
 
 async function answer(turn) {
   const controller = new AbortController();
-  const running = { turn, controller };
-  state.running = running;
+  const running = (state.running = { controller });
   showRunning();
   turn.begin();
   scrollDown(turn === state.turns.at(-1));
   say("The question is sent.");
-  let outcome;
+  let outcome = {};
   try {
     state.model ??= (await server.model()).id;
     for await (const chunk of server.chat(body(turn), controller.signal)) {
       if (turn.take(chunk)) say("The answer begins.");
     }
-    outcome = {};
   } catch (error) {
     outcome = error.name === "AbortError" ? { stopped: true } : { problem: error.message };
     if (error.status === 0 || error.status === 503) connect();
@@ -74,12 +76,8 @@ function body(turn) {
   };
 }
 
-function stop() {
-  state.running?.controller.abort();
-}
-
 function newConversation() {
-  stop();
+  state.running?.controller.abort();
   state.running = null;
   for (const turn of state.turns) turn.element.remove();
   state.turns = [];
@@ -114,17 +112,6 @@ function mayBeginAnew() {
   if (recorded || !confirm(words)) return false;
   newConversation();
   return true;
-}
-
-/** The number of tokens of a text, and the model's limit. */
-async function countTokens(text, signal) {
-  try {
-    state.model ??= (await server.model()).id;
-    return await server.countTokens(state.model, text, signal);
-  } catch (error) {
-    if (error.status === 0) connect();
-    throw error;
-  }
 }
 
 /** Follows the answer, unless the reader has scrolled up. */
@@ -222,28 +209,21 @@ let looking = 0;
 /** Looks until the server is ready, and shows its model. */
 async function connect() {
   clearTimeout(looking);
-  const show = (name, text) => {
-    $("server").dataset.state = name;
-    $("server-state").textContent = text;
-  };
+  let said = "not ready";
   try {
-    const model = await server.model();
-    const changed = state.model !== model.id;
-    state.model = model.id;
-    $("model").textContent = model.id;
-    $("model").title = model.id;
-    document.title = `${model.id} – dsa_engine`;
-    if (await server.isReady()) {
-      show("ready", "ready");
-      if (changed) pane.count();
-      return;
-    }
-    show("waiting", "not ready");
+    const { id } = await server.model();
+    const changed = state.model !== id;
+    state.model = $("model").textContent = $("model").title = id;
+    document.title = `${id} – dsa_engine`;
+    if (await server.isReady()) said = "ready";
+    if (said === "ready" && changed) pane.count();
   } catch (error) {
-    show("waiting", error.status === 401 ? "needs an API key" : error.status ? "not ready" : "not reachable");
-    if (error.status === 401) return; // until a key is entered
+    if (!error.status) said = "not reachable";
+    if (error.status === 401) said = "needs an API key";
   }
-  looking = setTimeout(connect, RETRY_MS);
+  $("server").dataset.state = said === "ready" ? "ready" : "waiting";
+  $("server-state").textContent = said;
+  if (said.startsWith("not")) looking = setTimeout(connect, RETRY_MS); // with a key when it is entered
 }
 
 // Elements
@@ -256,7 +236,6 @@ $("ask").addEventListener("submit", (event) => {
   if (!text) return;
   if (state.running) return say("An answer is being written. Escape stops it.");
   question.value = "";
-  fitQuestion();
   ask(text);
 });
 
@@ -267,21 +246,13 @@ question.addEventListener("keydown", (event) => {
   }
 });
 
-question.addEventListener("input", fitQuestion);
-
-/** As high as its text, up to the limit of the style sheet. */
-function fitQuestion() {
-  question.style.height = "auto";
-  question.style.height = `${question.scrollHeight + 2}px`;
-}
-
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-  if (state.running) stop();
+  if (state.running) state.running.controller.abort();
   else closeLens();
 });
 
-$("stop").addEventListener("click", stop);
+$("stop").addEventListener("click", () => state.running.controller.abort());
 $("new-conversation").addEventListener("click", newConversation);
 
 $("turns").addEventListener("painted", () => scrollDown());
@@ -291,8 +262,7 @@ $("turns").addEventListener("scroll", () => {
 });
 
 $("open-settings").addEventListener("click", () => $("settings").showModal());
-$("settings").addEventListener("close", () => {
-  if (server.key === $("api-key").value.trim()) return;
+$("api-key").addEventListener("change", () => {
   server.key = $("api-key").value.trim();
   connect();
 });

@@ -12,10 +12,6 @@ export class Recorded {
     [this.name, this.question, this.document] = [data.name, data.question, data.text.slice(data.start, data.end)];
   }
 
-  async model() {
-    return { id: "recorded" };
-  }
-
   async countTokens() {
     const { text, tokens, start, end } = this.#data;
     return { count: tokensIn(offsetsOf(text, tokens), start, end - start, 0).length };

@@ -21,11 +21,7 @@ export class Server {
 
   /** Whether the server takes requests now. */
   async isReady() {
-    try {
-      return (await fetch("health", { cache: "no-store" })).ok;
-    } catch {
-      return false;
-    }
+    return fetch("health", { cache: "no-store" }).then((response) => response.ok, () => false);
   }
 
   /** The number of tokens of `text`, and the context length of the model if the server says it. */
@@ -46,23 +42,17 @@ export class Server {
   async selections(model, prompts, signal) {
     const body = { model, prompt: prompts, max_tokens: 1, temperature: 0, selection: 1 };
     const { choices } = await (await this.#call("v1/completions", body, signal)).json();
-    return choices.map(({ selection }) => ({
-      positions: selection.positions.flat(),
-      weights: selection.weights.flat(),
-    }));
+    const flat = ({ positions, weights }) => ({ positions: positions.flat(), weights: weights.flat() });
+    return choices.map(({ selection }) => flat(selection));
   }
 
   /** The chunks of a streamed chat completion as they come; the last ones carry `usage`. */
   async *chat(body, signal) {
     const stream = { stream: true, stream_options: { include_usage: true } };
     const response = await this.#call("v1/chat/completions", { ...body, ...stream }, signal);
-    let complete = false;
     try {
       for await (const data of events(response.body)) {
-        if (data === "[DONE]") {
-          complete = true;
-          break;
-        }
+        if (data === "[DONE]") return;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new ServerError(chunk.error.message ?? "The server failed.", response.status);
         yield chunk;
@@ -71,21 +61,17 @@ export class Server {
       if (error instanceof ServerError || error.name === "AbortError") throw error;
       throw new ServerError(`The connection was lost before the answer was complete (${error.message}).`);
     }
-    if (!complete) throw new ServerError("The connection ended before the answer was complete.");
+    throw new ServerError("The connection ended before the answer was complete.");
   }
 
   async #call(path, body, signal) {
-    const headers = {};
+    const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
+    const sent = body && { method: "POST", body: JSON.stringify(body) };
     if (body) headers["Content-Type"] = "application/json";
-    if (this.key) headers["Authorization"] = `Bearer ${this.key}`;
-    let response;
-    try {
-      const content = body && JSON.stringify(body);
-      response = await fetch(path, { method: body ? "POST" : "GET", headers, body: content, signal, cache: "no-store" });
-    } catch (error) {
+    const response = await fetch(path, { ...sent, headers, signal, cache: "no-store" }).catch((error) => {
       if (error.name === "AbortError") throw error;
       throw new ServerError("The server cannot be reached. Is it running, and is the network up?");
-    }
+    });
     if (!response.ok) throw await failure(response, this.key !== "");
     return response;
   }
@@ -94,13 +80,8 @@ export class Server {
 /** The error of a response that is not a success. */
 async function failure(response, hadKey) {
   const { status } = response;
-  let said = "";
-  try {
-    const { error, detail } = await response.json();
-    said = String(error?.message ?? detail ?? "");
-  } catch {
-    // not JSON: a proxy's page
-  }
+  const { error, detail } = await response.json().catch(() => ({})); // no JSON: a proxy's page
+  const said = String(error?.message ?? detail ?? "");
   const seconds = Number.parseInt(response.headers.get("Retry-After") ?? "", 10);
   const later = seconds > 0 ? `Try again in ${seconds} ${seconds === 1 ? "second" : "seconds"}.` : "Try again in a moment.";
   const words = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ class Tiles(NamedTuple):
     stages: int
     resident: int
     swapped: bool = False
-    alone: int = 0  # stages of a program that has a multiprocessor to itself, as tiles are few; 0: ``stages``
 
 
 def fitting(choices: Sequence[Tiles], rows: float) -> Tiles:
@@ -84,15 +82,11 @@ def launch_grouped(
     if not out.numel():
         return
     (rows, width), count = out.shape, len(row_ends)
-    expected = rows if expected is None else expected
-    tiles = fitting(choices, expected / count)
-    column_tiles, resident, stages = cdiv(width * (1 + gated), tiles.columns), tiles.resident, tiles.stages
-    programs, multiprocessors = max_tiles(rows, count, tiles.rows) * column_tiles, chip_of(x).multiprocessors
-    if tiles.alone and count * cdiv(ceil(expected / count), tiles.rows) * column_tiles <= multiprocessors:
-        resident, stages = 1, tiles.alone
-    kernel[(min(programs, resident * multiprocessors),)](
+    tiles = fitting(choices, (rows if expected is None else expected) / count)
+    programs = max_tiles(rows, count, tiles.rows) * cdiv(width * (1 + gated), tiles.columns)
+    kernel[(min(programs, tiles.resident * chip_of(x).multiprocessors),)](
         x, row_ends if source is None else source, row_ends.contiguous(), *operands, out, x.stride(0), width,
         x.shape[1], count, GATHER=source is not None, GATED=gated, WHOLE=x.shape[1] % tiles.depth == 0,
         ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, SWAPPED=tiles.swapped, BAND=16,
-        GROUPS_PAD=next_power_of_2(count), num_warps=tiles.warps, num_stages=stages, **constants,
+        GROUPS_PAD=next_power_of_2(count), num_warps=tiles.warps, num_stages=tiles.stages, **constants,
     )  # fmt: skip

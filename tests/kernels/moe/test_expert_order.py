@@ -45,7 +45,7 @@ def test_order(tokens: int, k: int, count: int, elsewhere: float, device: str) -
     check(expert_order(topk_ids.to(device), count), topk_ids, count)
 
 
-@pytest.mark.parametrize(("tokens", "k", "count", "elsewhere"), [(300, 8, 40, 0.0), (700, 3, 150, 0.9)])
+@pytest.mark.parametrize(("tokens", "k", "count", "elsewhere"), [(1100, 8, 40, 0.0), (2800, 3, 150, 0.9)])
 def test_order_of_many(tokens: int, k: int, count: int, elsewhere: float, device: str) -> None:
     """More pairs than are compared with all others; several blocks, the last of them not full."""
     topk_ids = random_ids(tokens, k, count, elsewhere)
@@ -56,7 +56,7 @@ def test_order_of_many(tokens: int, k: int, count: int, elsewhere: float, device
 @pytest.mark.parametrize("same", [0, 39, -1])
 def test_order_of_many_that_are_alike(same: int, device: str) -> None:
     """All pairs of an expert: the rows of one block come after those of the block before."""
-    topk_ids = torch.full((300, 8), same, dtype=torch.int32)
+    topk_ids = torch.full((1100, 8), same, dtype=torch.int32)
     check(expert_order(topk_ids.to(device), 40), topk_ids, 40)
 
 

@@ -23,7 +23,7 @@ from dsa_engine.kernels.runtime.operation import operation
 
 # Largest number of pairs that are ranked by comparing all with all: one launch, but quadratic work. More are
 # compared within blocks of so many, whose counts are added up before.
-COMPARED_PAIRS, BLOCK_PAIRS = 2048, 256
+COMPARED_PAIRS, BLOCK_PAIRS = 8192, 256
 
 
 class Order(NamedTuple):

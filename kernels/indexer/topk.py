@@ -32,11 +32,9 @@ from dsa_engine.kernels.runtime.operation import operation
 
 LARGEST_K = 4096  # the kernels' largest k
 
-# Largest number of rows for which the kernel of few rows is the faster one: on an H100 26 us, not 58, for 8 rows of
-# 131,072, but 92, not 63, for 64 rows (benchmarks/results/h100). Both take time by the length, so the number of rows
-# decides for longer ones too (estimated). Its candidates take as much memory as the scores.
-FEW_ROWS, LONGEST_ROW = 24, 1 << 22
-LONG_ROW = 1 << 19  # beyond, 4,096 scores are a small sample: one row of 1M in 26 was misled, with 8,192 one in 240
+# Largest numbers of rows and scores for which the kernel of few rows is the faster one: on an H100 26 us, not 58, for
+# 8 rows of 131,072, but 92, not 63, for 64 rows (benchmarks/results/h100).
+FEW_ROWS, FEW_SCORES = 32, 1 << 22
 
 
 class Config(NamedTuple):
@@ -151,7 +149,7 @@ def _contiguous(
 
 def takes_spans(rows: int, width: int) -> bool:
     """Whether scores of this shape are those of few rows."""
-    return rows <= FEW_ROWS and width <= LONGEST_ROW
+    return rows <= FEW_ROWS and rows * width <= FEW_SCORES
 
 
 def no_row_finished(device: torch.device) -> torch.Tensor:
@@ -231,7 +229,6 @@ def select_topk(
             selected = slots_of(selected, *paging)
         return selected if out is None else out.copy_(selected), counts
     if takes_spans(rows, width):
-        spans = Spans(sample=8192) if width > LONG_ROW else Spans()
-        return select_by_spans(scores, k, lengths, spans, paging, out, finished)
+        return select_by_spans(scores, k, lengths, Spans(), paging, out, finished)
     configs = A_ROW_EACH if rows <= chip_of(scores).multiprocessors else MANY_ROWS
     return select_by_kernel(scores, k, lengths, config_for(configs, chip_of(scores)), paging, out)

@@ -101,8 +101,7 @@ def select_topk_spans_kernel(
             tl.store(keys + span * CAPACITY + padding, MINUS_INF, mask=padding < padded)
             tl.store(held + span, count)
             tl.debug_barrier()  # one thread counts, after the stores of all
-            # It acquires and releases: the last program sees what all others have stored, by loads past the cache of
-            # its multiprocessor (.cg), where neighbouring rows' programs may have brought what was there before.
+            # It acquires and releases: the last program sees what all others have stored.
             through = tl.atomic_add(finished + row, 1, sem="acq_rel", scope="gpu")
         if through == spans - 1:
             tl.store(finished + row, 0)  # for the next selection
@@ -129,18 +128,16 @@ def _finish(
     # Where candidates are: their groups one after another, span by span.
     groups = tl.arange(0, SPAN // GROUP)
     at, end, total, longest = groups, spans * 0, spans * 0, spans * 0
-    for first in range(0, tl.where(spans > 1, spans, 0), 8):
-        for i in tl.static_range(8):  # loaded together; not masked beyond the last, which would prevent it
-            count = tl.load(held + tl.minimum(first + i, spans - 1), cache_modifier=".cg")
-            count = tl.where(first + i < spans, count, 0)
-            total, longest = total + count, tl.maximum(longest, count)
-            end += tl.cdiv(count, GROUP)
-            at += tl.where(groups >= end, CAPACITY // GROUP - tl.cdiv(count, GROUP), 0)
+    for span in range(tl.where(spans > 1, spans, 0)):
+        count = tl.load(held + span)
+        total, longest = total + count, tl.maximum(longest, count)
+        end += tl.cdiv(count, GROUP)
+        at += tl.where(groups >= end, CAPACITY // GROUP - tl.cdiv(count, GROUP), 0)
     few = (total >= k) & (end <= SPAN // GROUP) & (longest <= CAPACITY)
     at = tl.reshape(at[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [SPAN])
     if few:
         there = tl.broadcast_to((groups < end)[:, None], SPAN // GROUP, GROUP)
-        values = tl.load(keys + at, mask=tl.reshape(there, [SPAN]), other=MINUS_INF, cache_modifier=".cg")
+        values = tl.load(keys + at, mask=tl.reshape(there, [SPAN]), other=MINUS_INF)
         length = total * 0
     elif spans > 1:
         values = _row_keys(row, 0, length, SPAN)
@@ -179,7 +176,7 @@ def _finish(
         goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue
         positions = first + tl.arange(0, SPAN)
         if few:
-            positions = tl.load(columns + at, mask=selected, cache_modifier=".cg")
+            positions = tl.load(columns + at, mask=selected)
         if PAGE_SIZE > 0:
             page_of = (positions.to(tl.uint32) // PAGE_SIZE).to(tl.int32)  # unsigned: fewer instructions
             page = tl.load(table + page_of, mask=selected)

@@ -92,7 +92,7 @@ def block_scaled_matmul_kernel(
         splits = tl.num_programs(1)
         tl.store(parts + tl.program_id(1).to(tl.int64) * part_stride + at, total, mask=stored)
         tl.debug_barrier()  # one thread counts, after the stores of all
-        # It acquires and releases: the last program sees what all others have stored, past its own cache (.cg).
+        # It acquires and releases: the last program sees what all others have stored.
         if tl.atomic_add(finished + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == splits - 1:
             total = _added(parts + at, stored, splits, part_stride, ROWS, COLUMNS)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
@@ -108,7 +108,7 @@ def _added(part_at, stored, splits, part_stride, ROWS: tl.constexpr, COLUMNS: tl
         for split in tl.static_range(together):
             # Not masked beyond the last: the compiler would load one after another.
             number = tl.minimum(first + split, splits - 1).to(tl.int64)
-            part = tl.load(part_at + number * part_stride, mask=stored, other=0.0, cache_modifier=".cg")
+            part = tl.load(part_at + number * part_stride, mask=stored, other=0.0)
             total += tl.where(first + split < splits, part, 0.0)
     return total
 

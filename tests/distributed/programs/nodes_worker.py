@@ -32,7 +32,7 @@ def announce(llm: LLM) -> None:
     side, seen = getattr(llm.loop, "side", None), 0
     assert side is not None and side.receiver is not None
     while seen < 10:
-        seen = seen + 1 if side.receiver._receiving else 0
+        seen = seen + 1 if side.receiver._under_way else 0
         time.sleep(0.01)
     print("pages are on their way\n", end="", flush=True)
 

@@ -194,7 +194,7 @@ def test_spans_in_decode(rows: int, device: str) -> None:
 @pytest.mark.parametrize("chip", [80, 90, 100, 120])
 def test_compiled_spans(chip: int) -> None:
     """No spills; scores are read 16 bytes at a time and candidates, whose targets are not adjacent, stored singly. All
-    threads have stored when one counts, and what other programs stored is read past the first cache."""
+    threads have stored when one counts."""
     ints = torch.empty(8, dtype=torch.int32)
     paging = Paging(torch.empty(1, 2048, dtype=torch.int32), ints, 64)
     with compile_only(chip) as launched:
@@ -205,7 +205,6 @@ def test_compiled_spans(chip: int) -> None:
     assert not re.findall(r"st\.global\S*\.v\d", kernel.asm["ptx"])
     before, after = kernel.asm["ptx"].split("atom.global.gpu.acq_rel")
     assert "t.global" not in before.rpartition("bar.sync")[2] and "bar.sync" in after.partition("ld.global")[0]
-    assert after.count("ld.global.cg") == 8 + 2 * Spans().span // (32 * Spans().warps)
 
 
 def scattered(rows: int, width: int, page_size: int, device: str) -> Paging:

@@ -207,9 +207,16 @@ def _api(server: Server) -> APIRouter:
     async def about() -> dict[str, Any]:
         """What routers ask, by the names of SGLang and vLLM."""
         facts = server.llm.facts
-        about = {"model_path": facts.model, "tokenizer_path": facts.model, "served_model_name": server.names[0]}
-        about |= {"is_generation": True, "model_type": facts.model_type, "context_length": facts.max_model_len}
-        return about | {"max_running_requests": facts.max_num_seqs, "version": __version__}
+        return {
+            "model_path": facts.model,
+            "tokenizer_path": facts.model,
+            "served_model_name": server.names[0],
+            "model_type": facts.model_type,
+            "is_generation": True,
+            "context_length": facts.max_model_len,
+            "max_running_requests": facts.max_num_seqs,
+            "version": __version__,
+        }
 
     @api.get("/load")
     @api.get("/get_load")

@@ -131,9 +131,9 @@ def check_prompt(prompt: Sequence[int], room: int, max_model_len: int, vocab_siz
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if len(prompt) + room > max_model_len:
-        left = f", of which at least {room} must be left for the output" if room else ""
+        room_for = f", of which at least {room} must be left for the output" if room else ""
         raise ContextLengthError(
-            max_model_len, f"the prompt has {len(prompt)} tokens{left}; shorten the prompt or raise max_model_len"
+            max_model_len, f"the prompt has {len(prompt)} tokens{room_for}; shorten the prompt or raise max_model_len"
         )
     lowest, highest = min(prompt), max(prompt)
     if lowest < 0 or highest >= vocab_size:

@@ -85,12 +85,12 @@ def resolved(schema: Any, root: Any) -> Any:
         given = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
         pointer, every = schema.get("$ref"), schema.get("allOf")
         if isinstance(pointer, str) and pointer.startswith("#/"):
-            found = root
+            target = root
             for part in pointer[2:].split("/"):
-                found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-            if not isinstance(found, Mapping):
+                target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+            if not isinstance(target, Mapping):
                 return schema
-            schema = {**found, **given}
+            schema = {**target, **given}
         elif isinstance(every, (list, tuple)) and len(every) == 1 and isinstance(every[0], Mapping):
             schema = {**every[0], **given}
         else:

@@ -79,7 +79,7 @@ class MessageReader:
             self._source.mark(tag)
             yield from self._read_calls(self._message.content)
 
-    def _read_thought(self, is_open: bool, ends: Tags) -> Steps[None]:
+    def _read_thought(self, is_open: bool, stops: Tags) -> Steps[None]:
         """Reads a thought, in which text goes up to the end tag, or to a call; an open one may be opened once more."""
         opened = None
         self._source.mark()
@@ -92,7 +92,7 @@ class MessageReader:
             (self._think if is_open else self._message.content)(self._source.since_mark())
         self._in_thought = bool(opened or is_open)
         while self._in_thought:
-            tag = yield from self._source.until(ends, self._think)
+            tag = yield from self._source.until(stops, self._think)
             if tag is None:
                 return
             if tag == THINK_END:

@@ -194,13 +194,13 @@ class _Call:
         self._calls.arguments(text)
         self._source.mark()
 
-    def read_parameter(self, key: str, types: Set[str], ends: Tags) -> Steps[None]:
+    def read_parameter(self, key: str, types: Set[str], stops: Tags) -> Steps[None]:
         """Reads a value up to its end tag. A text is written as it comes; another value when it is whole: JSON, or
         else a text.
 
         Args:
             types: the JSON types that the value may have; empty: any.
-            ends: the end tag, and after it the form's other tags, before which it must come.
+            stops: the end tag, and after it the form's other tags, before which it must come.
         """
         if key in self._keys:
             raise LostForm
@@ -211,10 +211,10 @@ class _Call:
         if is_text:
             self.write('"')
         take = (lambda text: self.write(_escaped(text))) if is_text else pieces.append
-        tag = yield from self._source.until(ends, take)
+        tag = yield from self._source.until(stops, take)
         if tag is None:
             raise TextEnded
-        if tag != ends.texts[0]:  # a whole call would have markup, and what follows, in its argument
+        if tag != stops.texts[0]:  # a whole call would have markup, and what follows, in its argument
             self._source.mark("".join(pieces) + tag)
             raise LostForm
         self.write('"' if is_text else _value("".join(pieces), types))

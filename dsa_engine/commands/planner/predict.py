@@ -50,23 +50,23 @@ class Kernels:
     slack: float = 1.0  # factor of every time
 
 
-# On the H100: DeepGEMM's products alone at 65%, its logits at 53%, FlashMLA over FP8 rows 413 TFLOP/s. Published:
+# On the H100: DeepGEMM's products alone at 65%, its logits at 53%, FlashMLA 584 TFLOP/s. Published:
 # DeepGEMM's grouped products, 1,200. 20 of 132 multiprocessors are DeepSeek-V3's. The others are assumed.
 BEST = Kernels(
     {
         "projections": (0.6, 0.6),
         "lightning indexer": (0.48, 0.48),
-        "sparse flash attention": (0.42, 0.41),
+        "sparse flash attention": (0.59, 0.41),
         "MoE experts": (0.6, 0.5),
     },
     weights=0.8, launch=2e-6, selection=20e-6, collective=20 / 132,
 )  # fmt: skip
-# Measured on the H100, but for the multiprocessors that NCCL takes. "projections" have all that is around the products.
+# Measured on the H100, attention in prefill (Gluon) on an H200; but for the multiprocessors that NCCL takes. "projections" have all that is around the products.
 OWN = Kernels(
     {
         "projections": (0.21, 0.21),
         "lightning indexer": (0.40, 0.40),
-        "sparse flash attention": (0.29, 0.27),
+        "sparse flash attention": (0.49, 0.27),
         "MoE experts": (0.30, 0.5),
     },
     weights=0.55, launch=3e-6, selection=25e-6, collective=48 / 132, slack=1.1,

@@ -16,8 +16,9 @@ class CheckpointError(ValueError):
 class ContextLengthError(ValueError):
     """A prompt, or it and its output, is longer than the model's context; programs know the sentence it begins with."""
 
-    def __init__(self, max_model_len: int, reason: str):
-        super().__init__(f"This model's maximum context length is {max_model_len} tokens, and {reason}")
+    @classmethod
+    def of(cls, max_model_len: int, reason: str) -> ContextLengthError:
+        return cls(f"This model's maximum context length is {max_model_len} tokens, and {reason}")
 
 
 class CapacityError(ValueError):

@@ -87,7 +87,7 @@ class Tokenizer:
         if max_tokens is not None and len(text) > max_tokens:  # most texts are shorter
             size, limit = len(text.encode()), max_tokens * self.longest_token
             if size > limit:
-                raise ContextLengthError(
+                raise ContextLengthError.of(
                     max_tokens,
                     f"the prompt has {size} bytes, where so many tokens have at most {limit}; shorten the prompt or "
                     "raise max_model_len",

@@ -113,13 +113,13 @@ def test_an_error_in_the_text_of_prompt_logprobs(llm: LLM, monkeypatch: pytest.M
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
     fine = llm.generate([[9, 10]], params)[0]
 
-    def fails(self: Tokenizer, token: int) -> str:
+    def fails(self: Tokenizer, token: int) -> tuple[str, bytes]:
         if token == 6:
             raise ValueError("no such token")
-        return "x"
+        return "x", b"x"
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenizer, "token_text", fails)
+        patch.setattr(Tokenizer, "token_text_and_bytes", fails)
         failed, other = llm.generate([[5, 6, 7], [9, 10]], params)
     assert failed.finish_reason == "error" and failed.prompt_logprobs is None
     assert failed.error == "its prompt's tokens could not be decoded to text: no such token"

@@ -87,10 +87,10 @@ def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pyt
     expected = llm.generate(TEXTS, GREEDY)
     bad, decode = expected[1].token_ids[at], Tokenizer.decode
 
-    def failing(self: Tokenizer, ids: list[int]) -> str:
+    def failing(self: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> str:
         if bad in ids:
             raise UnicodeError("half a character")
-        return decode(self, ids)
+        return decode(self, ids, skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode", failing)
     outputs = llm.generate(TEXTS, GREEDY)

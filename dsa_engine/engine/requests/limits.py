@@ -132,7 +132,7 @@ def check_prompt(prompt: Sequence[int], room: int, max_model_len: int, vocab_siz
         raise ValueError("the prompt is empty; give at least one token")
     if len(prompt) + room > max_model_len:
         room_for = f", of which at least {room} must be left for the output" if room else ""
-        raise ContextLengthError(
+        raise ContextLengthError.of(
             max_model_len, f"the prompt has {len(prompt)} tokens{room_for}; shorten the prompt or raise max_model_len"
         )
     lowest, highest = min(prompt), max(prompt)

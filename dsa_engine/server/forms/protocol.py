@@ -107,7 +107,7 @@ class GenerationBody(RequestBody):
         """Raises ``ValueError`` if the request asks for more tokens than the model's length has room for."""
         name, asked = self.max_output
         if asked is not None and prompt_tokens + asked > max_model_len:
-            raise ContextLengthError(
+            raise ContextLengthError.of(
                 max_model_len,
                 f"{name} is {asked} and the prompt has {prompt_tokens} tokens, {prompt_tokens + asked} in all; ask for "
                 f"at most {max_model_len - prompt_tokens}, or leave {name} out",

@@ -59,12 +59,12 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
         return step
 
     engine.runner.plan = noted  # type: ignore[method-assign]
-    from dsa_engine.weights.formats import unquantized
+    from dsa_engine.weights.formats import base
 
-    multiply = unquantized.expert_mlp
+    multiply = base.expert_mlp
 
     def counted(tokens: torch.Tensor, topk_ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        _, _, (down,) = rest
+        _, _, (down,), _ = rest
         local = local_topk_ids(topk_ids, len(down), more["first"])
         pairs = local[local >= 0].flatten().long().bincount(minlength=len(down))
         result["expert_pairs"].append((len(tokens), pairs.tolist()))
@@ -72,7 +72,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 
     before = [group.bytes_sent for group in mesh.groups]
     log = record(*mesh.groups)
-    unquantized.expert_mlp = counted
+    base.expert_mlp = counted
     mesh.together(lambda: None, 60.0)  # rank 0 waits for no other rank in a call
     try:
         begin = time.perf_counter()
@@ -82,7 +82,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
             generate_batch(engine, [[5] * 300] * case["world_size"], 3, fill_cache=True)
         result["seconds"] = time.perf_counter() - begin
     finally:
-        unquantized.expert_mlp = multiply
+        base.expert_mlp = multiply
     result["bytes_sent"] = [group.bytes_sent - n for group, n in zip(mesh.groups, before, strict=True)]
     result["collectives"] = [tuple(one) for one in log]
     return result

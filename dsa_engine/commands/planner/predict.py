@@ -61,8 +61,8 @@ BEST = Kernels(
     },
     weights=0.8, launch=2e-6, selection=20e-6, collective=20 / 132,
 )  # fmt: skip
-# Measured on the H100, attention in prefill (Gluon) on an H200, but for the multiprocessors that NCCL takes. "projections"
-# have all that is around the products.
+# Measured on the H100, attention in prefill (Gluon) on an H200, but for the multiprocessors that NCCL takes.
+# "projections" have all that is around the products.
 OWN = Kernels(
     {
         "projections": (0.21, 0.21),

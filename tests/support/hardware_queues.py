@@ -115,7 +115,6 @@ class Device:
         self._queues, self.rank, self._in_order = queues, rank, in_order
         self._streams, self._current = 0, threading.local()
         self._last: Recorded | None = None  # the end of the last kernel of NCCL
-        self._launcher: threading.Thread | None = None
 
     def Stream(self, *_: object) -> int:
         self._streams += 1
@@ -145,8 +144,6 @@ class Device:
         with self.stream(stream):
             self.put(Wait(begun))
             if self._in_order:
-                assert self._launcher in (None, threading.current_thread()), "host threads racing to launch NCCL"
-                self._launcher = threading.current_thread()
                 if self._last is not None:
                     self.put(Wait(self._last))
                 self._last = ended

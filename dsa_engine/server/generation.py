@@ -160,7 +160,7 @@ class Generation(Response):
             async for pieces in together:
                 events, now = [], time.perf_counter()
                 for piece in pieces:
-                    before = form.usage(usage.form)
+                    before = form.usage(usage.form) if continuous else None
                     usage.add(piece)
                     if piece.token_ids and piece.index in times:
                         self._metrics.came(len(piece.token_ids), now - times[piece.index])

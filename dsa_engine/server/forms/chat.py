@@ -84,13 +84,13 @@ class ChatForm(Form):
 
     def _read(self, reader: MessageReader, output: CompletionOutput | StreamPiece) -> list[MessageDelta]:
         """What further text of an output adds to its message; counts the tokens of its thought."""
-        deltas, index, ids = reader.push(output.text), output.index, list(output.token_ids)
+        deltas, index = reader.push(output.text), output.index
         if output.finish_reason is not None:
             deltas += reader.finish(output.finish_reason == "stop")
         if any(delta.reasoning for delta in deltas):
             self._thinks.add(index)
         if index not in self._answers:
-            end = self._conversation.tokenizer.tags.get(THINK_END, -1)
+            ids, end = list(output.token_ids), self._conversation.tokenizer.tags.get(THINK_END, -1)
             self._in_thought[index] += ids.index(end) + 1 if end in ids else len(ids)
             if end in ids or any(delta.content or delta.tool_calls for delta in deltas):
                 self._answers.add(index)

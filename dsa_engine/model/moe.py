@@ -46,7 +46,7 @@ class MoE(Weighted):
         self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
         mesh, shared, top_k = runtime.mesh, f"{prefix}.shared_experts", config.num_experts_per_tok
-        self.dispatcher = mesh.experts.dispatcher
+        self.dispatchers = mesh.experts.dispatchers  # of prefill and of decode steps
         routed = mesh.config.route_shared_expert
         if routed and config.n_shared_experts != 1:
             raise ValueError(
@@ -93,11 +93,11 @@ class MoE(Weighted):
             if self.shared is None:
                 topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, config.n_routed_experts)
         with stage("MoE dispatch"):
-            dispatcher = self.dispatcher(batch.decodes)
+            dispatcher, product = self.dispatchers[batch.decodes], self.experts.product
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
-            words = dispatcher.takes_words(self.experts.blockwise)
-            tokens = self.experts.quantize_for_dispatch(x) if words else x
+            to_words = product.to_words if dispatcher.takes_words(product.blockwise) else None
+            tokens = x if to_words is None else to_words(x)
             sum_bytes, copies, shape = x.shape[1] * x.element_size(), 1, topk_ids.shape
             weights_of_pairs: torch.Tensor | None = None
             if config.batch_invariant:

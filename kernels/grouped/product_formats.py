@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dsa_engine.kernels.formats.int4 import GROUP_SIZES
-from dsa_engine.kernels.formats.int8 import codes_and_scale, quantize_rows_int8
-from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales, quantize_rows, quantized_words
+from dsa_engine.kernels.formats.int8 import codes_and_scale, int8_words, quantize_rows_int8
+from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales, quantize_rows, quantize_tokens, quantized_words
 from dsa_engine.kernels.grouped.grouped_matmul import check, grouped_matmul, matmul_reference
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
     BLOCK,
@@ -54,6 +54,9 @@ class ProductFormat:
             None: of x's.
         fits: whether scales of a shape belong to codes of a shape, where the callers do not check.
         power_of_two: whether FP8 scales of activations are rounded up.
+        to_words: tokens ``[T, hidden]`` as they travel to experts, in words with codes and scales that ``quantize``
+            takes: half the bytes, and the same bits; None: as they are.
+        blockwise: words have a scale for each 128 codes.
     """
 
     quantize: Callable[..., tuple[torch.Tensor | None, ...]]
@@ -67,6 +70,8 @@ class ProductFormat:
     codes: torch.dtype | None = None
     fits: Callable[[torch.Size, torch.Size], bool] | None = None
     power_of_two: bool = False
+    to_words: Callable[[torch.Tensor], torch.Tensor] | None = None
+    blockwise: bool = False
 
     def on_a_cpu(self, dtype: torch.dtype, *weights: Weight) -> bool:
         """Whether the CPU's kernels multiply rows of a dtype of ``cpu.TYPES`` with such weights: contiguous parts that
@@ -137,10 +142,10 @@ _INT4 = partial(
 PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, matmul_reference, copies=2)
 INT8 = ProductFormat(
     _rows_int8, check_int8, grouped_matmul_int8, matmul_int8_reference, native=3, codes=torch.int8,
-    fits=lambda codes, scales: codes[:-1] == scales,
+    fits=lambda codes, scales: codes[:-1] == scales, to_words=int8_words,
 )  # fmt: skip
 W4A16 = _INT4(_with_no_scales, native=5)
-W4A8 = _INT4(_rows_int8, native=6)
+W4A8 = _INT4(_rows_int8, native=6, to_words=int8_words)
 
 
 @cache
@@ -149,20 +154,22 @@ def block_fp8(power_of_two: bool, hidden: int) -> ProductFormat:
 
     Args:
         power_of_two: round the scales of activations up to powers of two.
-        hidden: numbers of a token, which may also come as words (:func:`.quantize.quantize_tokens`).
+        hidden: numbers of a token.
     """
+    words = quantized_words(hidden)
 
     def quantize(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(x, tuple):  # by the gated product
             return x
         if x.dtype != torch.int32:
             return quantize_rows(x, BLOCK, power_of_two)
-        if x.shape[1] != quantized_words(hidden):
+        if x.shape[1] != words:
             raise ValueError(f"quantised tokens of {hidden} numbers are not {tuple(x.shape)}")
         return codes_and_scales(x, hidden)
 
     product = partial(grouped_matmul_fp8, power_of_two=power_of_two)
+    to_words = None if words is None else partial(quantize_tokens, power_of_two=power_of_two)
     return ProductFormat(
         quantize, _check_fp8, product, matmul_fp8_reference, gate_dtype=torch.float32, native=4,
-        codes=FP8, power_of_two=power_of_two,
+        codes=FP8, power_of_two=power_of_two, to_words=to_words, blockwise=True,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.kernels.grouped.product_formats import ProductFormat, Weight
+from dsa_engine.kernels.grouped.products import ProductFormat, Weight
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.weights import Source

@@ -14,7 +14,7 @@ import torch
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.formats.quantize import FP8
-from dsa_engine.kernels.grouped.product_formats import block_fp8
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
     are_powers_of_two,

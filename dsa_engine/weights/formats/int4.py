@@ -24,7 +24,8 @@ from dsa_engine.kernels.formats.int4 import (
     dequantize_int4,
     planes_for,
 )
-from dsa_engine.kernels.grouped.product_formats import W4A8, W4A16, Weight
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8, W4A16
+from dsa_engine.kernels.grouped.products import Weight
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.kernels.grouped.product_formats import INT8
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, StoredFormat

@@ -1,4 +1,4 @@
-"""The weight formats of products: how rows are quantised for them, and their kernel and reference.
+"""The host's side of grouped products: what a weight format is to them, groups, the tiles of a program, the launch.
 
 A format takes a weight as its parts: one tensor, or codes and scales, and in INT4 the order of columns or None.
 """
@@ -7,26 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.kernels.formats.int4 import GROUP_SIZES
-from dsa_engine.kernels.formats.int8 import codes_and_scale, int8_words, quantize_rows_int8
-from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales, quantize_rows, quantize_tokens, quantized_words
-from dsa_engine.kernels.grouped.grouped_matmul import check, grouped_matmul, matmul_reference
-from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
-    BLOCK,
-    check_weight,
-    grouped_matmul_fp8,
-    matmul_fp8_reference,
-)
-from dsa_engine.kernels.grouped.grouped_matmul_int4 import check_int4, grouped_matmul_int4, matmul_int4_reference
-from dsa_engine.kernels.grouped.grouped_matmul_int8 import check_int8, grouped_matmul_int8, matmul_int8_reference
-from dsa_engine.kernels.grouped.tiles import Groups
 from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import chip_of, is_batch_invariant
 
 Weight = tuple[torch.Tensor | None, ...]
 
@@ -36,6 +24,43 @@ def codes_of(weight: Weight) -> torch.Tensor:
     codes = weight[0]
     assert codes is not None
     return codes
+
+
+class Tiles(NamedTuple):
+    """The shape of a program's work, and how many programs a multiprocessor runs at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    resident: int
+    swapped: bool = False
+
+
+def fitting(choices: Sequence[Tiles], rows: float) -> Tiles:
+    """The first of ``choices``, smallest first, with room for these rows in a tile; else the last. Under
+    :func:`.launch.batch_invariance` always the second: tiles of another depth add in another order."""
+    if is_batch_invariant():
+        return choices[1]
+    return next((tiles for tiles in choices if rows <= tiles.rows), choices[-1])
+
+
+class Groups(NamedTuple):
+    """Consecutive groups of rows, each of which is multiplied by its own matrix.
+
+    Attributes:
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
+        source: int32 ``[R]``, the row of x ``[S, in]`` that each row is made from; None: x holds the rows, ``[R, in]``.
+        gated: the halves of a matrix, ``[groups, 2 · out, …]``, are gate and up of a SwiGLU layer, and the sums go
+            through it before they are rounded.
+        expected: number of local rows, if the host knows it; None: R. Chooses tiles only.
+    """
+
+    row_ends: torch.Tensor
+    source: torch.Tensor | None = None
+    gated: bool = False
+    expected: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,64 +137,45 @@ class ProductFormat:
         return out
 
 
-def _as_they_are(x: torch.Tensor) -> tuple[torch.Tensor]:
-    return (x,)
+def max_tiles(rows: int, groups: int, size: int) -> int:
+    """The largest number of tiles of ``size`` rows that ``rows`` rows take, however ``groups`` groups divide them."""
+    return (rows + min(rows, groups) * (size - 1)) // size
 
 
-def _with_no_scales(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
-    return x, None
+def empty_product(x: torch.Tensor, weight: torch.Tensor, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    """An empty result ``[R, out]`` for products with ``weight [groups, rows, …]``."""
+    if groups.gated and weight.shape[1] % 2:
+        raise ValueError(f"gate and up must be two halves of the weight, which is {tuple(weight.shape)}")
+    rows = (x if groups.source is None else groups.source).shape[0]
+    return torch.empty(rows, weight.shape[1] // (1 + groups.gated), dtype=dtype, device=x.device)
 
 
-def _rows_int8(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return codes_and_scale(x) if x.dtype == torch.int32 else quantize_rows_int8(x, largest)
-
-
-def _check_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-    check_weight(weight, weight_scale)
-    if x.shape[1] != weight.shape[-1]:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
-
-
-def _fits_int4(codes: torch.Size, scales: torch.Size) -> bool:
-    return codes[:-1] == scales[:-1] and 8 * codes[-1] in [size * scales[-1] for size in GROUP_SIZES]
-
-
-_INT4 = partial(
-    ProductFormat, check=check_int4, product=grouped_matmul_int4, reference=matmul_int4_reference, packed=8,
-    codes=torch.int32, fits=_fits_int4,
-)  # fmt: skip
-
-PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, matmul_reference, copies=2)
-INT8 = ProductFormat(
-    _rows_int8, check_int8, grouped_matmul_int8, matmul_int8_reference, native=3, codes=torch.int8,
-    fits=lambda codes, scales: codes[:-1] == scales, to_words=int8_words,
-)  # fmt: skip
-W4A16 = _INT4(_with_no_scales, native=5)
-W4A8 = _INT4(_rows_int8, native=6, to_words=int8_words)
-
-
-@cache
-def block_fp8(power_of_two: bool, hidden: int) -> ProductFormat:
-    """FP8 by blocks, for experts.
+def launch_grouped(
+    kernel: Any, choices: Sequence[Tiles], x: torch.Tensor, operands: Sequence[Any], out: torch.Tensor, groups: Groups,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Launches a kernel of grouped products, with a program for each tile, but no more than run at a time.
 
     Args:
-        power_of_two: round the scales of activations up to powers of two.
-        hidden: numbers of a token.
+        kernel: takes ``x, source, row_ends, *operands, out, x_stride, width, inner, groups``, and as constants GATHER,
+            GATED, WHOLE, ROWS, COLUMNS, DEPTH, SWAPPED, BAND, GROUPS_PAD and ``constants``; ``width`` is that of
+            ``out``.
+        choices: the first with room for a group's rows is taken, else the last.
+        x: elements of a row side by side.
+        out: ``[R, out]``; rows beyond the last end are not written.
     """
-    words = quantized_words(hidden)
-
-    def quantize(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(x, tuple):  # by the gated product
-            return x
-        if x.dtype != torch.int32:
-            return quantize_rows(x, BLOCK, power_of_two)
-        if x.shape[1] != words:
-            raise ValueError(f"quantised tokens of {hidden} numbers are not {tuple(x.shape)}")
-        return codes_and_scales(x, hidden)
-
-    product = partial(grouped_matmul_fp8, power_of_two=power_of_two)
-    to_words = None if words is None else partial(quantize_tokens, power_of_two=power_of_two)
-    return ProductFormat(
-        quantize, _check_fp8, product, matmul_fp8_reference, gate_dtype=torch.float32, native=4,
-        codes=FP8, power_of_two=power_of_two, to_words=to_words, blockwise=True,
+    row_ends, source, gated, expected = groups
+    if row_ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):
+        given = None if source is None else source.dtype
+        raise ValueError(f"row_ends and source must be int32, not {row_ends.dtype} and {given}")
+    if not out.numel():
+        return
+    (rows, width), count = out.shape, len(row_ends)
+    tiles = fitting(choices, (rows if expected is None else expected) / count)
+    programs = max_tiles(rows, count, tiles.rows) * cdiv(width * (1 + gated), tiles.columns)
+    kernel[(min(programs, tiles.resident * chip_of(x).multiprocessors),)](
+        x, row_ends if source is None else source, row_ends.contiguous(), *operands, out, x.stride(0), width,
+        x.shape[1], count, GATHER=source is not None, GATED=gated, WHOLE=x.shape[1] % tiles.depth == 0,
+        ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, SWAPPED=tiles.swapped, BAND=16,
+        GROUPS_PAD=next_power_of_2(count), num_warps=tiles.warps, num_stages=tiles.stages, **constants,
     )  # fmt: skip

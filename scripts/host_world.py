@@ -8,7 +8,6 @@ calls, reading tokens. Pinning memory and launching on a CUDA device are not.
 
 from __future__ import annotations
 
-import pickle
 import statistics
 import sys
 import time
@@ -245,14 +244,6 @@ class HostWorld(AbstractContextManager["HostWorld"]):
         while request.finish_reason is None:
             self.engine.step()
         return seconds
-
-    def queue(self, prompts: int, length: int) -> None:
-        """Queues prompts as a rank does that receives them in messages."""
-        params = SamplingParams(max_tokens=16)
-        for number in range(prompts):
-            (add,) = new_requests(self.prompt(length), params, None, self.engine.limits)
-            add.id = number
-            self.running.append(self.engine.queue(pickle.loads(pickle.dumps(add))))
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsa_engine.commands.arguments import add_json_argument, argument_parser, run
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, run
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from host_world import PAGE_SIZE, HostWorld
@@ -33,18 +33,19 @@ WARM_UP = 8  # steps before any is measured
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--worlds", default="1,2,8,64,256,1024", help="numbers of ranks")
-    parser.add_argument("--requests", default="32", help="requests that decode on each rank")
+    parser.add_argument("--worlds", type=lengths, default=[1, 2, 8, 64, 256, 1024], help="numbers of ranks")
+    parser.add_argument("--requests", type=lengths, default=[32], help="requests that decode on each rank")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that an MTP module drafts in a step")
     parser.add_argument("--prefix-caching", action="store_true", help="name full pages, as by default in serving")
     parser.add_argument("--arrivals", action="store_true", help="before each step a request ends and another comes")
     parser.add_argument("--steps", type=int, default=64, help="steps of which each time is the median")
-    parser.add_argument("--prefill", default="131072,524288", help="prompts whose prefill is measured, at world 64")
+    prefill = "prompts whose prefill is measured, at world 64"
+    parser.add_argument("--prefill", type=lengths, default=[131_072, 524_288], help=prefill)
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one measurement, in this process
     add_json_argument(parser)
     args = parser.parse_args()
-    if min(args.steps, *numbers(args.worlds), *numbers(args.requests)) < 1:
-        raise ValueError("--worlds, --requests and --steps must be at least 1")
+    if args.steps < 1:
+        raise ValueError(f"--steps must be at least 1, not {args.steps}")
     if args.case is not None:
         logging.disable(logging.INFO)
         case, options = json.loads(args.case)
@@ -55,10 +56,10 @@ def main() -> None:
     measured = {
         "decode": [
             measure("decode", world=world, requests=requests, **given)
-            for requests in numbers(args.requests)
-            for world in numbers(args.worlds)
+            for requests in args.requests
+            for world in args.worlds
         ],
-        "prefill": [measure("prefill", world=64, tokens=tokens) for tokens in numbers(args.prefill)],
+        "prefill": [measure("prefill", world=64, tokens=tokens) for tokens in args.prefill],
     }
     for name, (title, columns) in TABLES.items():
         rows = [tuple(result.get(column, "") for column in columns) for result in measured[name]]
@@ -70,10 +71,6 @@ def main() -> None:
     print(f"{report['device']}, commit {report['commit']}, load of the machine {report['load']:.1f}")
     if args.json:
         write_json(args.json, report | {"options": vars(args)} | measured)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
 
 
 def measure(case: str, **options: Any) -> dict[str, Any]:
@@ -100,7 +97,6 @@ def decode(world: int, requests: int, steps: int, drafts: int, prefix_caching: b
         # The garbage collector passes over all objects now and then: the maximum has it, the median has not.
         middle = statistics.mean(sorted(taken)[: len(taken) * 15 // 16]) if arrivals else statistics.median(taken)
         result = {"step_ms": middle * 1e3, "max_ms": max(taken) * 1e3, "calls": host.calls(steps, before)}
-        result |= {f"{name}_ms": seconds * 1e3 for name, seconds in host.parts(steps, before).items()}
         if not arrivals:
             result["turn_ms"] = statistics.median(host.turns(steps // 2)) * 1e3
     return result
@@ -126,9 +122,8 @@ CASES: dict[str, Any] = {"decode": decode, "prefill": prefill}
 # Of each table the title and the columns.
 TABLES = {
     "decode": (
-        "decode step: thread's processor time; launch without the launch itself; max with garbage collection",
-        ("world", "requests", "step_ms", "turn_ms", "max_ms", "calls")
-        + ("schedule_ms", "launch_ms", "read tokens_ms", "rest_ms"),
+        "decode step: thread's processor time, without the launch itself; max with garbage collection",
+        ("world", "requests", "step_ms", "turn_ms", "max_ms", "calls"),
     ),
     "prefill": (
         "prefill step, before the first launch; with digests of the prompt's pages; with pages to evict too",

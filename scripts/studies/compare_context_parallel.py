@@ -28,7 +28,6 @@ from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.group import Group
 from dsa_engine.reference import dsa
 from dsa_engine.system.output_files import check_outputs
-from dsa_engine.system.sizes import format_bytes
 from random_layer import SIZES, Size
 
 # Relative errors: of all rows together, and of the median row. Rounding sometimes changes the last selected token at a
@@ -258,20 +257,12 @@ def main() -> None:
     if args.json:
         about = environment(mesh.device, dtype, mesh.world_size)
         write_json(args.json, about | {"options": reported(args), "results": results})
-    print(f"One layer of size {args.size}, {mesh.world_size} ranks; values of the slowest rank:\n")
-    rows = [
-        (
-            f"{r['length']:,} {r['form']}",
-            statistics.median(r["seconds"]) * 1e3,
-            f"{r['ratio']:.2f}",
-            format_bytes(r["sent_bytes"]),
-            f"{r['imbalance']:.3f}",
-            f"{r['relative_error']:.1e}",
-        )
-        for r in results
-    ]
-    header = ("tokens, form", "median ms", f"/ {args.forms[0]}", "sends", "imbalance of work", "difference")
-    print(format_table(header, rows))
+    print(f"One layer of size {args.size}, {mesh.world_size} ranks; values of the slowest rank.")
+    print(
+        f"ratio: to {args.forms[0]}; sent_bytes: of a rank; imbalance: of work; error: the difference to one process\n"
+    )
+    columns = ("length", "form", "median_ms", "ratio", "sent_bytes", "imbalance", "relative_error")
+    print(format_table(columns, [[r[column] for column in columns] for r in results]))
 
 
 def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -312,7 +303,8 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
                 torch.cuda.synchronize(mesh.device)
             result["seconds"].append(max(of_all(time.perf_counter() - begin)))
     for result in results:
-        result["ratio"] = statistics.median(result["seconds"]) / statistics.median(results[0]["seconds"])
+        result["median_ms"] = statistics.median(result["seconds"]) * 1e3
+        result["ratio"] = result["median_ms"] / results[0]["median_ms"]
     return results
 
 

@@ -28,8 +28,6 @@ def test_drafts_and_arrivals(demo_cache: Path) -> None:
             host.arrive()
             host.step()
         assert host.calls(4, host.arrive) > 100
-        parts = host.parts(4, host.arrive)
-        assert {"schedule", "launch", "rest"} <= set(parts)
         assert all(host.step() > 0 for _ in range(4))
         assert host.engine.launched_ahead > 0
 

@@ -55,7 +55,6 @@ def experts(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for groups, rows in sizes.experts:
         for name, product in FORMATS.items():
             yield _experts(make, groups, rows, name, product)
-        yield _plain_product(make, groups, rows)
 
 
 def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFormat) -> KernelCase:
@@ -64,7 +63,9 @@ def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFo
     halves = (2, INTERMEDIATE) if name == "FP8" else (2 * INTERMEDIATE,)
     gate_up, down = (_weight(make, product, groups, *one) for one in ((*halves, HIDDEN), (HIDDEN, INTERMEDIATE)))
     baselines: dict[str, Call] = {}
-    if product is not PLAIN:
+    if product is PLAIN and runs_triton(x):
+        baselines = _gate_and_up(make, x, gate_up[0], rows)
+    elif product is not PLAIN:
         plain_gate_up = _weight(make, PLAIN, groups, 2 * INTERMEDIATE, HIDDEN)
         plain_down = _weight(make, PLAIN, groups, HIDDEN, INTERMEDIATE)
         plain = partial(expert_mlp, x, topk_ids, topk_weights, plain_gate_up, plain_down)
@@ -81,24 +82,13 @@ def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFo
     )
 
 
-def _plain_product(make: Inputs, groups: int, rows: int) -> KernelCase:
-    """Our kernel, also at sizes at which experts take PyTorch's: gather, gate and up, SwiGLU."""
-    x, weight = make.normal(max(1, rows // TOP_K), HIDDEN), make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
-    row_ends = (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
-    source = make.whole(len(x), rows)
-    way = Groups(row_ends, source, gated=True)
-    counts = [rows // groups] * groups
-    ours = partial(grouped_matmul_triton, x, weight, way)
-    theirs = {"torch grouped_mm": partial(grouped_matmul_torch, x, weight, way)}
-    return KernelCase(
-        "gate and up, bfloat16",
-        f"{rows:,} rows, {groups} experts",
-        ours if runs_triton(x) else partial(PLAIN.multiply_reference, x[source], (weight,), counts, x.dtype),
-        bytes=x.nbytes + weight.nbytes + rows * INTERMEDIATE * x.element_size(),
-        flops=4.0 * rows * INTERMEDIATE * HIDDEN,
-        baselines=theirs if takes_torch_grouped_mm(x, weight) else {},
-        product=rows > 64 * groups,
-    )
+def _gate_and_up(make: Inputs, x: torch.Tensor, weight: torch.Tensor, rows: int) -> dict[str, Call]:
+    """The first product of plain experts alone, gather and SwiGLU included: ours and PyTorch's, if it can be taken."""
+    each = rows // len(weight)
+    row_ends = (torch.arange(1, len(weight) + 1, device=make.device) * each).int()
+    way = Groups(row_ends, make.whole(len(x), rows), gated=True)
+    ours, theirs = (partial(of, x, weight, way) for of in (grouped_matmul_triton, grouped_matmul_torch))
+    return {"our gate and up": ours} | ({"torch grouped_mm": theirs} if takes_torch_grouped_mm(x, weight) else {})
 
 
 def linear(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

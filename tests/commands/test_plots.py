@@ -36,7 +36,7 @@ def test_prefills_and_their_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_a_report_says_what_a_comparison_needs(tmp_path: Path) -> None:
     llm = LLM("demo-random", device="cpu", max_model_len=512, seed=3)
-    write_json(tmp_path / "a.json", run_report(llm, {"seed": 3}, 1))
+    write_json(tmp_path / "a.json", run_report(llm.engine, {"seed": 3}, 1))
     about = json.loads((tmp_path / "a.json").read_text())
     assert about["options"] == {"seed": 3}
     assert about["options_in_force"]["page_size"] == 64 and about["options_in_force"]["seed"] == 3

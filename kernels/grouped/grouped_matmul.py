@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.kernel import kernel
@@ -136,3 +136,10 @@ def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, groups: Groups) 
     out = F.grouped_mm(x, weight.transpose(1, 2), offs=groups.row_ends)
     del x  # the gathered rows are not held while the results are gated
     return silu_mul(out) if groups.gated else out
+
+
+def _as_they_are(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x,)
+
+
+PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, matmul_reference, copies=2)

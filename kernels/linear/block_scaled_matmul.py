@@ -31,8 +31,8 @@ from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
     block_scaled_matmul_reference,
     check_weight,
 )
+from dsa_engine.kernels.grouped.products import Tiles, fitting
 from dsa_engine.kernels.grouped.skeleton import banded
-from dsa_engine.kernels.grouped.tiles import Tiles, fitting
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv

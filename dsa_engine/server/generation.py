@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsa_engine.engine.calls.async_calls import PreparedPrompt
 from dsa_engine.server.client import EngineClient
-from dsa_engine.server.errors import ApiError, bad_request, failed
+from dsa_engine.server.errors import SHUTTING_DOWN, ApiError, bad_request, failed
 from dsa_engine.server.forms.form import Form, to_json
 from dsa_engine.server.forms.parts import StreamUsage, failure_of, usage_of
 from dsa_engine.server.forms.protocol import StreamOptions
@@ -95,6 +95,8 @@ class Generation(Response):
                 body = await self._or_departure(work, receive)
         except ClientLeft:
             return
+        except asyncio.CancelledError:
+            error = SHUTTING_DOWN
         except ApiError as refusal:
             error = refusal
         except (ValueError, TypeError) as refusal:

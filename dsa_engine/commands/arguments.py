@@ -20,6 +20,7 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
+from dsa_engine.system.interrupts import exit_interrupted
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.output_files import drop_stdout, keep_stdout, restore_stdout
 
@@ -241,6 +242,6 @@ def run(main: Callable[[], None]) -> None:
             raise  # one line for the whole run, see parallel/failure.py
         interrupted = isinstance(error, KeyboardInterrupt)
         print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)
-        sys.exit(130 if interrupted else 2)
+        exit_interrupted() if interrupted else sys.exit(2)
     finally:
         restore_stdout()

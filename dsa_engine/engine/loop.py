@@ -98,7 +98,7 @@ class EngineLoop:
             self.calls.put((Shutdown(), None))
 
     def close(self, wait: bool = True) -> None:
-        """Calls :meth:`stop` and waits for the end; without ``wait``, for Ctrl-C, not for a step, which may take long."""
+        """Calls :meth:`stop` and waits for the end; without ``wait``, after Ctrl-C, not for a step."""
         self.stop()
         if not wait and not self._several:
             abandon(self.thread)

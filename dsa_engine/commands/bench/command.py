@@ -36,10 +36,10 @@ def run_prefill(args: argparse.Namespace) -> None:
     check_plot(args.plot)
     text = read_text(args.prompt_file) if args.prompt_file else None
     early = Early(args)
-    early.check([0] * max(args.seq_len) if text is None else early.tokenizer().encode(text))
+    early.check([0] * max(args.input_len) if text is None else early.tokenizer().encode(text))
     llm = measured_llm(args)
     engine, leads = llm.engine, llm.engine.mesh.is_leader
-    prompts = [random_prompt(engine, n, args.seed) for n in args.seq_len]
+    prompts = [random_prompt(engine, n, args.seed) for n in args.input_len]
     if text is not None:
         prompts = [llm.tokenizer.encode(text)]
     engine.limits.check(max(prompts, key=len))  # before any is measured

@@ -13,7 +13,9 @@ OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
 def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
+    prompt.add_argument(
+        "--input-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768"
+    )
     prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
     parser.add_argument("--dump-logits", metavar="PATH", help="write the last position's logits (.npy) here")
     parser.add_argument("--plot", metavar="PATH", help="draw TTFT and stages here (.png)")

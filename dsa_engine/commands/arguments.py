@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
 import os
 import sys
@@ -232,6 +233,8 @@ def run(main: Callable[[], None]) -> None:
     report_failures(brief=correctable)
     try:
         set_up_logging()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
         main()
         print(end="", flush=True)  # also without a standard output
     except BrokenPipeError:

@@ -46,7 +46,8 @@ def main() -> None:
     if not llm.engine.mesh.is_leader:
         return
     if args.json:
-        write_json(args.json, run_report(llm, reported(args), llm.engine.mesh.world_size) | {"retrieval": results})
+        about = run_report(llm.engine, reported(args), llm.engine.mesh.world_size)
+        write_json(args.json, about | {"retrieval": results})
     rows = [(f"{length:,}", len(result["cases"]), f"{result['right']:.1%}") for length, result in results.items()]
     print(format_table(("tokens", "cases", "right"), rows))
 

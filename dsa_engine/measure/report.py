@@ -20,7 +20,7 @@ from dsa_engine.version import __version__
 if TYPE_CHECKING:
     import torch
 
-    from dsa_engine.llm import LLM
+    from dsa_engine.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,9 @@ def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> di
     }
 
 
-def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def run_report(engine: Engine, given: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """The facts needed to compare a run with another one, or to repeat it, of ``world_size`` processes. ``given``: the
     options as they were typed; "options_in_force" has all, defaults included."""
-    engine = llm.engine
     shape = {name: v for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
     return {
         **environment(engine.mesh.device, engine.dtype, world_size),

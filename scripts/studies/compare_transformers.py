@@ -21,7 +21,6 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, run
-from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.device import peak_bytes, reset_peak
@@ -60,24 +59,16 @@ def main() -> None:
     model = resolve_model(args.model)
     check_memory(ModelConfig.from_pretrained(model), [(n, 1) for n in args.input_len] + decodes)
     llm, theirs = load(model, args)
-    fractions = PeakFractions(llm.engine)
     results = []
     with progress_bar(2 * args.repeat * (len(args.input_len) + len(decodes)), "runs", "comparing") as bar:
         for n in args.input_len:
-            result = compare_prefill(llm, theirs, n, args.repeat, bar)
-            results.append(result | fractions.prefill(n, n / result["engine"]))
+            results.append(compare_prefill(llm, theirs, n, args.repeat, bar))
         for context, batch in decodes:
             results.append(compare_decode(llm, theirs, context, batch, args.output_len, args.repeat, bar))
     if args.json:
-        about = environment(CPU, torch.float32, 1) | {"ceilings": fractions.ceilings.to_json()}
-        write_json(args.json, about | {"model": args.model, "results": results})
+        write_json(args.json, environment(CPU, torch.float32, 1) | {"model": args.model, "results": results})
     header = ("", "dsa_engine", "transformers", "ratio", "dsa_engine memory", "transformers memory", "difference")
     print(format_table(header, [row(r) for r in results]))
-    print_peak_fractions([r["name"] for r in results], results, fractions.ceilings)
-    print(
-        "\nRatios are of medians over runs in turn. They grow with the prompt and the batch: transformers scores and\n"
-        "attends to every pair of tokens and runs every expert by itself; of one short request little is saved."
-    )
 
 
 def check_memory(config: ModelConfig, cases: list[tuple[int, int]]) -> None:

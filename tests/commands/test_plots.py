@@ -54,7 +54,7 @@ def test_a_line_says_where_it_went(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_a_report_says_what_a_comparison_needs(tmp_path: Path) -> None:
     llm = LLM("demo-random", device="cpu", max_model_len=512, seed=3)
-    write_json(tmp_path / "a.json", run_report(llm, {"seed": 3}, 1))
+    write_json(tmp_path / "a.json", run_report(llm.engine, {"seed": 3}, 1))
     about = json.loads((tmp_path / "a.json").read_text())
     assert about["options"] == {"seed": 3}
     assert about["options_in_force"]["page_size"] == 64 and about["options_in_force"]["seed"] == 3

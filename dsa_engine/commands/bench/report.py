@@ -31,7 +31,7 @@ class BenchReport:
         self._fractions = PeakFractions(engine)
         load = from_all_ranks(engine, [engine.load_seconds, float(engine.bytes_read)])
         self._about = {
-            **run_report(llm, reported(args), engine.mesh.processes.size),
+            **run_report(engine, reported(args), engine.mesh.processes.size),
             **to_json(engine),
             "load_seconds": [rank[0] for rank in load],
             "weight_bytes_read": [int(rank[1]) for rank in load],

@@ -45,6 +45,5 @@ def test_two_ranks_started_by_deepspeed(deepspeed: Callable[..., Any], tmp_path:
 
 @pytest.mark.slow
 def test_four_ranks(torchrun: Callable[..., Any], tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
     report, lengths = tmp_path / "cp.json", [3, 64, 777, 2051]
     check(torchrun(4, *arguments(report, lengths)), report, 4, lengths)

@@ -22,7 +22,6 @@ def test_compare_transformers(run: Run, tmp_path: Path) -> None:
     prefill, decode = json.loads(report.read_text())["results"]
     assert prefill["relative_error"] < 1e-4 and decode["equal_tokens"] == decode["tokens"] == 8
     assert prefill["ratio"] > 0 and max(row["transformers_peak_bytes"] for row in (prefill, decode)) > 0
-    assert prefill["prefill_work"]["share_of_peak"] > 0 and "of the peak (" in done.stdout
 
 
 def test_what_takes_too_much_memory_is_not_begun(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
+from dsa_engine.system.interrupts import exit_interrupted
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.output_files import drop_stdout, keep_stdout, restore_stdout
 
@@ -280,6 +282,8 @@ def run(main: Callable[[], None]) -> None:
     report_failures(brief=correctable)
     try:
         set_up_logging()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
         main()
         print(end="", flush=True)  # also without a standard output
     except BrokenPipeError:
@@ -290,6 +294,6 @@ def run(main: Callable[[], None]) -> None:
             raise  # one line for the whole run, see parallel/failure.py
         interrupted = isinstance(error, KeyboardInterrupt)
         print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)
-        sys.exit(130 if interrupted else 2)
+        exit_interrupted() if interrupted else sys.exit(2)
     finally:
         restore_stdout()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 _TORCHRUN = "start the program with torchrun --nproc-per-node N: all ranks serve one model"
 
@@ -46,19 +46,23 @@ _ADVICE = {
     "exclude_tools_when_tool_choice_none",
     "nothing is downloaded here; get the folder with `hf download`": "tokenizer tokenizer_revision revision "
     "code_revision download_dir hf_token",
-    "merge the adapter into the checkpoint": "enable_lora max_loras max_lora_rank lora_request lora_modules",
+    "merge the adapter into the checkpoint": "enable_lora max_loras max_lora_rank lora_request lora_modules lora "
+    "LoRARequest",
     "models read text only, and only generate": "limit_mm_per_prompt mm_processor_kwargs task runner pooler_config "
-    "embed encode classify score reward",
+    "embed encode classify score reward pooling_params PoolingParams PoolingOutput PoolingRequestOutput",
     "give SamplingParams": "override_generation_config",
     "SamplingParams(logprobs=…) says how many": "max_logprobs",
     "use structured_outputs=StructuredOutputsParams(…), which llguidance reads": "structured_outputs_config "
-    "guided_decoding guided_decoding_backend",
+    "guided_decoding guided_decoding_backend GuidedDecodingParams",
     "there is no beam search; use n, and choose by cumulative_logprob": "best_of use_beam_search length_penalty "
-    "early_stopping beam_search",
+    "early_stopping beam_search BeamSearchParams",
     "use logit_bias, bad_words or allowed_token_ids": "logits_processors",
     "progress=False shows no bars": "use_tqdm_on_load",
     "the scripts have --profile PATH": "profiler_config start_profile stop_profile",
-    "use llm.engine": "llm_engine",
+    "use llm.engine": "llm_engine LLMEngine engine.llm_engine",
+    "use dsa_engine.options.EngineOptions, or LLM with these options": "EngineArgs AsyncEngineArgs engine.arg_utils",
+    "use LLM: llm.stream(…), llm.astream(…), await llm.agenerate(…)": "AsyncLLM AsyncLLMEngine v1 "
+    "engine.async_llm_engine",
     "every rank runs your program; its part of the model is llm.engine.model": "collective_rpc apply_model",
 }
 _ANSWERS = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
@@ -102,6 +106,22 @@ def answer(name: str, value: Any) -> str | None:
 def is_switch(name: str) -> bool:
     """Whether the option has no value on the command line."""
     return _DEFAULTS.get(name, (None,))[0] is True  # not 1
+
+
+def absent(module: str, name: str) -> NoReturn:
+    """The ``__getattr__`` of a module whose names are also vLLM's."""
+    if name[:1].isupper() and (instead := advice(name)):
+        raise ImportError(f"{module} has no {name}: {instead}")  # the text of an AttributeError would not be shown
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+class ModulesOfVllm:
+    """A finder of modules that finds none, and says what to use instead of those of vLLM."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if (instead := advice(name.removeprefix("dsa_engine."))) and name.startswith("dsa_engine."):
+            raise ModuleNotFoundError(f"there is no module {name}: {instead}", name=name)
 
 
 def refuse(given: Mapping[str, Any]) -> None:

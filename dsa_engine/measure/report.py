@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from dsa_engine.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 def versions(*packages: str) -> dict[str, Any]:
@@ -86,6 +89,8 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 def write_json(path: str | Path, result: dict[str, Any]) -> None:
     """Writes the result whole or not at all; "-" is standard output. Values that JSON does not know become texts."""
     write_text(path, json.dumps(result, indent=2, default=lambda value: str(value).removeprefix("torch.")) + "\n")
+    if result.get("complete", True) and str(path) != "-":
+        logger.info("the figures are in %s", path)
 
 
 def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[Any], *, complete: bool) -> None:

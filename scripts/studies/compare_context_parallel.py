@@ -239,7 +239,7 @@ FORMS = {"head-tail": HeadTail, "contiguous": Contiguous, "ulysses": Ulysses, "r
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=("v3.2", "small"), help="of the layer (default: v3.2; small on a CPU)")
-    parser.add_argument("--seq-len", type=lengths, default=[2048, 4096, 8192], help="tokens of the sequence")
+    parser.add_argument("--input-len", type=lengths, default=[2048, 4096, 8192], help="tokens of the sequence")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="some of them (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each, in turn")
     add_json_argument(parser)
@@ -251,7 +251,7 @@ def main() -> None:
     dtype, size = (torch.bfloat16, "v3.2") if mesh.device.type == "cuda" else (torch.float32, "small")
     args.size = args.size or size
     layer = Layer(SIZES[args.size], dtype, mesh.device)
-    results = [result for length in args.seq_len for result in compare(layer, mesh, length, args)]
+    results = [result for length in args.input_len for result in compare(layer, mesh, length, args)]
     if not mesh.is_leader:
         return
     if args.json:

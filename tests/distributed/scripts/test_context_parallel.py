@@ -33,7 +33,7 @@ def check(done: Any, report: Path, ranks: int, lengths: list[int]) -> None:
 
 
 def arguments(report: Path, lengths: list[int]) -> list[object]:
-    return [SCRIPT, "--size", "small", "--seq-len", ",".join(map(str, lengths)), "--repeat", 1, "--json", report]
+    return [SCRIPT, "--size", "small", "--input-len", ",".join(map(str, lengths)), "--repeat", 1, "--json", report]
 
 
 def test_two_ranks_started_by_deepspeed(deepspeed: Callable[..., Any], tmp_path: Path) -> None:

@@ -219,8 +219,8 @@ class Drafter:
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])
 
     def _load_counts(self, requests: list[Request], out: torch.Tensor) -> torch.Tensor:
-        """Sets ``out``, int32 ``[n, vocab]``, to counts of the tokens that the host knows, and returns it; its first rows
-        are those of ``requests``, void for one without penalties."""
+        """Sets ``out``, int32 ``[n, vocab]``, to counts of the tokens that the host knows, and returns it. Its first
+        rows are those of ``requests``, void for one without penalties."""
         known = {request: request.num_known_tokens for request in requests if request.params.penalises}
         if known:  # on this rank
             slots = self._counts.slots(known, out)

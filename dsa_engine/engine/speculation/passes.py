@@ -114,8 +114,8 @@ class Passes(ABC):
         accepted: torch.Tensor,
         sampler: DraftSampler,
     ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
-        """Makes drafts, int64 ``[requests, count]``, and the new ``last_rows`` of this rank's requests after any step, by
-        :meth:`after_decode` over the rows with chosen tokens. If the step has rows of prompts, the modules first run
+        """Makes drafts, int64 ``[requests, count]``, and the new ``last_rows`` of this rank's requests after any step,
+        by :meth:`after_decode` over the rows with chosen tokens. If the step has rows of prompts, the modules first run
         over all of its rows, which fills their caches.
 
         Args:

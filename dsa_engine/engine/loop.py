@@ -100,7 +100,7 @@ class EngineLoop:
     def close(self, wait: bool = True) -> None:
         """Calls :meth:`stop` and waits for the end; without ``wait``, after Ctrl-C, not for a step."""
         self.stop()
-        if not wait and not self._several:
+        if not wait and self.spmd is None:
             abandon(self.thread)
         elif threading.current_thread() is not self.thread:
             self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)

@@ -99,8 +99,8 @@ class MoE(Weighted):
         self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
-        """``x [T, hidden]`` -> the terms of equation 12, ``[T, hidden]`` each: the sums of the routed experts and, if it
-        is not one of them, the output of the shared expert. It is launched when the tokens are on their way, so that
+        """``x [T, hidden]`` -> the terms of equation 12, ``[T, hidden]`` each: the sums of the routed experts and, if
+        it is not one of them, the output of the shared expert. It is launched when the tokens are on their way, so that
         they do not wait for it, or while their counts are.
         """
         with stage("MoE gate"):

@@ -302,8 +302,8 @@ class LLM(AsyncCalls):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.loop.close(wait=kind is not KeyboardInterrupt)
 
     @property
     def conversation_format(self) -> ConversationFormat:

@@ -113,6 +113,21 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Hub ids with these configurations; the first of each is its FP8 checkpoint in commands.
+HUB_IDS = {
+    hub_id: name
+    for name, hub_ids in {
+        "deepseek_v32": "deepseek-ai/DeepSeek-V3.2 deepseek-ai/DeepSeek-V3.2-Exp deepseek-ai/DeepSeek-V3.2-Exp-Base "
+        "deepseek-ai/DeepSeek-V3.2-Speciale",
+        "deepseek_v3": "deepseek-ai/DeepSeek-V3 deepseek-ai/DeepSeek-V3-Base deepseek-ai/DeepSeek-V3-0324 "
+        "deepseek-ai/DeepSeek-V3.1 deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/DeepSeek-V3.1-Terminus "
+        "deepseek-ai/DeepSeek-R1 deepseek-ai/DeepSeek-R1-Zero deepseek-ai/DeepSeek-R1-0528",
+        "glm_moe_dsa": "zai-org/GLM-5-FP8 zai-org/GLM-5",
+    }.items()
+    for hub_id in hub_ids.split()
+}
+
+
 def released_fp8() -> QuantizationConfig:
     """The FP8 format of releases, for a model whose checkpoint is in plain numbers."""
     read = QuantizationConfig.from_keys(Keys({"quantization_config": RELEASED_QUANTIZATION}))
@@ -121,7 +136,11 @@ def released_fp8() -> QuantizationConfig:
 
 
 def released_config(name: str) -> dict[str, Any]:
-    """A copy of the raw configuration of a released model."""
-    if name not in RELEASED_CONFIGS:
+    """A copy of the raw configuration of a released model, by its name here or its hub id."""
+    known = HUB_IDS.get(name, name)
+    if known not in RELEASED_CONFIGS:
         raise ValueError(f"no released configuration {name!r}; there are {', '.join(RELEASED_CONFIGS)}")
-    return copy.deepcopy(RELEASED_CONFIGS[name])
+    config = copy.deepcopy(RELEASED_CONFIGS[known])
+    if name == "zai-org/GLM-5":
+        del config["quantization_config"]
+    return config

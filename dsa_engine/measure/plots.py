@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from dsa_engine.system.output_files import whole_file
+
+logger = logging.getLogger(__name__)
 
 
 def load_pyplot() -> Any:
@@ -34,5 +37,6 @@ def save(figure: Any, path: str) -> None:
     try:
         with whole_file(path) as file:
             figure.savefig(file, dpi=120)
+        logger.info("the plot is in %s", path)
     finally:
         load_pyplot().close(figure)

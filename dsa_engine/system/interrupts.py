@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
+
+_abandoned: list[threading.Thread] = []
 
 
 @contextmanager
@@ -28,6 +32,20 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if received and callable(before):
             before(*received[-1])
+
+
+def abandon(thread: threading.Thread) -> None:
+    """Makes :func:`exit_interrupted` not wait for a thread whose work nobody wants any longer."""
+    _abandoned.append(thread)
+
+
+def exit_interrupted() -> NoReturn:
+    """Ends the process after Ctrl-C with status 130."""
+    if any(thread.is_alive() for thread in _abandoned):  # an orderly exit waits for it, as it could crash the exit
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(130)
+    sys.exit(130)
 
 
 @contextmanager

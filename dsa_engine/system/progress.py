@@ -10,6 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 _FIRST_S, _EVERY_S = 3.0, 10.0  # until the first line, and from then on
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _LINE = "{desc}: {n_fmt} of {total_fmt}{unit} in {elapsed}, {rate_noinv_fmt}, {remaining} to go{postfix}"
 _LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit} in {elapsed}{postfix}"
 
@@ -22,11 +23,40 @@ def progress_bar(total: int | None, unit: str, title: str, shown: bool = True) -
     bar: dict[str, Any] = {"total": total, "unit_scale": scaled, "desc": title, "leave": False, "delay": _FIRST_S}
     if not shown or sys.stderr is None:
         return tqdm(disable=True, unit=unit, **bar)
+    kind, bar_format = (_Tokens, _BAR) if unit == "tokens" else (tqdm, None)
     if sys.stderr.isatty() or "ipykernel" in sys.modules:
-        return tqdm(dynamic_ncols=True, unit=unit, **bar)
+        return kind(dynamic_ncols=True, unit=unit, bar_format=bar_format, **bar)
     line = _LINE_WITHOUT_TOTAL if total is None else _LINE
     unit = unit if scaled else f" {unit}"
-    return tqdm(file=_Log(), bar_format=line, mininterval=_FIRST_S, unit=unit, **bar)
+    return kind(file=_Log(), bar_format=line, mininterval=_FIRST_S, unit=unit, **bar)
+
+
+class _Tokens(tqdm):  # type: ignore[type-arg]
+    """A bar of a prefill: a token attends to all before it, so n of them take a · n + b · n² seconds."""
+
+    def __init__(self, **given: Any):
+        self._seen: list[tuple[float, float]] = []  # tokens, and the seconds that they took
+        super().__init__(**given)
+
+    def update(self, n: float | None = 1) -> bool | None:
+        if n:
+            self._seen.append((self.n + n, self.format_dict["elapsed"]))
+        return super().update(n)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        return {**super().format_dict, "remaining": self._to_go()}
+
+    def _to_go(self) -> str:
+        """By the curve through the last point and the one nearest to half of it."""
+        if not self._seen:
+            return "?"
+        n, seconds = self._seen[-1]
+        half, until_half = min(self._seen, key=lambda one: abs(one[0] - n / 2))
+        b = max(0.0, (seconds / n - until_half / half) / max(1.0, n - half))
+        a, rest = seconds / n - b * n, self.total - n
+        text = self.format_interval(rest * (a + b * (self.total + n)))
+        return text if half < n else f"over {text}"  # one point has no curve
 
 
 class _Log:

@@ -56,7 +56,7 @@ def render(
     try:
         template = tokenizer.get_chat_template(chat_template, tools)
         text = text_of(messages)
-        unread = _without_words(messages, text_of)
+        unread = _without_words(messages, template, text_of)
     except Exception as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(f"the chat template {given} failed: {type(error).__name__}: {reason}") from error
@@ -67,8 +67,8 @@ def render(
         )
     if unread is not None:
         raise ValueError(
-            f"the chat template {given} leaves out messages of the role {shown(unread)}; use system, user, assistant "
-            "or tool"
+            f"the chat template {given} has no words for messages of the role {shown(unread)}; use system, user, "
+            "assistant or tool"
         )
     return text
 
@@ -81,13 +81,16 @@ def _described(tools: Sequence[Any], messages: Sequence[Mapping[str, Any]]) -> b
     return all(isinstance(one, Mapping) and str(one.get("name")) in text for one in functions)
 
 
-def _without_words(messages: Sequence[Mapping[str, Any]], text_of: Callable[[Any], str]) -> str | None:
-    """The first role, besides the usual ones, of whose messages nothing is in the text."""
+def _without_words(messages: Sequence[Mapping[str, Any]], template: str, text_of: Callable[[Any], str]) -> str | None:
+    """The first role, besides the usual ones, that the template does not name, or of whose messages nothing is in the
+    text. "developer" is known to all clients, and needs no name where any role has words."""
     for number, message in enumerate(messages):
-        if message["role"] not in _ROLES and message.get("content"):
+        if (role := message["role"]) not in _ROLES:
             marked = {**message, "content": _MARK}
-            if _MARK not in text_of([*messages[:number], marked, *messages[number + 1 :]]):
-                return str(message["role"])
+            if role != "developer" and not re.search(f"['\"]{re.escape(role)}['\"]", template):
+                return str(role)
+            if message.get("content") and _MARK not in text_of([*messages[:number], marked, *messages[number + 1 :]]):
+                return str(role)
     return None
 
 

@@ -67,7 +67,6 @@ def grouped_matmul_kernel(
 # By capability: the first with room for a group's rows is taken, else the last. Few rows: reading the weights takes
 # the time, so programs are small and each has 48 KB of weights in flight. Many: 128 × 256, the largest tile
 # that 8 warps can sum up in registers, with products by warpgroup (Hopper).
-# Compiled for sm_90 and sm_120 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
     80: (Tiles(16, 64, 128, 4, 4, 2), Tiles(64, 128, 64, 4, 3, 3), Tiles(128, 128, 64, 8, 3, 1)),
     90: (Tiles(16, 64, 128, 4, 4, 2, swapped=True), Tiles(64, 128, 64, 4, 4, 2), Tiles(128, 256, 64, 8, 4, 1)),

@@ -191,7 +191,6 @@ def block_scaled_experts_kernel(
 # As in block_scaled_matmul.py. Gated, a tile is a block of gate and one of up in one product: its warpgroups take 128
 # columns each and read the rows half as often as for one weight after the other. On sm_90 128 rows, with a product for
 # each weight, read 0.6 of the bytes that 64 do for a result.
-# Compiled for sm_90, sm_100 and sm_120 (inspect_kernels.py), not yet measured on a device.
 _GATED = {
     89: (Tiles(16, 256, 128, 8, 2, 1), Tiles(64, 256, 128, 8, 3, 1)),
     90: (

@@ -127,7 +127,7 @@ def grouped_matmul_int4_kernel(
 
 
 # By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns,
-# whatever the depth says. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+# whatever the depth says.
 _CONFIGS = {
     80: (Tiles(16, 64, 1, 4, 4, 2), Tiles(64, 64, 1, 4, 3, 2), Tiles(128, 64, 1, 8, 3, 1)),
     90: (Tiles(16, 64, 1, 4, 4, 2), Tiles(64, 128, 1, 8, 3, 1), Tiles(128, 128, 1, 8, 3, 1)),

@@ -15,7 +15,7 @@ import torch
 
 from dsa_engine.config.fields import takes_options_of
 from dsa_engine.config.vllm_options import refuse
-from dsa_engine.engine.calls.async_calls import AsyncCalls, outputs_of
+from dsa_engine.engine.calls.async_calls import AsyncCalls, either, only_prompt, outputs_of
 from dsa_engine.engine.calls.call import Call
 from dsa_engine.engine.calls.jobs import Job, check_finite
 from dsa_engine.engine.calls.reply import Reply
@@ -23,7 +23,7 @@ from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.startup.start import start
-from dsa_engine.inputs import Prompt, either, only_prompt
+from dsa_engine.inputs import Prompt
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures

@@ -104,15 +104,9 @@ def shown(library: Library, x: torch.Tensor) -> str:
 def choose_fastest(
     ours: Callable[..., Any], x: torch.Tensor, others: Sequence[tuple[Library, str]], timed: Callable[..., float]
 ) -> dict[str, str]:
-    """Lets the fastest adapter with right results run calls like this one, if it is faster than our kernel.
-
-    Args:
-        others: adapters that have run, and what is wrong with their results.
-        timed: ms of a way to run the call.
-
-    Returns:
-        why others do not run such calls.
-    """
+    """Lets the fastest adapter with right results run calls like this one, if it is faster than our kernel; returns why
+    others do not. ``others``: adapters that have run, and what is wrong with their results; ``timed``: ms of a way to
+    run the call."""
     fastest, least = None, None
     rejected: dict[str, str] = {}
     for one, reason in others:

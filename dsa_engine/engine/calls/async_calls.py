@@ -145,9 +145,7 @@ class AsyncCalls:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
-        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs) or Tokenizer.lies_in(
-            self.folder
-        )
+        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs) or self.has_tokenizer
         tokenizer = self.tokenizer if texts else None
         adds = new_requests(self._encode(prompt), params, tokenizer, self._limits)
         for add in adds:

@@ -101,8 +101,8 @@ class HttpServer(uvicorn.Server):
     def __init__(self, server: Server, bound: socket.socket):
         options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}
         options |= {"lifespan": "off", "http": _Connection, "ws": "none", "server_header": False}
-        options |= {"backlog": 1}  # connections that a process takes at once: others may have the next ones
         options |= {"access_log": False, "log_config": None, "log_level": "error"}
+        options |= {"backlog": 1}  # connections that a process takes at once, as others may have the next ones
         super().__init__(uvicorn.Config(make_app(server, hosts_of(bound, server.options.host)), **options))
         self.app_server, self._bound, self.url = server, bound, url_of(bound)
         self.failed = False

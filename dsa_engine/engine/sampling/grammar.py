@@ -1,17 +1,19 @@
 """Masks of the tokens that may come next in requests with ``structured_outputs``.
 
-The owner of a request alone has the state of its grammar, a matcher, which follows from the tokens of the output: it
-takes those that are new, whichever step made them, and one that a new owner makes takes all. The mask of a row depends
-on the tokens before it, drafts included, so the host needs these; the masks are made there, in parallel, and applied on
-the device. A row after a draft that the grammar refuses has no mask: that draft is not accepted, and the row is void.
+Every rank compiles a grammar, in a thread, before its requests are queued: it may take seconds. The owner of a request
+alone has the state of its grammar, a matcher, which follows from the tokens of the output: it takes those that are new,
+whichever step made them, and one that a new owner makes takes all. The mask of a row depends on the tokens before it,
+drafts included, so the host needs these; the masks are made there, in parallel, and applied on the device. A row after
+a draft that the grammar refuses has no mask: that draft is not accepted, and the row is void.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.text.tokenizer import Tokenizer
+
+_CACHED = 32  # compiled grammars; one takes up to 100 MB (config/grammar_check.py), most take less than 1
+_STACK = 2**26  # more than a grammar may take that was checked
 
 
 def without_tags(tokenizer: Tokenizer) -> str:
@@ -51,8 +56,9 @@ class GrammarMasks:
         self._folder, self._trusts, self._vocab, self._ends = folder, trust_remote_code, vocab, list(eos_token_ids)
         # Each request's matcher, the position that it has come to, and the tokens before it that were not read then.
         self._matchers: WeakKeyDictionary[Request, tuple[Any, int, list[int]]] = WeakKeyDictionary()
-        self._new_matcher = lru_cache(256)(self._read)
-        self._tokens: Future[Any] | None = None
+        self._compiled: dict[str, Future[Any]] = {}  # by source, the last one asked for at the end; alike on all ranks
+        self.ready: set[str] = set()  # those of them that rank 0 has said to be compiled
+        self.begun: WeakKeyDictionary[Request, Future[Any]] = WeakKeyDictionary()  # of each request
 
     @cached_property
     def _threads(self) -> Any:
@@ -60,10 +66,20 @@ class GrammarMasks:
 
         return LLExecutor()
 
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        """First it loads the tokenizer as llguidance needs it: that takes a second for a large one."""
+        before = threading.stack_size(_STACK)
+        try:
+            thread = ThreadPoolExecutor(1, "dsa_engine grammars")
+            self._tokens = thread.submit(self._load)
+            return thread
+        finally:
+            threading.stack_size(before)
+
     def load(self) -> Future[Any]:
-        """The tokenizer as llguidance needs it, loaded in another thread: that takes a second for a large one."""
-        if self._tokens is None:
-            self._tokens = ThreadPoolExecutor(1, "dsa_engine tokenizer").submit(self._load)
+        """Begins to load the tokenizer, for which the first grammar would wait."""
+        _ = self._thread
         return self._tokens
 
     def _load(self) -> Any:
@@ -71,12 +87,24 @@ class GrammarMasks:
 
         return LLTokenizer(without_tags(Tokenizer(self._folder, self._trusts)), self._vocab, self._ends)
 
-    def _read(self, source: str) -> Any:
+    def compiled(self, source: str) -> Future[Any]:
+        """A grammar's matcher before any token. All ranks ask for the same ones in the same order."""
+        known = self._compiled.pop(source) if source in self._compiled else None
+        self._compiled[source] = known or self._thread.submit(self._compile, source)
+        if len(self._compiled) > _CACHED:
+            oldest = next(iter(self._compiled))
+            del self._compiled[oldest]
+            self.ready.discard(oldest)
+        return self._compiled[source]
+
+    def _compile(self, source: str) -> Any:
         from llguidance import LLMatcher
 
-        return LLMatcher(self.load().result(), source, log_level=0)
+        matcher = LLMatcher(self._tokens.result(), source, log_level=0)
+        matcher.deep_copy().compute_bitmask()  # copies share what it finds
+        return matcher
 
-    def _matcher(self, request: Request, source: str, end: int, read: Callable[[], torch.Tensor] | None) -> Any:
+    def _matcher(self, request: Request, end: int, read: Callable[[], torch.Tensor] | None) -> Any:
         """A request's matcher after its tokens before position ``end``; for ``read`` see :meth:`masks`."""
 
         def tokens(start: int, stop: int) -> list[int]:
@@ -85,7 +113,7 @@ class GrammarMasks:
 
         matcher, taken, ahead = self._matchers.get(request, (None, 0, []))
         if matcher is None or tokens(taken - len(ahead), taken) != ahead:  # a preemption has undone their step
-            matcher, taken = self._new_matcher(source).deep_copy(), len(request.prompt)
+            matcher, taken = self.begun[request].result().deep_copy(), len(request.prompt)
         new = tokens(taken, end)
         if min(new, default=0) >= 0:  # a negative token is the code of an error; its request has ended
             matcher.consume_tokens(new)  # what it refuses is an error of its own
@@ -114,13 +142,12 @@ class GrammarMasks:
         drafted: list[tuple[Any, int, list[int]]] = []
         masks = np.full((0, cdiv(self._vocab, 32)), -1, np.int32)
         for request, of_request in groupby(zip(wanted, numbers), key=lambda one: one[0].request):
-            form = request.params.structured_outputs
-            if form is None:
+            if request.params.structured_outputs is None:
                 continue
             if not len(masks):
                 masks = np.full((rows, masks.shape[1]), -1, np.int32)
             (first, number), *others = of_request
-            matcher = self._matcher(request, form.grammar, first.position, read)
+            matcher = self._matcher(request, first.position, read)
             if matcher.is_error():  # a refusal, or too costly a mask; the request ends, as no token is allowed
                 masks[number] = 0
             elif drafts := list(request.tokens(first.position, len(others))):

@@ -1,0 +1,85 @@
+"""Grammars are compiled on trial in another process: llguidance cannot be interrupted, and some short ones take minutes
+and gigabytes, or so much stack that their process ends. This file is also that process's program, and imports no other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import resource
+import subprocess
+import sys
+import threading
+import time
+
+CPU_S, MEMORY = 2, 2**27  # for a grammar, and for the process: 100 KB of JSON schema take 0.1 s and 10 MB
+_STACK = 2**23
+_WHY = f"it cannot be compiled within {CPU_S} s and {MEMORY >> 20} MiB, or is nested too deep; make it simpler"
+
+
+class GrammarCheck:
+    """Any thread may ask; the process starts with the first question, and again after one that has ended it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._asking = threading.Lock()
+        atexit.register(self._end)
+
+    def refusal(self, source: str) -> str:
+        """Why a grammar in llguidance's form is refused, in its words; empty if it is not."""
+        answer = ""
+        with self._asking:
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL, encoding="ascii", start_new_session=True,
+                )  # fmt: skip
+            assert self._process.stdin is not None and self._process.stdout is not None
+            try:
+                self._process.stdin.write(json.dumps(source) + "\n")
+                self._process.stdin.flush()
+                answer = self._process.stdout.readline()
+            except BrokenPipeError:
+                pass
+            finally:
+                if not answer.endswith("\n"):  # the grammar has ended it, or an interrupt has come
+                    self._end()
+        return json.loads(answer) if answer else _WHY
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+class _Bytes:
+    """A vocabulary of bytes: what a grammar takes to compile hardly depends on it."""
+
+    eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
+    tokens = [*(bytes([i]) for i in range(256)), b"<end>"]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _answer_all() -> None:
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
+    for kind, limit in (("CORE", 0), ("STACK", _STACK), ("AS", MEMORY)):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (limit, limit))
+    for line in sys.stdin:
+        source = json.loads(line)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + CPU_S, resource.RLIM_INFINITY))
+        refusal = LLMatcher.validate_grammar(source)
+        if not refusal:
+            matcher = LLMatcher(tokenizer, source, log_level=0)
+            matcher.compute_bitmask()
+            refusal = matcher.get_error()
+        print(json.dumps(refusal), flush=True)
+
+
+if __name__ == "__main__":
+    _answer_all()

@@ -62,6 +62,11 @@ def run_store() -> dist.Store | None:
     return None if _reporter is None else _reporter.store
 
 
+def sign_of_life(rank: int) -> str:
+    """The key of a number in the run's store that a rank raises as long as it lives, whatever it does."""
+    return f"rank {rank} lives"
+
+
 def is_transport_error(error: BaseException) -> bool:
     """Whether an error is that of a collective whose peer is gone or does not answer."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout")
@@ -139,6 +144,7 @@ class _Reporter:
         try:
             store = _connect(_ANSWER_S)  # the other connection may be in use by the main thread
             while not store.check(["first"]):
+                store.add(sign_of_life(self._rank), 1)
                 if self._left.wait(_POLL_S):
                     return
             first = store.get("first").decode()

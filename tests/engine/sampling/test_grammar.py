@@ -172,7 +172,7 @@ def test_what_ends_a_request(plain: list[Any]) -> None:
         assert [one.text for one in fourth.outputs] == ["12", "12"]
 
 
-CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000)} | {"4000": {}}}
+CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3500)} | {"3500": {}}}
 
 
 @pytest.mark.parametrize(

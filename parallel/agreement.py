@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.failure import run_store, sign_of_life
+from dsa_engine.parallel.failure import SIGN_OF_LIFE, run_store
 
 T = TypeVar("T")
 _meetings_held: Counter[str] = Counter()  # by the ranks that took part
@@ -114,7 +114,7 @@ class Meeting:
         return f"agreement {self._number if number is None else number} of {self._ranks}: {name}"
 
     def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None] = lambda: None) -> str:
-        key, lives, sign, pause = self._key(name), sign_of_life(rank), b"", _FIRST_PAUSE_S
+        key, lives, sign, pause = self._key(name), SIGN_OF_LIFE.format(rank), b"", _FIRST_PAUSE_S
         begun = heard = time.monotonic()
         while not self._store.check([key]):
             check()

@@ -37,6 +37,8 @@ _OWN_S = 0.5  # time for a main thread that has failed too to end the process
 _AFTER_S = 0.3  # the others end after the first rank: torchrun reports the process whose end it sees first
 _LAST_S = 30.0  # limit for an end that is itself held up (by a full pipe, or a store that cannot be reached)
 
+SIGN_OF_LIFE = "rank {} lives"  # the key of a number that a rank raises as long as it lives, whatever it does
+
 _reporter: _Reporter | None = None
 
 
@@ -60,11 +62,6 @@ def report_failures(*, connect_s: float | None = None, brief: tuple[type[Excepti
 def run_store() -> dist.Store | None:
     """The store of the run, if :func:`report_failures` has connected to it."""
     return None if _reporter is None else _reporter.store
-
-
-def sign_of_life(rank: int) -> str:
-    """The key of a number in the run's store that a rank raises as long as it lives, whatever it does."""
-    return f"rank {rank} lives"
 
 
 def is_transport_error(error: BaseException) -> bool:
@@ -144,7 +141,7 @@ class _Reporter:
         try:
             store = _connect(_ANSWER_S)  # the other connection may be in use by the main thread
             while not store.check(["first"]):
-                store.add(sign_of_life(self._rank), 1)
+                store.add(SIGN_OF_LIFE.format(self._rank), 1)
                 if self._left.wait(_POLL_S):
                     return
             first = store.get("first").decode()

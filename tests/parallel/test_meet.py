@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel import Mesh, ParallelConfig, agreement
-from dsa_engine.parallel.failure import sign_of_life
+from dsa_engine.parallel.failure import SIGN_OF_LIFE
 from dsa_engine.parallel.group import Group
 
 
@@ -136,14 +136,14 @@ def test_the_store_keeps_the_keys_of_the_last_meeting_only(
 
 def test_a_rank_that_shows_no_sign_of_life_is_not_waited_for(meshes: list[Rank], store: dist.Store) -> None:
     """One that lives is waited for, for longer than a silent one."""
-    store.add(sign_of_life(1), 1)
+    store.add(SIGN_OF_LIFE.format(1), 1)
     with pytest.raises(TimeoutError, match="no sign of life from rank 1 for 0.05 s: ended, or stopped"):
         agreement.Meeting([0, 1], 0).all_succeed(lambda: None, 7200.0, 0.05)
     lives, silent_s = threading.Event(), 3.0
 
     def live() -> None:
         while not lives.wait(0.01):
-            store.add(sign_of_life(2), 1)
+            store.add(SIGN_OF_LIFE.format(2), 1)
 
     with ThreadPoolExecutor(3) as pool:
         pool.submit(live)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 CPU_S, MEMORY = 2, 2**27  # for a grammar, and for the process: 100 KB of JSON schema take 0.1 s and 10 MB
 _STACK = 2**23
@@ -35,13 +36,11 @@ class GrammarCheck:
                     [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL, encoding="ascii", start_new_session=True,
                 )  # fmt: skip
-            assert self._process.stdin is not None and self._process.stdout is not None
+            assert self._process.stdout is not None
             try:
-                self._process.stdin.write(json.dumps(source) + "\n")
-                self._process.stdin.flush()
-                answer = self._process.stdout.readline()
-            except BrokenPipeError:
-                pass
+                with suppress(BrokenPipeError):
+                    print(json.dumps(source), file=self._process.stdin, flush=True)
+                    answer = self._process.stdout.readline()
             finally:
                 if not answer.endswith("\n"):  # the grammar has ended it, or an interrupt has come
                     self._end()
@@ -58,10 +57,11 @@ def _answer_all() -> None:
     from llguidance import LLMatcher, LLTokenizer
 
     tokenizer = LLTokenizer("byte")  # what a grammar takes to compile hardly depends on the vocabulary
-    for kind, limit in (("CORE", 0), ("STACK", _STACK), ("AS", MEMORY)):
-        resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (limit, limit))
+    stack, memory, cpu = resource.RLIMIT_STACK, resource.RLIMIT_AS, resource.RLIMIT_CPU
+    for kind, limit in ((resource.RLIMIT_CORE, 0), (stack, _STACK), (memory, MEMORY)):
+        resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
     for line in sys.stdin:
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + CPU_S, resource.RLIM_INFINITY))
+        resource.setrlimit(cpu, (math.ceil(time.process_time()) + CPU_S, resource.getrlimit(cpu)[1]))
         matcher = LLMatcher(tokenizer, json.loads(line), log_level=0)
         matcher.compute_bitmask()
         print(json.dumps(matcher.get_error()), flush=True)

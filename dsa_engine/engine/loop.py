@@ -165,23 +165,23 @@ class EngineLoop:
         elif isinstance(message, Compiled):
             if (add := self._compiling.pop(message.id, None)) is not None:
                 self._compile(add, now=True)
-        elif isinstance(message, Add) and message.grammar is not None:
+        elif isinstance(message, Add) and message.params.structured_outputs is not None:
             self._compile(message)
         else:
             self._backlog.append(message)
 
     def _compile(self, add: Add, now: bool = False) -> None:
         """Lets a request begin ``now``, or when its grammar is compiled: no step waits for that."""
-        grammar, grammars = add.grammar, self.engine.runner.grammars
-        assert grammar is not None and grammars is not None
-        compiled = grammars.compiled(grammar)
-        if now or grammar in grammars.ready:
-            grammars.ready.add(grammar)
+        form, grammars = add.params.structured_outputs, self.engine.runner.grammars
+        assert form is not None and grammars is not None
+        compiled = grammars.compiled(form)
+        if now or form.grammar in grammars.ready:
+            grammars.ready.add(form.grammar)
             self._backlog.append(add)
-            return
-        self._compiling[add.id] = add
-        if self._sends:
-            compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
+        else:
+            self._compiling[add.id] = add
+            if self._sends:
+                compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
 
     def _abort(self, ids: Sequence[int]) -> None:
         for number in ids:

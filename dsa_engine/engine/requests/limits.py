@@ -67,12 +67,6 @@ class Add:
     id: int = -1  # grows with the order of arrival; set when the message is sent
     cache_salt: str | None = None  # requests with different salts share no cached pages
 
-    @property
-    def grammar(self) -> str | None:
-        """Of the output's form, if it has one."""
-        form = self.params.structured_outputs
-        return None if form is None else form.grammar
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from dsa_engine.config.structured_outputs import StructuredOutputsParams
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -56,8 +57,9 @@ class GrammarMasks:
         self._folder, self._trusts, self._vocab, self._ends = folder, trust_remote_code, vocab, list(eos_token_ids)
         # Each request's matcher, the position that it has come to, and the tokens before it that were not read then.
         self._matchers: WeakKeyDictionary[Request, tuple[Any, int, list[int]]] = WeakKeyDictionary()
-        self._compiled: dict[str, Future[Any]] = {}  # by source, the last one asked for at the end; alike on all ranks
-        self.ready: set[str] = set()  # those of them that rank 0 has said to be compiled
+        self._thread = ThreadPoolExecutor(1, "dsa_engine grammars")
+        self._compiled: dict[str | None, Future[Any]] = {}  # by grammar, the last one asked for at the end
+        self.ready: set[str | None] = set()  # those of them that rank 0 has said to be compiled
         self.begun: WeakKeyDictionary[Request, Future[Any]] = WeakKeyDictionary()  # of each request
 
     @cached_property
@@ -67,40 +69,35 @@ class GrammarMasks:
         return LLExecutor()
 
     @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        """First it loads the tokenizer as llguidance needs it: that takes a second for a large one."""
-        before = threading.stack_size(_STACK)
-        try:
-            thread = ThreadPoolExecutor(1, "dsa_engine grammars")
-            self._tokens = thread.submit(self._load)
-            return thread
-        finally:
-            threading.stack_size(before)
-
-    def load(self) -> Future[Any]:
-        """Begins to load the tokenizer, for which the first grammar would wait."""
-        _ = self._thread
-        return self._tokens
-
-    def _load(self) -> Any:
+    def _tokens(self) -> Any:
         from llguidance import LLTokenizer
 
         return LLTokenizer(without_tags(Tokenizer(self._folder, self._trusts)), self._vocab, self._ends)
 
-    def compiled(self, source: str) -> Future[Any]:
-        """A grammar's matcher before any token. All ranks ask for the same ones in the same order."""
-        known = self._compiled.pop(source) if source in self._compiled else None
-        self._compiled[source] = known or self._thread.submit(self._compile, source)
-        if len(self._compiled) > _CACHED:
-            oldest = next(iter(self._compiled))
-            del self._compiled[oldest]
-            self.ready.discard(oldest)
-        return self._compiled[source]
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        before = threading.stack_size(_STACK)  # of the thread, which the first work begins
+        try:
+            return self._thread.submit(work, *arguments)
+        finally:
+            threading.stack_size(before)
 
-    def _compile(self, source: str) -> Any:
+    def load(self) -> Future[Any]:
+        """The tokenizer as llguidance needs it, loaded in the thread: that takes a second for a large one."""
+        return self._submit(getattr, self, "_tokens")
+
+    def compiled(self, form: StructuredOutputsParams) -> Future[Any]:
+        """The matcher of a grammar, before any token. All ranks ask for the same ones in the same order."""
+        known = self._compiled.pop(form.grammar) if form.grammar in self._compiled else None
+        self._compiled[form.grammar] = known or self._submit(self._compile, form.grammar)
+        if len(self._compiled) > _CACHED:
+            del self._compiled[oldest := next(iter(self._compiled))]
+            self.ready.discard(oldest)
+        return self._compiled[form.grammar]
+
+    def _compile(self, source: str | None) -> Any:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokens.result(), source, log_level=0)
+        matcher = LLMatcher(self._tokens, source, log_level=0)
         matcher.deep_copy().compute_bitmask()  # copies share what it finds
         return matcher
 

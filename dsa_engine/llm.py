@@ -45,7 +45,7 @@ def _led_by_rank_0(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concate
 
     @wraps(method)
     def call(self: LLM, *args: P.args, **named: P.kwargs) -> T:
-        return self._spmd.result(lambda _: method(self, *args, **named))
+        return self._led(lambda _: method(self, *args, **named))
 
     return call
 
@@ -200,6 +200,9 @@ class LLM(AsyncCalls):
         request ends when the iterator is closed or interrupted. A program that leaves a loop over it early closes it
         at once by ``contextlib.closing``. Raises what :meth:`generate` raises.
         """
+        if self._spmd is None:
+            self._calls.check()
+            return self._pieces(prompt, sampling_params)
         self._spmd.check()
         return self._spmd.pieces(lambda _: self._pieces(prompt, sampling_params))
 
@@ -262,7 +265,14 @@ class LLM(AsyncCalls):
             with Call(self._calls) as call:
                 return call.run(job, tokens, number)
 
-        return self._spmd.result(run)
+        return self._led(run)
+
+    def _led(self, work: Callable[[int | None], T]) -> T:
+        """What ``work`` returns or raises; on several ranks see :meth:`.SpmdCalls.result`."""
+        if self._spmd is not None:
+            return self._spmd.result(work)
+        self._calls.check()
+        return work(None)
 
     def follow(self) -> None:
         """Serves rank 0's calls on another rank; returns when rank 0 has closed its LLM::
@@ -277,6 +287,8 @@ class LLM(AsyncCalls):
             RuntimeError: this is rank 0, or the only rank.
             Exception: a step failed.
         """
+        if self._spmd is None or self.engine.mesh.is_front:
+            raise RuntimeError("rank 0 is the rank that the others follow(); it calls, and closes the LLM at the end")
         self._spmd.follow()
         self.loop.wait()
 

@@ -224,7 +224,7 @@ class Mesh:
     @property
     def static_decode(self) -> bool:
         """Whether the shapes of a decode step are independent of the routing, so that the host need not wait for it."""
-        return self.experts.dispatcher(decodes=True).static_shapes
+        return self.experts.dispatchers[True].static_shapes
 
     def cp_ranks(self, cp_group: int) -> range:
         """The ranks of one context-parallel group."""

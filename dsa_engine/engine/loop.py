@@ -58,12 +58,12 @@ class EngineLoop:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.error: BaseException | None = None  # what ended the loop; None while it runs, and if it was closed
-        self._several = not engine.mesh.host.alone or engine.mesh.has_counterpart
         self.steps = 0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
-        self.calls = CallQueue(engine.mesh.is_front or not self._several)
-        self.spmd = SpmdCalls(engine.mesh, self.calls)
+        several = not engine.mesh.host.alone or engine.mesh.has_counterpart
+        self.calls = CallQueue(engine.mesh.is_front or not several)
+        self.spmd = SpmdCalls(engine.mesh, self.calls) if several else None
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
         capacity, tokens = engine.scheduler.capacity, engine.scheduler.max_prefill_tokens
         self._pace = PrefillPace(engine.options.max_tpot, tokens, capacity.page_size * capacity.cp_size)
@@ -100,7 +100,7 @@ class EngineLoop:
     def close(self, wait: bool = True) -> None:
         """Calls :meth:`stop` and waits for the end; without ``wait``, after Ctrl-C, not for a step."""
         self.stop()
-        if not wait and not self._several:
+        if not wait and self.spmd is None:
             abandon(self.thread)
         elif threading.current_thread() is not self.thread:
             self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
@@ -156,6 +156,7 @@ class EngineLoop:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, CallResult):
+            assert self.spmd is not None  # which makes them
             self.spmd.take(message)
         elif isinstance(message, Shutdown):
             self._closing = True
@@ -202,7 +203,7 @@ class EngineLoop:
         try:
             sampled = self.engine.step()
         except BaseException as error:
-            if self._several:
+            if self.spmd is not None:
                 raise  # the other ranks are in the middle of the step
             failed = [request for request in self._requests.values() if request.exception is error]
             if not failed:
@@ -246,13 +247,13 @@ class EngineLoop:
         except StopIteration as end:
             result = end.value
         except BaseException as error:
-            if self._several:
+            if self.spmd is not None:
                 raise
             result = error
         self._job = None
         self._backlog.popleft()
         self.calls.last(run.id, result)
-        if run.call is not None:
+        if self.spmd is not None and run.call is not None:
             self.spmd.take(CallResult(run.call, result))
 
     def _end(self) -> None:
@@ -279,9 +280,9 @@ class EngineLoop:
         atexit.unregister(self._leave)
         refusal = self.error or RuntimeError(CLOSED)
         self.calls.end(refusal)
-        self.spmd.end(refusal)
-        if self.error is not None and self._several:
+        if self.spmd is not None:
+            self.spmd.end(refusal)
             with suppress(Exception):  # the store may be gone
-                if self.spmd.all_follow:
+                if self.error is not None and self.spmd.all_follow:
                     time.sleep(_ANSWER_S)
                     sys.excepthook(type(self.error), self.error, self.error.__traceback__)

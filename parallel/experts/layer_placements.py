@@ -98,12 +98,9 @@ class ExpertDivision:
         self._mesh = mesh
         self._made: dict[tuple[Held, int | None], ExpertParallel] = {}
 
-    def dispatcher(self, decodes: bool) -> Dispatcher:
-        return self._dispatchers[decodes]
-
     def prepare(self, sizes: ModelSizes) -> None:
         """See :meth:`.Dispatcher.prepare`; called before any layer is made."""
-        for one in dict.fromkeys(self._dispatchers):
+        for one in dict.fromkeys(self.dispatchers):
             one.prepare(sizes)
 
     def of_layer(
@@ -142,7 +139,8 @@ class ExpertDivision:
         return ExpertParallel(self._mesh.ep, placement)
 
     @cached_property
-    def _dispatchers(self) -> tuple[Dispatcher, Dispatcher]:
+    def dispatchers(self) -> tuple[Dispatcher, Dispatcher]:
+        """Of prefill and of decode steps."""
         prefill, decode = self._mesh.config.moe_dispatch, self._mesh.config.decode_dispatch
         made = {name: self._make_dispatcher(name) for name in (prefill, decode)}
         return made[prefill], made[decode].for_decode()

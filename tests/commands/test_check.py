@@ -154,7 +154,7 @@ def test_a_fault_of_the_engine(fault: str, where: str, named: str, demo: LLM, mo
             monkeypatch.setattr(experts, name, (getattr(experts, name)[0].roll(3, dims=0),))
     else:
         changed = {
-            "router": layer.moe.bias,
+            "router": layer.moe.router.bias,
             "head weights": attention.indexer.weights_proj.matrix,
             "latent norm": attention.kv_a_norm,
         }[fault]

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped.grouped_matmul import (
+    PLAIN,
     grouped_matmul_torch,
     grouped_matmul_triton,
     takes_torch_grouped_mm,
 )
-from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8
-from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16, ProductFormat, block_fp8
-from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8, W4A16
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8, grouped_matmul_int8
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat
 from dsa_engine.kernels.libraries.block_scaled import by_torch, fits
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     block_scaled_linear,

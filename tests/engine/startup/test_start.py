@@ -188,7 +188,7 @@ def test_rows_of_deep_ep_are_set_aside(fake_engine: Callable[..., Any], monkeypa
     parallel, sizes = {"moe_dispatch": "deep_ep", "decode_dispatch": "deep_ep"}, SIZES | {"max_num_batched_tokens": 64}
     with FakeDevice(memory=60 * 10**9) as device:
         engine = fake_engine(device, "deepseek_v32", 2, parallel, **sizes)
-        assert engine.mesh.experts.dispatcher(decodes=False).capacity == 64
+        assert engine.mesh.experts.dispatchers[False].capacity == 64
         for _ in range(128):
             add_filled(engine, 100, SamplingParams(max_tokens=4))
         before = device.live

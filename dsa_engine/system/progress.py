@@ -31,7 +31,7 @@ def progress_bar(total: int | None, unit: str, title: str, shown: bool = True) -
     return kind(file=_Log(), bar_format=line, mininterval=_FIRST_S, unit=unit, **bar)
 
 
-class _Tokens(tqdm):  # type: ignore[type-arg]
+class _Tokens(tqdm):
     """A bar of a prefill: a token attends to all before it, so n of them take a · n + b · n² seconds."""
 
     _seen: tuple[tuple[float, float], ...] = ()  # tokens, and the seconds that they took

@@ -101,13 +101,10 @@ def absent(module: str, name: str) -> NoReturn:
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
-class ModulesOfVllm:
-    """A finder of modules that finds none, and says what to use instead of those of vLLM."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if (instead := advice(name.removeprefix("dsa_engine."))) and name.startswith("dsa_engine."):
-            raise ModuleNotFoundError(f"there is no module {name}: {instead}", name=name)
+def find_spec(name: str, *_: object) -> None:
+    """As a finder in ``sys.meta_path`` this module finds none, and says what to use instead of modules of vLLM."""
+    if name.startswith("dsa_engine.") and (instead := advice(name.removeprefix("dsa_engine."))):
+        raise ModuleNotFoundError(f"there is no module {name}: {instead}", name=name)
 
 
 def refuse(given: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.prefill import PrefillPace
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
-from dsa_engine.system.interrupts import abandon
+from dsa_engine.system.interrupts import ABANDONED
 
 _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
 _CLOSE_S = 30.0  # longest wait for a running step when the loop is closed
@@ -103,7 +103,7 @@ class EngineLoop:
         """Calls :meth:`stop` and waits for the end; without ``wait``, after Ctrl-C, not for a step."""
         self.stop()
         if not wait and self.spmd is None:
-            abandon(self.thread)
+            self.thread.name = ABANDONED
         elif threading.current_thread() is not self.thread:
             self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
 

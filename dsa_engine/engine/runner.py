@@ -44,7 +44,9 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self._config, self._mesh = self.model.config, self.model.runtime.mesh
         self._sampler = Sampler(self._config, self._mesh, self.relaxed, self.grammars)
-        self.drafter = Drafter(self.model, self.cache, self.hooks, self.relaxed) if self.model.mtp else None
+        self.drafter = None
+        if self.model.mtp:
+            self.drafter = Drafter(self.model, self.cache, self.hooks, self._sampler.counts, self.relaxed)
 
     @property
     def dtype(self) -> torch.dtype:

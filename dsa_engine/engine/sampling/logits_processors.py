@@ -36,7 +36,7 @@ class LogitsProcessors:
     def __init__(self, eos_token_ids: Sequence[int]):
         self._eos_token_ids = eos_token_ids
         self._biases = PerRequestTable(torch.float32)  # constant terms of a request; -inf forbids
-        self._counts = PenaltyCounts()
+        self.counts = PenaltyCounts()
 
     def inputs(self, wanted: Sequence[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None) -> Inputs:
         """The inputs of the chain, without masks and drafts, for ``logits``, float32 ``[n, vocab]``; those of a request
@@ -130,8 +130,8 @@ class LogitsProcessors:
         known = dict[Request, int]()
         for request, position, _ in wanted:
             known.setdefault(request, min(position, request.num_known_tokens))
-        slots = self._counts.slots(known, logits)
-        counts = self._counts.rows.table[indices([slots[request] for request, *_ in wanted], logits)]
+        slots = self.counts.slots(known, logits)
+        counts = self.counts.rows.table[indices([slots[request] for request, *_ in wanted], logits)]
         unknown = [
             (row, token)
             for row, (request, position, _) in enumerate(wanted)

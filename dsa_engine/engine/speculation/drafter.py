@@ -106,20 +106,22 @@ class _Buffers:
 
 
 class Drafter:
-    """Works after each step of the model or in one graph with it; for ``hooks`` see :class:`.Passes`."""
+    """Works after each step of the model or in one graph with it; for ``hooks`` see :class:`.Passes`; ``counts`` are
+    those of the sampler."""
 
     def __init__(
         self,
         model: Model,
         cache: KVCache,
         hooks: list[Callable[[StepPlan], None]],
+        counts: PenaltyCounts,
         relaxed: RelaxedAcceptance | None = None,
     ):
         self._relaxed = relaxed
         self._model, self._cache, self._mesh = model, cache, model.runtime.mesh
         self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, hooks)
         self.rule: AcceptanceRule = count_equal
-        self._counts = PenaltyCounts()
+        self._counts = counts
         self._in_step = torch.empty(0, model.config.vocab_size, dtype=torch.int32, device=self._mesh.device)
         self._buffers: dict[Bucket, _Buffers] = {}
 

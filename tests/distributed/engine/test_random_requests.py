@@ -84,6 +84,6 @@ def test_the_same_tokens(
         for actual in (rank[one["name"]] for rank in ranks):
             for name in ("tokens", "ends"):
                 assert actual[name] == expected[name], one["name"]
-            assert min(actual["accepted"]) > 5 and actual["pages_lost"] == 0
+            assert sum(actual["accepted"]) > 10 * batches and actual["pages_lost"] == 0
             assert (actual["launched_ahead"] > 5) == one["ahead"]
             assert (actual["preemptions"] == 3) == one["preempts"]

@@ -30,7 +30,7 @@ from dsa_engine.system.output_files import check_outputs
 
 SEED = 1000
 SPACING = 64  # tokens of a document per fact
-SAMPLING: list[dict[str, float]] = [
+SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 1.0, "top_p": 0.95},
     {"temperature": 0.6},
@@ -91,7 +91,7 @@ def retrieval(llm: LLM, documents: Documents, length: int, count: int) -> list[t
     return cases
 
 
-def continuations(llm: LLM, documents: Documents, how: dict[str, float], count: int = 8) -> dict[str, Any]:
+def continuations(llm: LLM, documents: Documents, how: dict[str, Any], count: int = 8) -> dict[str, Any]:
     """Tokens of a step with drafts, and how many of the outputs are those without drafts."""
     rngs = [np.random.default_rng([SEED, seed]) for seed in range(count)]
     prompts = [[documents.bos, *np.concatenate([*documents.passage(rng, 200)])[:199].tolist()] for rng in rngs]

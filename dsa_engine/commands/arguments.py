@@ -11,6 +11,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_
 from dsa_engine.config.checks import shown
 from dsa_engine.config.fields import options_of
 from dsa_engine.config.overrides import merge_overrides
-from dsa_engine.config.vllm_options import SHORT, advice, answer, is_switch
+from dsa_engine.config.vllm_options import advice, answer, is_switch
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
@@ -30,8 +31,6 @@ from dsa_engine.system.output_files import drop_stdout, keep_stdout, restore_std
 
 if TYPE_CHECKING:
     from dsa_engine.llm import LLM
-
-logger = logging.getLogger(__name__)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -122,37 +121,32 @@ class Parser(argparse.ArgumentParser):
             word = words.popleft()
             flag, equals, text = word.partition("=")
             flag, _, keys = flag.partition(".")
-            name, own = flag.lstrip("-").replace("-", "_"), flag.replace("_", "-")
-            name, off = SHORT.get(name, name.removeprefix("no_")), name.startswith("no_")
-            known = own in self._option_string_actions
+            name, own, off = flag.lstrip("-").replace("-", "_"), flag.replace("_", "-"), flag[:5] in ("--no-", "--no_")
+            name, known = name.removeprefix("no_"), own in self._option_string_actions
             if not flag.startswith("-") or (not keys if known else advice(name) is None):
                 kept.append(own + equals + text if known else word)
                 continue
             if not (equals or off or is_switch(name)) and words and not words[0].startswith("-"):
                 text = words.popleft()
-            value = not off and (not text or _loaded(text))
+                word = f"{word} {text}"
+            value: Any = not off and (text or True)
+            with suppress(ValueError):
+                value = json.loads(text)
             if known:
                 for key in reversed(keys.split(".")):
                     value = {key: value}
                 objects[own] = merge_overrides(objects.get(own, {}), value)
             elif instead := answer(name, value):
-                refused.append(f"{word if equals else f'{word} {text}'.rstrip()}; {instead}")
+                refused.append(f"{word}; {instead}")
             else:
                 dropped.append(word)
         if refused:
             self.error(f"unrecognized arguments: {', and '.join(refused)}")
         if dropped:
-            logger.info("left out, as it is done anyway: %s", " ".join(dropped))
+            logging.getLogger(__name__).info("left out, as it is done anyway: %s", " ".join(dropped))
         if both := objects.keys() & {word.partition("=")[0] for word in kept}:
             self.error(f"{both.pop()} is given whole and by keys; give it in one way")
         return kept + [word for own, value in objects.items() for word in (own, json.dumps(value))]
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def argument_parser(description: str | None) -> Parser:

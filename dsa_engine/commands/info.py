@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(RELEASED_CONFIGS)
-    parser.add_argument(
-        "model", metavar="MODEL", help=f"a folder with a config.json, 'demo', a released hub id, or one of {names}"
-    )
+    parser.add_argument("model", metavar="MODEL", help=f"a folder, a hub id, 'demo', or one of {names}")
     parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
     parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")

@@ -114,17 +114,11 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 # Hub ids with these configurations; the first of each is its FP8 checkpoint in commands.
+_OF_DEEPSEEK_V3 = "V3 V3-Base V3-0324 V3.1 V3.1-Base V3.1-Terminus R1 R1-Zero R1-0528"
 HUB_IDS = {
-    hub_id: name
-    for name, hub_ids in {
-        "deepseek_v32": "deepseek-ai/DeepSeek-V3.2 deepseek-ai/DeepSeek-V3.2-Exp deepseek-ai/DeepSeek-V3.2-Exp-Base "
-        "deepseek-ai/DeepSeek-V3.2-Speciale",
-        "deepseek_v3": "deepseek-ai/DeepSeek-V3 deepseek-ai/DeepSeek-V3-Base deepseek-ai/DeepSeek-V3-0324 "
-        "deepseek-ai/DeepSeek-V3.1 deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/DeepSeek-V3.1-Terminus "
-        "deepseek-ai/DeepSeek-R1 deepseek-ai/DeepSeek-R1-Zero deepseek-ai/DeepSeek-R1-0528",
-        "glm_moe_dsa": "zai-org/GLM-5-FP8 zai-org/GLM-5",
-    }.items()
-    for hub_id in hub_ids.split()
+    **{f"deepseek-ai/DeepSeek-V3.2{last}": "deepseek_v32" for last in ("", "-Exp", "-Exp-Base", "-Speciale")},
+    **{f"deepseek-ai/DeepSeek-{name}": "deepseek_v3" for name in _OF_DEEPSEEK_V3.split()},
+    **dict.fromkeys(("zai-org/GLM-5-FP8", "zai-org/GLM-5"), "glm_moe_dsa"),
 }
 
 

@@ -16,9 +16,8 @@ _ADVICE = {
     "engines share pages of prompts in a cache_folder; ranks that only prefill: prefill_ranks": "kv_transfer_config",
     f"{_TORCHRUN}; ParallelConfig says what they divide": "tensor_parallel_size pipeline_parallel_size "
     "data_parallel_size prefill_context_parallel_size decode_context_parallel_size distributed_executor_backend nnodes "
-    "node_rank master_addr master_port headless data_parallel_size_local data_parallel_rank data_parallel_address "
-    "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb",
-    "experts are always divided over all ranks": "enable_expert_parallel",
+    "node_rank master_addr master_port data_parallel_size_local data_parallel_rank data_parallel_address tp pp dp",
+    "experts are always divided over all ranks": "enable_expert_parallel ep",
     "use ParallelConfig(redundant_experts=N, expert_loads=FILE, rebalance_every=STEPS)": "enable_eplb eplb_config",
     "use ParallelConfig(moe_dispatch=…, decode_dispatch=…)": "all2all_backend",
     "DSA_ENGINE_DBO_ROWS has the rows of decode and prefill, such as 32,512": "dbo_decode_token_threshold "
@@ -27,10 +26,8 @@ _ADVICE = {
     "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold",
     "requests run in the order in which they come": "scheduling_policy priority",
     "nothing is compiled by torch.compile; enforce_eager=True does without CUDA graphs": "compilation_config",
-    "use cudagraph_capture_sizes": "cuda_graph_sizes max_seq_len_to_capture",
-    "use kernels": "attention_backend",
     "leave it out: nothing here is of this kind": "disable_custom_all_reduce disable_hybrid_kv_cache_manager "
-    "num_scheduler_steps model_impl calculate_kv_scales",
+    "num_scheduler_steps",
     "use hf_overrides, such as {'rope_scaling': …}": "rope_scaling rope_theta",
     "leave it out: the model folder decides, and the outputs of chat() have a message": "tokenizer_mode "
     "reasoning_parser tool_call_parser enable_auto_tool_choice chat_template_content_format",
@@ -41,9 +38,7 @@ _ADVICE = {
     "requests are not logged; DSA_ENGINE_LOG_LEVEL says what is": "disable_log_requests enable_log_requests "
     "disable_uvicorn_access_log uvicorn_log_level max_log_len",
     "put a proxy before the server": "ssl_keyfile ssl_certfile ssl_ca_certs root_path uds middleware",
-    "use allowed_origins; all methods and headers are allowed": "allowed_methods allowed_headers allow_credentials",
-    "it is always so": "enable_prompt_tokens_details enable_server_load_tracking enable_tokenizer_info_endpoint "
-    "exclude_tools_when_tool_choice_none",
+    "it is always so": "enable_prompt_tokens_details enable_server_load_tracking enable_tokenizer_info_endpoint",
     "nothing is downloaded here; get the folder with `hf download`": "tokenizer tokenizer_revision revision "
     "code_revision download_dir hf_token",
     "merge the adapter into the checkpoint": "enable_lora max_loras max_lora_rank lora_request lora_modules lora "
@@ -68,29 +63,20 @@ _ADVICE = {
 _ANSWERS = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
 # Values that ask for what is done anyway, besides those that ask for nothing (None, False, 0, empty ones).
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
-    "enable_expert_parallel enable_chunked_prefill enable_auto_tool_choice disable_log_stats use_tqdm_on_load "
-    "disable_custom_all_reduce disable_hybrid_kv_cache_manager calculate_kv_scales disable_log_requests "
-    "disable_uvicorn_access_log enable_prompt_tokens_details enable_server_load_tracking "
-    "enable_tokenizer_info_endpoint exclude_tools_when_tool_choice_none": (True,),
-    "tensor_parallel_size pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
-    "decode_context_parallel_size nnodes data_parallel_size_local best_of length_penalty num_scheduler_steps "
+    "enable_expert_parallel ep enable_chunked_prefill enable_auto_tool_choice disable_log_stats use_tqdm_on_load "
+    "disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_requests disable_uvicorn_access_log "
+    "enable_prompt_tokens_details enable_server_load_tracking enable_tokenizer_info_endpoint": (True,),
+    "tensor_parallel_size tp pipeline_parallel_size pp data_parallel_size dp data_parallel_size_local nnodes best_of "
+    "prefill_context_parallel_size decode_context_parallel_size length_penalty num_scheduler_steps "
     "max_num_partial_prefills max_long_partial_prefills": (1,),
     "tokenizer_mode": ("auto", "deepseek_v32"),
     "task runner": ("auto", "generate"),
-    "chat_template_content_format model_impl": ("auto",),
+    "chat_template_content_format": ("auto",),
     "distributed_executor_backend": ("mp", "uni"),
     "scheduling_policy": ("fcfs",),
-    "allowed_methods allowed_headers": (["*"],),
     "block_size": (64,),
-    "max_logprobs": (20,),
 }
 _DEFAULTS = {name: values for names, values in _DONE_ANYWAY.items() for name in names.split()}
-SHORT = {  # its options of one hyphen
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
-    "ep": "enable_expert_parallel",
-}
 
 
 def advice(name: str) -> str | None:
@@ -115,13 +101,10 @@ def absent(module: str, name: str) -> NoReturn:
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
-class ModulesOfVllm:
-    """A finder of modules that finds none, and says what to use instead of those of vLLM."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if (instead := advice(name.removeprefix("dsa_engine."))) and name.startswith("dsa_engine."):
-            raise ModuleNotFoundError(f"there is no module {name}: {instead}", name=name)
+def find_spec(name: str, *_: object) -> None:
+    """As a finder in ``sys.meta_path`` this module finds none, and says what to use instead of modules of vLLM."""
+    if name.startswith("dsa_engine.") and (instead := advice(name.removeprefix("dsa_engine."))):
+        raise ModuleNotFoundError(f"there is no module {name}: {instead}", name=name)
 
 
 def refuse(given: Mapping[str, Any]) -> None:

@@ -130,9 +130,10 @@ class Engine:
     def make_request(self, add: Add) -> Request:
         seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
         params, words, salt = add.params, add.bad_words, add.cache_salt
-        if params.structured_outputs is not None and self.runner.grammars is not None:
-            self.runner.grammars.load()
-        return Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
+        request = Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
+        if params.structured_outputs is not None and (grammars := self.runner.grammars) is not None:
+            grammars.begun[request] = grammars.compiled(params.structured_outputs)
+        return request
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """Queues a request with one output."""

@@ -31,6 +31,7 @@ from dsa_engine.engine.calls.call import (
     Abort,
     CallQueue,
     CallResult,
+    Compiled,
     Message,
     PrefillLimit,
     Shutdown,
@@ -44,7 +45,7 @@ from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.prefill import PrefillPace
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
-from dsa_engine.system.interrupts import abandon
+from dsa_engine.system.interrupts import ABANDONED
 
 _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
 _CLOSE_S = 30.0  # longest wait for a running step when the loop is closed
@@ -70,6 +71,7 @@ class EngineLoop:
         self._streams: set[int] = set()  # ids of requests whose callers take tokens as they come
         self._unread = False  # whether a step launched here has not been read
         self._backlog: deque[Add | Run] = deque()  # messages not begun yet; a Run holds up those after it
+        self._compiling: dict[int, Add] = {}  # by id: new requests that wait for their grammars
         self._job: Generator[None, None, torch.Tensor] | None = None  # the Run that has begun: the head of the backlog
         self._closing = False  # a message of rank 0 ends all loops
         self._leaving = False  # this rank's loop ends alone, at the exit of its program
@@ -101,7 +103,7 @@ class EngineLoop:
         """Calls :meth:`stop` and waits for the end; without ``wait``, after Ctrl-C, not for a step."""
         self.stop()
         if not wait and self.spmd is None:
-            abandon(self.thread)
+            self.thread.name = ABANDONED
         elif threading.current_thread() is not self.thread:
             self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
 
@@ -164,11 +166,30 @@ class EngineLoop:
             self._abort(message.ids)
         elif isinstance(message, PrefillLimit):
             self.engine.scheduler.max_prefill_beside = message.tokens
+        elif isinstance(message, Compiled):
+            if (add := self._compiling.pop(message.id, None)) is not None:
+                self._compile(add, now=True)
+        elif isinstance(message, Add) and message.params.structured_outputs is not None:
+            self._compile(message)
         else:
             self._backlog.append(message)
 
+    def _compile(self, add: Add, now: bool = False) -> None:
+        """Lets a request begin ``now``, or when its grammar is compiled: no step waits for that."""
+        form, grammars = add.params.structured_outputs, self.engine.runner.grammars
+        assert form is not None and grammars is not None
+        compiled = grammars.compiled(form)
+        if now or form.grammar in grammars.ready:
+            grammars.ready.add(form.grammar)
+            self._backlog.append(add)
+        else:
+            self._compiling[add.id] = add
+            if self._sends:
+                compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
+
     def _abort(self, ids: Sequence[int]) -> None:
         for number in ids:
+            self._compiling.pop(number, None)
             if number in self._requests:
                 self.engine.finish(self._requests.pop(number), "abort")
         if self._job is not None and self._backlog[0].id in ids:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.measure.report import logger
 from dsa_engine.system.output_files import whole_file
-
-logger = logging.getLogger(__name__)
 
 
 def load_pyplot() -> Any:

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.formats.quantize import quantized_words
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
@@ -86,22 +85,15 @@ class MoE(Weighted):
             experts, layer, config.n_group, self.shared_load, config.topk_group
         )
         held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
-        if mesh.config.moe_combine_dtype == "fp8":
-            words = quantized_words(hidden)
-            if words is None:
-                raise ValueError(
-                    f"moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4; this model has {hidden}"
-                )
-            self.expert_parallel.quantized_sum_bytes = 4 * words
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size
         self.max_pairs = runtime.max_tokens * mesh.experts_per_token(top_k) if chunk is None else chunk
         self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
-        """``x [T, hidden]`` -> the terms of equation 12, ``[T, hidden]`` each: the sums of the routed experts and, if
-        it is not one of them, the output of the shared expert. It is launched when the tokens are on their way, so that
-        they do not wait for it, or while their counts are.
+        """``x [T, hidden]`` -> the terms of equation 12, ``[T, hidden]`` each: the sums of the routed experts, and the
+        output of the shared expert, if it is not one of them. That is launched when the tokens are on their way, so
+        that they do not wait for it, or while their counts are.
         """
         with stage("MoE gate"):
             topk_ids, topk_weights = self.router(x, batch.token_mask)

@@ -31,7 +31,7 @@ STOP = b"."
 ENGINE_ENDED = 1  # exit status; the process has said so
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048  # connections that wait for a process to take them
-_SENDING_S = 30  # in which a client has sent a whole request, after it has begun or has connected
+_SILENT_S = 30  # after which a client that has sent a part of a request, or nothing, is no longer awaited
 _LAST_WORDS_S = 2  # for the events that end streams which outlast the time to finish
 
 
@@ -72,12 +72,16 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._limit = self.loop.call_later(_SENDING_S, transport.close)
+        self._await_more()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._limit.cancel()
-        self._limit = self.loop.call_later(_SENDING_S, self.transport.close)
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if (cycle := self.cycle) is None or cycle.scope is not self.scope or cycle.more_body:
+            self._await_more()
+
+    def _await_more(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(_SILENT_S, self.timeout_keep_alive_handler)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -89,14 +93,6 @@ class _Connection(HttpToolsProtocol):
 
             cycle.chunked_encoding, cycle.send = False, send  # type: ignore[method-assign]
 
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._limit.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._limit.cancel()
-
 
 class HttpServer(uvicorn.Server):
     """Serves an engine. On SIGTERM or Ctrl-C running requests have ``shutdown_timeout`` to end; if the engine ends, so
@@ -105,8 +101,8 @@ class HttpServer(uvicorn.Server):
     def __init__(self, server: Server, bound: socket.socket):
         options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}
         options |= {"lifespan": "off", "http": _Connection, "ws": "none", "server_header": False}
-        options |= {"backlog": 1}  # connections that a process takes at once: others may have the next ones
         options |= {"access_log": False, "log_config": None, "log_level": "error"}
+        options |= {"backlog": 1}  # connections that a process takes at once, as others may have the next ones
         super().__init__(uvicorn.Config(make_app(server, hosts_of(bound, server.options.host)), **options))
         self.app_server, self._bound, self.url = server, bound, url_of(bound)
         self.failed = False

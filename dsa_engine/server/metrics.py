@@ -63,9 +63,7 @@ class Metrics:
         self._n = histogram("vllm:request_params_n", "Outputs asked for", (1, 2, 5, 10, 20))
         self._longest = histogram("vllm:request_max_num_generation_tokens", "Tokens of the longest of them", _LENGTHS)
         self._max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that an output may have", _LENGTHS)
-        self._preemptions = histogram(
-            "vllm:request_num_preemptions", "Times a request lost its pages", (0, 1, 2, 5, 10)
-        )
+        self._preemptions = histogram("vllm:request_num_preemptions", "Times it lost its pages", (0, 1, 2, 5, 10))
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts")
         self._output_tokens = counter("vllm:generation_tokens", "Generated tokens")
         self._ended = counters("vllm:request_success", "Outputs that have ended, by reason", "finished_reason")
@@ -110,8 +108,7 @@ class Metrics:
         """Counts a prompt whose outputs, which might have had so many tokens each, have all ended."""
         self._n.observe(len(output_tokens))
         self._longest.observe(max(output_tokens))
-        for _ in output_tokens:
-            self._max_tokens.observe(max_tokens)
+        self._max_tokens.observe(max_tokens)
 
     def came(self, tokens: int, seconds: float) -> None:
         """Counts the tokens of a piece of a stream that came so many seconds after the one before."""

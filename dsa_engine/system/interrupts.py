@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-_abandoned: list[threading.Thread] = []
+ABANDONED = "dsa_engine, interrupted"  # the name of a thread whose work nobody wants any longer
 
 
 @contextmanager
@@ -34,14 +34,9 @@ def uninterrupted() -> Iterator[None]:
             before(*received[-1])
 
 
-def abandon(thread: threading.Thread) -> None:
-    """Makes :func:`exit_interrupted` not wait for a thread whose work nobody wants any longer."""
-    _abandoned.append(thread)
-
-
 def exit_interrupted() -> NoReturn:
     """Ends the process after Ctrl-C with status 130."""
-    if any(thread.is_alive() for thread in _abandoned):  # an orderly exit waits for it, as it could crash the exit
+    if any(thread.name == ABANDONED for thread in threading.enumerate()):  # for which an orderly exit would wait
         with suppress(Exception):
             sys.stdout.flush()
         os._exit(130)

@@ -31,32 +31,25 @@ def progress_bar(total: int | None, unit: str, title: str, shown: bool = True) -
     return kind(file=_Log(), bar_format=line, mininterval=_FIRST_S, unit=unit, **bar)
 
 
-class _Tokens(tqdm):  # type: ignore[type-arg]
+class _Tokens(tqdm):
     """A bar of a prefill: a token attends to all before it, so n of them take a · n + b · n² seconds."""
 
-    def __init__(self, **given: Any):
-        self._seen: list[tuple[float, float]] = []  # tokens, and the seconds that they took
-        super().__init__(**given)
-
-    def update(self, n: float | None = 1) -> bool | None:
-        if n:
-            self._seen.append((self.n + n, self.format_dict["elapsed"]))
-        return super().update(n)
+    _seen: tuple[tuple[float, float], ...] = ()  # tokens, and the seconds that they took
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        return {**super().format_dict, "remaining": self._to_go()}
-
-    def _to_go(self) -> str:
-        """By the curve through the last point and the one nearest to half of it."""
-        if not self._seen:
-            return "?"
-        n, seconds = self._seen[-1]
-        half, until_half = min(self._seen, key=lambda one: abs(one[0] - n / 2))
-        b = max(0.0, (seconds / n - until_half / half) / max(1.0, n - half))
-        a, rest = seconds / n - b * n, self.total - n
-        text = self.format_interval(rest * (a + b * (self.total + n)))
-        return text if half < n else f"over {text}"  # one point has no curve
+        """With the time to go by the curve through the last point and the one nearest to half of it."""
+        shown = super().format_dict
+        n, seconds, total = shown["n"], shown["elapsed"], shown["total"]
+        if n > max(self._seen, default=(0,))[0]:
+            self._seen = (*self._seen, (n, seconds))
+        if self._seen:
+            n, seconds = self._seen[-1]
+            half, until_half = min(self._seen, key=lambda one: abs(one[0] - n / 2))
+            b = max(0.0, (seconds / n - until_half / half) / max(1.0, n - half))
+            text = self.format_interval((total - n) * (seconds / n + b * total))
+            shown["remaining"] = text if half < n else f"over {text}"  # one point has no curve
+        return shown
 
 
 class _Log:

@@ -10,6 +10,7 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
+from dsa_engine.kernels.formats.quantize import quantized_words
 from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.experts import KINDS
@@ -97,9 +98,17 @@ class ExpertDivision:
     def __init__(self, mesh: Ranks):
         self._mesh = mesh
         self._made: dict[tuple[Held, int | None], ExpertParallel] = {}
+        self.quantized_sum_bytes: int | None = None  # see ExpertParallel
 
     def prepare(self, sizes: ModelSizes) -> None:
         """See :meth:`.Dispatcher.prepare`; called before any layer is made."""
+        if self._mesh.config.moe_combine_dtype == "fp8":
+            if (words := quantized_words(sizes.hidden)) is None:
+                raise ValueError(
+                    "moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4; this model has "
+                    f"{sizes.hidden}"
+                )
+            self.quantized_sum_bytes = 4 * words
         for one in dict.fromkeys(self.dispatchers):
             one.prepare(sizes)
 
@@ -115,6 +124,7 @@ class ExpertDivision:
         if key not in self._made:
             made = self._make(ExpertPlacement(held, self._mesh.device, changes))
             made.groups, made.top_groups, made.side_stream = groups, top_groups, self._side_stream
+            made.quantized_sum_bytes = self.quantized_sum_bytes
             self._made[key] = made
         return self._made[key]
 

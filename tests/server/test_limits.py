@@ -233,7 +233,7 @@ def test_an_engine_that_ends(serve: Any, tiny_llm: Callable[..., LLM], monkeypat
 
 def test_requests_that_are_half_sent(serve: Any, slow: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have a limit of time, as has a connection without any; an answer may take longer."""
-    monkeypatch.setattr(http, "_SENDING_S", 1.0)
+    monkeypatch.setattr(http, "_SILENT_S", 1.0)
     server = serve(slow)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with ExitStack() as stack:

@@ -50,7 +50,7 @@ def test_what_is_counted(serve: Any, drafting: LLM) -> None:
     assert counts["request_prompt_tokens_count"] == 4 and counts["request_generation_tokens_count"] == 6
     assert (counts["request_params_n_count"], counts["request_params_n_sum"]) == (4, 2 + 2 + 1 + 1)
     assert counts["request_max_num_generation_tokens_sum"] == 6 + 6 + 1 + 1
-    assert (counts["request_params_max_tokens_count"], counts["request_params_max_tokens_sum"]) == (6, 4 * 6 + 1 + 1)
+    assert (counts["request_params_max_tokens_count"], counts["request_params_max_tokens_sum"]) == (4, 6 + 6 + 1 + 1)
     assert (counts["request_num_preemptions_count"], counts["request_num_preemptions_sum"]) == (6, 0)
     computed = counts["prefix_cache_queries_total"] - counts["prefix_cache_hits_total"]
     assert counts["iteration_tokens_total_count"] > 3 and counts["iteration_tokens_total_sum"] == 26 + computed

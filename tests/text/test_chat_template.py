@@ -76,8 +76,9 @@ def test_what_a_template_would_leave_out_is_an_error(form: ConversationFormat) -
     assert form.render(critic, chat_template=some) == "Hello;Hello;"
     any_role = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     developer = [{"role": "developer", "content": "Be kind"}, *HELLO]
-    assert form.render(developer, chat_template=any_role) == "developer: Be kind;user: Hello;"
-    for unknown, template in (("usr", some), ("usr", any_role), ("usr", None), ("developer", some)):
+    assert form.render(developer, chat_template=any_role) == "system: Be kind;user: Hello;"
+    assert form.render(developer, chat_template=any_role + "{# 'developer' #}").startswith("developer: Be kind;")
+    for unknown, template in (("usr", some), ("usr", any_role), ("usr", None)):
         with pytest.raises(ValueError, match=f"has no words for messages of the role '{unknown}'; use system, user"):
             form.render([*HELLO, {"role": unknown, "content": "Hello"}], chat_template=template)
 

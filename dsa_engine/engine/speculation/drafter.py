@@ -47,8 +47,9 @@ from dsa_engine.engine.sampling.logits_processors import PenaltyCounts, indices,
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
 from dsa_engine.engine.speculation.draft_sampler import DraftSampler
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
+from dsa_engine.engine.steps.context_buckets import Bucket
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.engine.steps.plan import Bucket, StepPlan
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, StepRows, block_tables_of, chunk_columns
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.transfer import upload

@@ -30,7 +30,8 @@ from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.requests.samples import key_of
 from dsa_engine.engine.speculation.draft_sampler import DraftSampler
 from dsa_engine.engine.steps.batch import known_ids
-from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
+from dsa_engine.engine.steps.context_buckets import Bucket
+from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, StepRows, block_tables_of, chunk_columns
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch

@@ -212,7 +212,7 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
     row = RowBytes.of(config.hidden_size * dtype.itemsize, k)
     sizes = PrefillSizes(tokens, k, ranks, chunk, row.there, row.back, words)
     held, pairs, rounds, rows = mesh.experts.dispatchers[False].memory(sizes)
-    rows += mesh.config.moe_combine_dtype == "fp8"  # codes beside sums
+    rows += mesh.experts.quantized_sum_bytes is not None  # codes beside sums
     further = 0 if chunk is None else max(0, min(pairs, ranks * sizes.pairs) - sizes.pairs // rounds)
     return held + further * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 

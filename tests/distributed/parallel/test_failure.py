@@ -92,6 +92,12 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failing: Failing) -> N
     assert said.count("Traceback") == 1
 
 
+def test_a_rank_that_leaves_while_weights_load_ends_the_run_after_the_timeout(failing: Failing) -> None:
+    said = said_by_ranks(failing("while_weights_load"))
+    assert "TimeoutError: no sign of life from rank 1 for 4 s: ended, or stopped" in said
+    assert said.count("Traceback") == 1 and "life from rank 2" not in said
+
+
 def test_an_error_of_all_ranks_can_be_caught_and_is_shown_once(failing_alone: Failing) -> None:
     done = failing_alone("all_alike")
     said = said_by_ranks(done)

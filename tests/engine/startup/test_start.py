@@ -15,7 +15,7 @@ from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.engine.speculation.drafter import GraphKey
 from dsa_engine.engine.startup.warm_up import DummySteps
-from dsa_engine.engine.steps.plan import Bucket
+from dsa_engine.engine.steps.context_buckets import Bucket
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.requests import add_filled

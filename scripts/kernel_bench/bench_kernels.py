@@ -26,8 +26,8 @@ from kernel_cases.inputs import Inputs, KernelCase, Sizes, referenced
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, choices=("cuda", "cpu"), help="device of the kernels")
+    known = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=known, choices=("cuda", "cpu"), help="device of the kernels")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="dtype of activations and caches")
     parser.add_argument("--small", action="store_true", help="small sizes, to try the script on a CPU")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no further case after this long")
@@ -43,7 +43,6 @@ def main() -> None:
         f"ceilings: {ceilings.flops_per_s / 1e12:.4g} TFLOP/s ({args.dtype} products), "
         f"{ceilings.bytes_per_s / 1e9:.4g} GB/s (copy, read plus written)"
     )
-    about = environment(device, dtype, 1)
     results: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     left_out: list[str] = []
@@ -56,7 +55,7 @@ def main() -> None:
         results += measured
     if args.json:
         ended = {"ceilings": ceilings.to_json(), "left_out": left_out, "failed": failed, "results": results}
-        write_json(args.json, about | ended)
+        write_json(args.json, environment(device, dtype, 1) | ended)
     if left_out:
         print(f"not measured: {', '.join(left_out)}")
     for what, reason in failed.items():

@@ -19,11 +19,11 @@ from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
-from dsa_engine.kernels.indexer.topk import A_ROW_EACH, select_by_kernel, select_topk, takes_spans
+from dsa_engine.kernels.indexer.topk import select_topk
 from dsa_engine.kernels.libraries import gluon
 from dsa_engine.kernels.rows.segment import Paging, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import chip_of, config_for, runs_triton
+from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.libraries import ADAPTERS
 from kernel_cases.inputs import INDEX_DIM, PAGE_SIZE, RANK, ROPE, TOPK, Call, Inputs, KernelCase, Sizes, referenced
 
@@ -91,10 +91,7 @@ def top_k(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             paging = Paging(tables, torch.zeros_like(lengths), PAGE_SIZE)
             shape, moved = f"{rows} rows, k {k}, S {context:,}", scores.nbytes + 4 * rows * k
             run = partial(select_topk, scores, k, lengths, paging=paging, finished=finished)
-            others: dict[str, Call] = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
-            if runs_triton(scores) and takes_spans(rows, context):
-                row_each = config_for(A_ROW_EACH, chip_of(scores))
-                others["a program a row"] = partial(select_by_kernel, scores, k, lengths, row_each, paging)
+            others = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
             yield KernelCase("top-k", shape, run, bytes=moved, baselines=others)
 
 

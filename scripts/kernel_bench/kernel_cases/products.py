@@ -89,8 +89,10 @@ def _gate_and_up(make: Inputs, x: torch.Tensor, weight: torch.Tensor, rows: int)
     each = rows // len(weight)
     row_ends = (torch.arange(1, len(weight) + 1, device=make.device) * each).int()
     way = Groups(row_ends, make.whole(len(x), rows), gated=True)
-    ours, theirs = (partial(of, x, weight, way) for of in (grouped_matmul_triton, grouped_matmul_torch))
-    return {"our gate and up": ours} | ({"torch grouped_mm": theirs} if takes_torch_grouped_mm(x, weight) else {})
+    calls: dict[str, Call] = {"our gate and up": partial(grouped_matmul_triton, x, weight, way)}
+    if takes_torch_grouped_mm(x, weight):
+        calls["torch grouped_mm"] = partial(grouped_matmul_torch, x, weight, way)
+    return calls
 
 
 def linear(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
@@ -118,17 +120,18 @@ def linear(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def _products(make: Inputs, kind: str, tokens: int, weight: Any) -> dict[str, Call]:
     """The layer's product of quantised rows without what comes before it: ours, and PyTorch's if it can be taken."""
-    inner = weight[0].shape[-1]
+    (matrix, scale, *_), inner = weight, weight[0].shape[-1]
     if kind == "FP8":
         x, x_scale = make.fp8(tokens, inner), make.scales(tokens, inner // BLOCK)
-        calls: dict[str, Call] = {"our product": partial(block_scaled_matmul_triton, x, x_scale, *weight, make.dtype)}
-        if hasattr(F, "scaled_mm") and x.is_cuda and fits(weight[0], make.dtype):
-            calls["torch scaled_mm"] = partial(by_torch, x, x_scale, *weight)
+        ours: Any = partial(block_scaled_matmul_triton, x, x_scale, matrix, scale, make.dtype)
+        calls: dict[str, Call] = {"our product": ours}
+        if hasattr(F, "scaled_mm") and x.is_cuda and fits(matrix, make.dtype):
+            calls["torch scaled_mm"] = partial(by_torch, x, x_scale, matrix, scale)
         return calls
     if kind != "INT8":
         return {}
     groups = Groups(torch.full((1,), tokens, device=make.device, dtype=torch.int32))
-    codes, parts = make.codes(tokens, inner), [part[None] for part in weight]
-    ours = partial(grouped_matmul_int8, codes, make.scales(tokens), *parts, groups, make.dtype)
+    codes, x_scale = make.codes(tokens, inner), make.scales(tokens)
+    ours = partial(grouped_matmul_int8, codes, x_scale, matrix[None], scale[None], groups, make.dtype)
     # Without scales; on CUDA it refuses 16 rows or fewer.
-    return {"our product": ours, "torch _int_mm": partial(torch._int_mm, codes, weight[0].t())}
+    return {"our product": ours, "torch _int_mm": partial(torch._int_mm, codes, matrix.t())}

@@ -212,7 +212,7 @@ def _argument(hint: Any) -> dict[str, Any] | None:
     if origin is Literal:
         return {"choices": kinds}
     if origin is dict:
-        return {"default": "{}", "metavar": "JSON"}  # taken as written, for the report
+        return {"default": "{}", "metavar": "JSON"}  # kept as written, for the report
     if origin is list:
         return {"nargs": "+"} if kinds[0] is str else {"type": lambda text: [] if text == "none" else lengths(text)}
     if hint is bool:

@@ -168,24 +168,25 @@ class EngineLoop:
             self.engine.scheduler.max_prefill_beside = message.tokens
         elif isinstance(message, Compiled):
             if (add := self._compiling.pop(message.id, None)) is not None:
-                self._compile(add, now=True)
+                self._compile(add)
         elif isinstance(message, Add) and message.params.structured_outputs is not None:
             self._compile(message)
         else:
             self._backlog.append(message)
 
-    def _compile(self, add: Add, now: bool = False) -> None:
-        """Lets a request begin ``now``, or when its grammar is compiled: no step waits for that."""
+    def _compile(self, add: Add) -> None:
+        """Lets a request begin now or, called again, when its grammar is compiled: no step waits for that."""
         form, grammars = add.params.structured_outputs, self.engine.runner.grammars
         assert form is not None and grammars is not None
-        compiled = grammars.compiled(form)
-        if now or form.grammar in grammars.ready:
-            grammars.ready.add(form.grammar)
-            self._backlog.append(add)
-        else:
-            self._compiling[add.id] = add
-            if self._sends:
-                compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
+        if add.compiled is None:
+            add.compiled = grammars.compiled(form)
+            if form.grammar not in grammars.ready:
+                self._compiling[add.id] = add
+                if self._sends:
+                    add.compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
+                return
+        grammars.announce(form)
+        self._backlog.append(add)
 
     def _abort(self, ids: Sequence[int]) -> None:
         for number in ids:

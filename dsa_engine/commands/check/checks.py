@@ -51,9 +51,9 @@ def findings(
             compared += PageLayer(folder, engine, layer).compare(done, rows)
             bar.update(mesh.world_size)
     compared = sorted(chain(*ranks.all_gather_object(compared)), key=lambda one: one.layer)
-    if shares := [one.ties for one in compared if one.ties is not None]:
+    if ties := [one.ties for one in compared if one.ties is not None]:
         seen = "of the selections end in a tie: the smallest positions win, torch.topk may take others"
-        yield Finding("ties", True, f"{sum(shares) / len(shares):.1%} {seen}")
+        yield Finding("ties", True, f"{sum(ties) / len(ties):.1%} {seen}")
     text = _text(prefill, is_text, math.log(engine.config.vocab_size))
     yield text
     for layer in layers:

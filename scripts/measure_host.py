@@ -2,11 +2,13 @@
 reading of tokens cost, and the Python functions that they call. Times are the engine's thread's processor times, in ms.
 
 Each row is a fresh process: an emulated rank, with a model that computes nothing (host_world.py). "turn"
-is a turn of the loop: the step, messages, and tokens handed over to callers here, as many as a rank has requests.
+is a turn of the loop: the step, messages, and tokens handed over to callers here, as many as a rank has requests; with
+--streams there is a stream for each request of the world, as rank 0 of a server has.
 
 Examples:
     python scripts/measure_host.py --plot host.png
     python scripts/measure_host.py --worlds 64 --requests 8,32,96 --drafts 1 --arrivals
+    python scripts/measure_host.py --worlds 64 --requests 8,32 --streams
 """
 
 from __future__ import annotations
@@ -29,9 +31,7 @@ from dsa_engine.commands.arguments import add_json_argument, argument_parser, ru
 from dsa_engine.measure.plots import check_plot, load_pyplot, save
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
-from host_world import PAGE_SIZE, HostWorld
-
-WARM_UP = 8  # steps before any is measured
+from host_world import PAGE_SIZE, WARM_UP, HostWorld
 
 
 def main() -> None:
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0, help="tokens that an MTP module drafts in a step")
     parser.add_argument("--prefix-caching", action="store_true", help="name full pages, as by default in serving")
     parser.add_argument("--arrivals", action="store_true", help="before each step a request ends and another comes")
+    parser.add_argument("--streams", action="store_true", help="measure turns with a stream for every request instead")
     parser.add_argument("--steps", type=int, default=64, help="steps of which each time is the median")
     parser.add_argument("--prefill", default="131072,524288", help="prompts whose prefill is measured, at world 64")
     parser.add_argument("--waiting", default="512x131072", help="prompts that wait, and their length; measures memory")
@@ -59,26 +60,28 @@ def main() -> None:
     check_plot(args.plot)
     given = {name: getattr(args, name) for name in ("steps", "drafts", "prefix_caching", "arrivals")}
     prompts, length = map(int, args.waiting.split("x"))
-    measured = {
-        "decode": [
-            measure("decode", world=world, requests=requests, **given)
-            for requests in numbers(args.requests)
-            for world in numbers(args.worlds)
-        ],
-        "prefill": [measure("prefill", world=64, tokens=tokens) for tokens in numbers(args.prefill)],
-        "memory": [measure("memory", world=64, prompts=prompts, length=length)],
-    }
-    for name, (title, columns) in TABLES.items():
-        rows = [tuple(result.get(column, "") for column in columns) for result in measured[name]]
+    sizes = [{"world": world, "requests": count} for count in numbers(args.requests) for world in numbers(args.worlds)]
+    if args.streams:
+        measured = {"streams": [measure("streams", **size, steps=args.steps) for size in sizes]}
+    else:
+        measured = {
+            "decode": [measure("decode", **size, **given) for size in sizes],
+            "prefill": [measure("prefill", world=64, tokens=tokens) for tokens in numbers(args.prefill)],
+            "memory": [measure("memory", world=64, prompts=prompts, length=length)],
+        }
+    for name, of_name in measured.items():
+        title, columns = TABLES[name]
+        rows = [tuple(result.get(column, "") for column in columns) for result in of_name]
         print(title)
         print(format_table([column.removesuffix("_ms") for column in columns], rows), end="\n\n")
     report = environment(torch.device("cpu"), torch.float32, 1) | {"load": os.getloadavg()[0]}
-    report["law"] = law(measured)
-    print(f"law of the planner: {report['law']}")
+    if not args.streams:
+        report["law"] = law(measured)
+        print(f"law of the planner: {report['law']}")
     print(f"{report['device']}, commit {report['commit']}, load of the machine {report['load']:.1f}")
     if args.json:
         write_json(args.json, report | {"options": vars(args)} | measured)
-    if args.plot:
+    if args.plot and not args.streams:
         draw(measured["decode"], args.plot)
 
 
@@ -113,6 +116,16 @@ def decode(world: int, requests: int, steps: int, drafts: int, prefix_caching: b
         result |= {f"{name}_ms": seconds * 1e3 for name, seconds in host.parts(steps, before).items()}
         if not arrivals:
             result["turn_ms"] = statistics.median(host.turns(steps // 2)) * 1e3
+    return result
+
+
+def streams(world: int, requests: int, steps: int) -> dict[str, Any]:
+    """A turn with a stream for every request of the world: of tasks here, and of another process."""
+    result = {}
+    for name, relayed in (("tasks", False), ("relay", True)):
+        with HostWorld(world, requests, 3000 + 8 * steps) as host:
+            seconds, result[f"{name}_calls"] = host.streamed(steps, relayed)
+            result[f"{name}_ms"] = seconds * 1e3
     return result
 
 
@@ -152,13 +165,17 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-CASES: dict[str, Any] = {"decode": decode, "prefill": prefill, "memory": memory}
+CASES: dict[str, Any] = {"decode": decode, "streams": streams, "prefill": prefill, "memory": memory}
 # Of each table the title and the columns.
 TABLES = {
     "decode": (
         "decode step: thread's processor time; launch without the launch itself; max with garbage collection",
         ("world", "requests", "step_ms", "turn_ms", "max_ms", "calls")
         + ("schedule_ms", "launch_ms", "read tokens_ms", "rest_ms"),
+    ),
+    "streams": (
+        "turn with a stream for every request of the world, which tasks of an event loop here take, or another process",
+        ("world", "requests", "tasks_ms", "tasks_calls", "relay_ms", "relay_calls"),
     ),
     "prefill": (
         "prefill step, before the first launch; with digests of the prompt's pages; with pages to evict too",

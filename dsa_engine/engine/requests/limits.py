@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError, ContextLengthError
@@ -66,6 +67,7 @@ class Add:
     arrival: float = 0.0  # time of the call in seconds, by ``time.perf_counter`` on the rank that was called
     id: int = -1  # grows with the order of arrival; set when the message is sent
     cache_salt: str | None = None  # requests with different salts share no cached pages
+    delivery: Literal["tokens", "end"] = "tokens"  # what its caller gets, see ``Request.delivery``
 
 
 @dataclass(frozen=True)

@@ -277,10 +277,10 @@ class HostWorld(AbstractContextManager["HostWorld"]):
             graphs.marks.clear()
             while len(graphs.marks) <= steps + WARM_UP:
                 time.sleep(0.01)
+                if len(self.engine.scheduler.decoding) < count:
+                    raise ValueError("streams have ended before all was measured; give more steps")
             if not counts:
                 marks = graphs.marks[WARM_UP : steps + WARM_UP + 1]
-        if self.engine.scheduler.decoding.table.length.max() > 79 + self.max_tokens:
-            raise ValueError("the streams have ended before all was measured; give more steps")
         self.llm.close()
         if relay is None:
             callers.join()

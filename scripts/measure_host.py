@@ -123,7 +123,7 @@ def streams(world: int, requests: int, steps: int) -> dict[str, Any]:
     """A turn with a stream for every request of the world: of tasks here, and of another process."""
     result = {}
     for name, relayed in (("tasks", False), ("relay", True)):
-        with HostWorld(world, requests, 3000 + 8 * steps) as host:
+        with HostWorld(world, requests, 20_000) as host:
             seconds, result[f"{name}_calls"] = host.streamed(steps, relayed)
             result[f"{name}_ms"] = seconds * 1e3
     return result

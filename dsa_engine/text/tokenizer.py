@@ -39,6 +39,7 @@ class Tokenizer:
 
         self.folder = folder
         self._token_texts: dict[int, tuple[str, bytes]] = {}
+        self._alone: dict[tuple[int, bool], str] = {}  # texts by token, and whether special ones are skipped
         try:
             with _importing:  # more modules, as the folder needs them
                 # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
@@ -104,13 +105,19 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; raises ``ValueError`` if the tokenizer fails."""
+        """The text of token ids; raises ``ValueError`` if the tokenizer fails. A stream asks again and again for those
+        of single tokens."""
+        if len(ids) == 1 and (known := self._alone.get((ids[0], skip_special_tokens))) is not None:
+            return known
         try:
-            return str(self._decoder.decode(ids, skip_special_tokens=skip_special_tokens))
+            text = str(self._decoder.decode(ids, skip_special_tokens=skip_special_tokens))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             raise self._failure("decode tokens", error) from error
+        if len(ids) == 1:
+            self._alone[ids[0], skip_special_tokens] = text
+        return text
 
     def _failure(self, what: str, error: BaseException) -> ValueError:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "

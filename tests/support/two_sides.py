@@ -160,7 +160,9 @@ class Caller(Reader):
         assert request.id == self.add.id
 
     def put(self, item: StepTokens | Failure, /) -> None:
-        assert isinstance(item, StepTokens) and self.ending is None
+        assert isinstance(item, StepTokens)
+        if self.ending is not None:
+            return  # tokens after a stop string
         of_step = [(tokens[:count], None) for tokens, count in zip(item.tokens.tolist(), item.counts.tolist())]
         for tokens, ending in [*of_step, *((one.tokens, one.ending) for one in item.ended)]:
             for number, one in enumerate(tokens):

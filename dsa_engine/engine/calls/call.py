@@ -223,14 +223,14 @@ class Call:
 
     def __init__(self, calls: MessageQueue, asynchronous: bool = False):
         self._calls, self._asynchronous = calls, asynchronous
-        self._results: Any = asyncio.Queue() if asynchronous else deque()
+        self._results: Any = _EventLoopResults() if asynchronous else deque()
 
     def begin(self, adds: Sequence[tuple[Add, Tokenizer | None]], stream_interval: int | None = None) -> None:
         """Sends requests, each with the tokenizer for its text; for ``stream_interval`` see :class:`Reply`."""
         for add, _ in adds:
             add.id = next(self._calls.ids)
         self._inbox = self._calls.inbox() if self._asynchronous else CallInbox(self._calls.abort)
-        deliver = self._results.put_nowait if self._asynchronous else self._results.append
+        deliver = self._results.append
         self.replies = [
             Reply(add, tokenizer, deliver, stream_interval, index) for index, (add, tokenizer) in enumerate(adds)
         ]
@@ -258,15 +258,9 @@ class Call:
                 due += _TICK_S
         return _raised(self._results.popleft())
 
-    async def get_async(self) -> Any:
-        return _raised(await self._results.get())
-
     async def all_async(self) -> list[Any]:
         """The next result, and all further ones that are there."""
-        results = [await self.get_async()]
-        while not self._results.empty():
-            results.append(_raised(self._results.get_nowait()))
-        return results
+        return [_raised(result) for result in await self._results.all()]
 
     def close(self) -> None:
         """Aborts requests and jobs that have not ended."""
@@ -284,6 +278,27 @@ class Call:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _EventLoopResults:
+    """Results for a task of the running event loop, which alone puts them in."""
+
+    def __init__(self) -> None:
+        self._event_loop, self._items = asyncio.get_running_loop(), list[Any]()
+        self._waiter: asyncio.Future[None] | None = None  # of the task, while it waits
+
+    def append(self, item: Any) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def all(self) -> list[Any]:
+        """All that are there, once there are some."""
+        if not self._items:
+            self._waiter = self._event_loop.create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items
 
 
 def _raised(item: Any) -> Any:

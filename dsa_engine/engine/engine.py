@@ -201,11 +201,12 @@ class Engine:
             read = step.read()
         taken, streams = self.scheduler.decoding.take(read)
         ended = [one for one in map(self._take, taken) if one is not None]
-        if not ended:
-            return streams
-        gone = [one.id for one in ended]
-        streams = [one.of((~np.isin(one.ids, gone)).nonzero()[0].tolist(), []) for one in streams]
-        return [*(one for one in streams if len(one.ids)), StepTokens.only(ended)]
+        if ended:
+            gone = [one.id for one in ended]
+            streams = [one.of((~np.isin(one.ids, gone)).nonzero()[0].tolist(), []) for one in streams]
+        if ended or not streams:
+            streams.append(StepTokens.only(ended))
+        return streams if len(read.samples.keys) else []
 
     def _take(self, sampled: RequestTokens) -> Ended | None:
         """Gives a request its new tokens, up to the one that ends it, if one does."""

@@ -267,7 +267,7 @@ class Decoding:
         is_full = table.length[rows] - table.unread[rows] >= table.limit[rows]
         chosen = is_full | ending.any(axis=1) | (table.direct[rows] > 0)
         now = time.perf_counter()
-        for row in self._all[rows][table.fresh[rows] > 0].tolist():
+        for row in self._all[rows][(table.fresh[rows] > 0) & (tokens[:, 0] >= 0)].tolist():
             self.requests[row].first_token_at = now
         table.fresh[rows] = 0
         streams = [

@@ -99,6 +99,15 @@ def test_the_tokens_of_a_step_are_one_message(tiny: LLM, other_end: OtherEnd) ->
     assert messages == 9, "eight requests of nine tokens run together"
 
 
+def test_a_caller_that_waits_for_the_end_gets_one_message(tiny: LLM, other_end: OtherEnd) -> None:
+    (wanted,) = tiny.generate([[5]], PARAMS)
+    other_end.send(NewRequest.of(Add([5], PARAMS, id=7, delivery="end")))
+    (message,) = other_end.recv()
+    (ended,) = message.step.ended
+    assert (ended.id, ended.tokens, len(message.step.ids)) == (7, wanted.token_ids, 0)
+    assert ended.record.first_token_at < message.step.at, "though it came at the end"
+
+
 def test_an_error_of_a_step_reaches_its_caller(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = Relay(tiny)
 

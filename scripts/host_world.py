@@ -270,7 +270,7 @@ class HostWorld(AbstractContextManager["HostWorld"]):
             callers.start()
         else:
             relay._take([NewRequest.of(replace(add, id=number)) for number, add in enumerate(adds)])
-        while len(self.engine.scheduler.decoding) < count:
+        while len(self.engine.scheduler.decoding) < count and self.llm.loop.error is None:
             time.sleep(0.01)
         for counts in (False, True):
             graphs.count_calls = counts

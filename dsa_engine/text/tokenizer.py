@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -190,11 +190,11 @@ class TextStream:
         streams: bool = True,
     ):
         self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._stop, self._sorted_stop = stop, sorted(stop)
         self._longest = max(map(len, stop), default=0)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
-        self._skip_special_tokens = skip_special_tokens
         self._waits = not (streams or stop)
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text can no longer change
@@ -214,9 +214,6 @@ class TextStream:
         for token, one in logprobs.items():
             one.decoded_token, one.bytes = self._tokenizer.token_text_and_bytes(token)
         return logprobs
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
     def add(self, token: int) -> None:
         """Appends a token; :attr:`stopped` tells whether the text has reached a stop string."""

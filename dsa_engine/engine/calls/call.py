@@ -260,7 +260,11 @@ class Call:
 
     async def all_async(self) -> list[Any]:
         """The next result, and all further ones that are there."""
-        return [_raised(result) for result in await self._results.all()]
+        results: list[Any] = await self._results.all()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
     def close(self) -> None:
         """Aborts requests and jobs that have not ended."""

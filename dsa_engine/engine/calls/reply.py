@@ -75,39 +75,36 @@ class Reply:
     ) -> None:
         """Adds the next tokens, read at a time, up to a stop string; ``ending``: how the request ends with the last of
         them. An error while decoding them to text ends it. The caller gets a piece of a stream, or None at the end."""
+        text, params = self._text, self.add.params
+        hidden = ending is not None and ending.reason == "stop" and not params.include_stop_str_in_output
         if tokens:
             self._first_token_time = self._first_token_time or at
             self._last_token_time = at
         try:
-            self._add(tokens, ending, logprobs)
-            if self.ending is not None and self._text is not None:
-                self._text.finish()
+            for number, token in enumerate(tokens, 1):
+                self.output.append(token)
+                if logprobs is not None and params.logprobs is not None:
+                    self._logprobs.append(ranked(token, logprobs[number - 1].tolist(), params.logprobs))
+                    if text is not None:
+                        text.decoded(self._logprobs[-1])
+                if text is None or (hidden and number == len(tokens)):
+                    continue
+                text.add(token)
+                if text.stop_string is not None:
+                    ending = Ending("stop", stop_reason=text.stop_string)
+                    break
+            self.ending = ending
+            if ending is not None and text is not None:
+                text.finish()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            self.ending = _not_decoded("tokens", error)
+            self.ending = ending = _not_decoded("tokens", error)
         if self._stream_interval is None:
-            if self.ending is not None:
+            if ending is not None:
                 self.deliver(None)
-        elif self.ending is not None or not self._given or len(self.output) - self._given >= self._stream_interval:
+        elif ending is not None or not self._given or len(self.output) - self._given >= self._stream_interval:
             self.deliver(self.piece())
-
-    def _add(self, tokens: Sequence[int], ending: Ending | None, logprobs: Floats | None) -> None:
-        text, params = self._text, self.add.params
-        hidden = ending is not None and ending.reason == "stop" and not params.include_stop_str_in_output
-        for number, token in enumerate(tokens, 1):
-            self.output.append(token)
-            if logprobs is not None and params.logprobs is not None:
-                self._logprobs.append(ranked(token, logprobs[number - 1].tolist(), params.logprobs))
-                if text is not None:
-                    text.decoded(self._logprobs[-1])
-            if text is None or (hidden and number == len(tokens)):
-                continue
-            text.add(token)
-            if text.stopped:
-                self.ending = Ending("stop", stop_reason=text.stop_string)
-                return
-        self.ending = ending
 
     def piece(self) -> StreamPiece:
         """The tokens since the last piece, and the text that can no longer change."""

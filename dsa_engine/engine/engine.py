@@ -4,10 +4,10 @@ Under ``torchrun`` every rank makes the same engine and calls the same methods w
 time uses it: the loop's thread (``loop.py``), or that of a program that measures, while the loop is idle.
 
 The device must not wait for the host between two decode steps. So with ``async_scheduling`` a step is scheduled and
-launched before the previous step's tokens are read. A placeholder takes the position of a token that is not read
-yet (``request.py``). While the device computes, the host reads the token, makes its text and decides whether the
-request ends. Only decode steps that need nothing from the host are launched ahead. Before a prefill, and before a graph
-is captured, the step in flight is read, so that its tokens do not wait.
+launched before the previous step's tokens are read. A placeholder takes the position of a token that is not read yet
+(``request.py``). While the device computes, the host reads the token and decides whether the request ends. Only decode
+steps that need nothing from the host are launched ahead. Before a prefill, and before a graph is captured, the step in
+flight is read, so that its tokens do not wait.
 
 A request that turns out to have ended was launched for one step too many, whose tokens are dropped. Its pages may go to
 another request at once: the device works in order, so the new request overwrites a row before it reads that row.

@@ -57,7 +57,14 @@ class PrefillLimit:
     tokens: int
 
 
-Message = Add | Abort | Run | CallResult | PrefillLimit | Shutdown
+@dataclass(frozen=True)
+class Compiled:
+    """The grammar of this new request is compiled on rank 0, where a thread has sent this; the request may begin."""
+
+    id: int
+
+
+Message = Add | Abort | Run | CallResult | Compiled | PrefillLimit | Shutdown
 
 
 class Mailbox(Protocol):

@@ -71,6 +71,7 @@ def _run(
     requests = [engine.add(prompt, params) for prompt in prompts]
     for request in requests:
         request.reads_prefix_cache = hits or preempt
+        request.tracked = True  # all ranks preempt at the same token
     while engine.has_work:
         engine.step()
         for request in requests if preempt else ():

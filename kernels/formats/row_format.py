@@ -112,8 +112,8 @@ class RowFormat(ABC):
             )
 
     def empty_pool(self, pages: int, page_size: int, device: torch.device) -> torch.Tensor:
-        """``[pages, page_size, columns]``, not cleared: on a CPU untouched pages take no memory."""
-        return torch.empty(pages, page_size, self.columns, dtype=self.pool_dtype, device=device)
+        """``[pages, page_size, columns]``, zeros: on a CPU untouched pages take no memory."""
+        return torch.zeros(pages, page_size, self.columns, dtype=self.pool_dtype, device=device)
 
     def random_pages(self, pages: int, page_size: int, generator: torch.Generator) -> torch.Tensor:
         """Standard normal numbers as a pool holds them, ``[pages, page_size, columns]``, on the generator's device."""

@@ -15,6 +15,7 @@ another request at once: the device works in order, so the new request overwrite
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,6 +105,8 @@ class Engine:
         if self.options.cache_folder is not None and num_drafts != allowed:
             raise RuntimeError(f"a cache_folder holds the rows of {allowed} drafts a step; leave it out")
         self.scheduler.set_num_drafts(choices)
+        if self.mesh.device.type == "cpu":  # which others use meanwhile
+            self.scheduler.decoding.draft_number.clock = time.thread_time
         self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
         if modules != prefix_cache.lookahead:

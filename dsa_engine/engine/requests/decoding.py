@@ -295,7 +295,7 @@ class Decoding:
         chosen = is_full | ending.any(axis=1) | (table.direct[rows] > 0)
         now = time.perf_counter()
         if self.draft_number.adapts and len(read.samples.keys):
-            self.draft_number.read(read.num_drafts, int(read.samples.numbers.max()) + 1, now)
+            self.draft_number.read(read.num_drafts, int(read.samples.numbers.max()) + 1)
             if read.accepted is not None:
                 self._learn(table.slot[rows], offered, accepted)
         for row in self._all[rows][(table.fresh[rows] > 0) & (tokens[:, 0] >= 0)].tolist():

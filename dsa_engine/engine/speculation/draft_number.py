@@ -14,6 +14,7 @@ A change of the number takes effect when no step is in flight.
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
@@ -62,6 +63,7 @@ class DraftNumber:
         self.choices = tuple(choices)
         self.number = self._best = self.choices[-1]
         self.due = False
+        self.clock = time.perf_counter
         self.accepted = 0.5 ** np.arange(1.0, self.choices[-1] + 1)  # of all requests so far, see ``best_of``
         self._size = 0
         self._times: dict[int, Floats] = {}  # by size, of each choice; the same on all ranks
@@ -77,9 +79,10 @@ class DraftNumber:
     def adapts(self) -> bool:
         return len(self.choices) > 1
 
-    def read(self, number: int | None, requests: int, now: float) -> None:
+    def read(self, number: int | None, requests: int) -> None:
         """Measures a step that has been read: ``number`` of its drafts, None if it has prefilled, and of the requests
         of the fullest rank. Steps follow each other, so it took the time since the one before was read."""
+        now = self.clock()
         if number is not None and number == self._read_number:  # the first with a number has other work before it
             self._own[size_of(requests), number].append(now - self._read_at)
         self._read_at, self._read_number = now, -1 if number is None else number

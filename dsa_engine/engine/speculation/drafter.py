@@ -199,8 +199,14 @@ class Drafter:
         # A copy: another graph may use the same memory before this table is read.
         table = graphs.run(key, lambda: self._step(buffers, key)).clone()
         outcome, last_rows = Outcome.of(table, step.samples, self._mesh.world_size), buffers.passes.last_rows(chunks)
-        made = {"outcome": outcome, "last_rows": last_rows, "num_drafts": step.num_drafts}
-        return StepResult(step.samples, table.new_empty(0), lambda: table, **made)
+        return StepResult(
+            step.samples,
+            table.new_empty(0),
+            lambda: table,
+            outcome=outcome,
+            num_drafts=step.num_drafts,
+            last_rows=last_rows,
+        )
 
     def _load(
         self, buffers: _Buffers, key: GraphKey, chunks: list[Chunk], before: Outcome | None, masks: torch.Tensor | None

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from dsa_engine.engine.cache.steps import CacheSteps
+from dsa_engine.engine.requests.draft_number import choices_up_to
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Ending, Request
 from dsa_engine.engine.requests.samples import (
@@ -39,7 +40,6 @@ from dsa_engine.engine.requests.samples import (
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.chain import mixed_seed, seed_key
-from dsa_engine.engine.speculation.draft_number import choices_up_to
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.engine.steps.rebalancing import CountRecorder, Rebalancing
 from dsa_engine.model.kv_cache import KVCache
@@ -171,7 +171,7 @@ class Engine:
         ends only that request.
         """
         if self._in_flight is None and (number := self.scheduler.decoding.draft_number).due:
-            number.share(self.mesh.world.all_gather, self.mesh.device)
+            number.exchange(self.mesh.world.all_gather, self.mesh.device)
         self.cache_steps.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.
         ahead = self.async_scheduling and not has_hook()

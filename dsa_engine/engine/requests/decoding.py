@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import (
@@ -29,7 +30,6 @@ from dsa_engine.engine.requests.samples import (
     StepTokens,
     key_of,
 )
-from dsa_engine.engine.speculation.draft_number import DraftNumber
 from dsa_engine.sampling_params import NEEDS_HOST, RECORDS
 
 _ALL = slice(None)

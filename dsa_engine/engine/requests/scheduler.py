@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from dsa_engine.engine.cache.disk import DiskLoads
 from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
 from dsa_engine.engine.requests.decoding import Decoding
+from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Capacity, pages_for
 from dsa_engine.engine.requests.prefill import PrefillStep, RankLoad, choose_group, choose_owner
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Ints, Samples
-from dsa_engine.engine.speculation.draft_number import DraftNumber
 from dsa_engine.errors import CapacityError
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.requests.draft_number import choices_up_to
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Samples
@@ -31,7 +32,6 @@ from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.chain import LARGEST
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
-from dsa_engine.engine.speculation.draft_number import choices_up_to
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches

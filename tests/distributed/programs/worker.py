@@ -39,9 +39,9 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.engine.calls.reply import Inbox, Reply
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.requests.draft_number import DraftNumber, size_of
 from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.samples import Ended, RequestTokens, StepTokens
-from dsa_engine.engine.speculation.draft_number import DraftNumber, size_of
 from dsa_engine.engine.steps import batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs

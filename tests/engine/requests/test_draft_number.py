@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsa_engine.engine.speculation.draft_number import TRIAL, DraftNumber, best_of, choices_up_to
+from dsa_engine.engine.requests.draft_number import TRIAL, DraftNumber, best_of, choices_up_to
 
 CHOICES = choices_up_to(3)
 GOOD, BAD = np.array([0.8, 0.6, 0.45]), np.array([0.01, 0.0, 0.0])
@@ -20,7 +20,7 @@ def device_time(requests: int, drafts: int) -> float:
 
 
 def test_choices() -> None:
-    assert [choices_up_to(most) for most in (0, 1, 2, 3, 7)] == [(0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 3, 7)]
+    assert [choices_up_to(limit) for limit in (0, 1, 2, 3, 7)] == [(0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 3, 7)]
 
 
 def test_many_requests_get_fewer_drafts() -> None:
@@ -43,7 +43,7 @@ def run(number: DraftNumber, steps: int, requests: int, accepted: np.ndarray, no
     taken = Counter[int]()
     for _ in range(steps):
         if number.due:
-            number.share(lambda times: torch.cat((times, times * torch.nan)), torch.device("cpu"))
+            number.exchange(lambda times: torch.cat((times, times * torch.nan)), torch.device("cpu"))
         this = number.number
         number.launched(requests, lambda: accepted)
         taken[this] += 1
@@ -76,7 +76,7 @@ def test_trials_cost_little(requests: int, accepted: np.ndarray) -> None:
     begun, made, tokens = now[0], 0, 0.0
     for _ in range(5000):
         if number.due:
-            number.share(lambda times: times, torch.device("cpu"))
+            number.exchange(lambda times: times, torch.device("cpu"))
         this = number.number
         number.launched(requests, lambda: accepted)
         tokens += 1 + accepted[: min(this, made)].sum()

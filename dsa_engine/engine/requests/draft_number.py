@@ -26,14 +26,14 @@ Floats = npt.NDArray[np.float64]
 
 TRIAL = 4  # steps
 BETWEEN = 16  # fewest steps between trials
-SHARE = 1 / 200  # of all steps, that trials may cost
+FRACTION = 1 / 200  # of all steps, that trials may cost
 _GAIN = 1.01  # for less the number stays
-_MOST_SPARE = 64.0  # steps
+_MAX_SPARE = 64.0  # steps
 
 
-def choices_up_to(most: int) -> tuple[int, ...]:
-    """The numbers to choose from, so that rows are powers of two, and ``most``: few graphs serve all steps."""
-    return tuple(sorted({0, most} | {number for number in (1, 3) if number < most}))
+def choices_up_to(limit: int) -> tuple[int, ...]:
+    """The numbers to choose from, so that rows are powers of two, and ``limit``: few graphs serve all steps."""
+    return tuple(sorted({0, limit} | {number for number in (1, 3) if number < limit}))
 
 
 def best_of(choices: Sequence[int], accepted: Floats, times: Floats, now: int) -> int:
@@ -56,7 +56,7 @@ def tokens_of(choices: Sequence[int], accepted: Floats) -> Floats:
 
 
 class DraftNumber:
-    """``number`` is that of the next step; ``due``: whether :meth:`share` is to be called when no step is in flight.
+    """``number`` is that of the next step; ``due``: whether :meth:`exchange` is to be called when no step is in flight.
     With one choice it never changes."""
 
     def __init__(self, choices: Sequence[int]):
@@ -90,7 +90,7 @@ class DraftNumber:
     def launched(self, requests: int, accepted: Callable[[], Floats]) -> None:
         """Counts a decode step of so many requests of the fullest rank, and chooses the number of the next one."""
         self._step, self._size = self._step + 1, size_of(requests)
-        self._spare = min(_MOST_SPARE, self._spare + SHARE)
+        self._spare = min(_MAX_SPARE, self._spare + FRACTION)
         if self._left:
             self._left -= 1
             if not self._left:
@@ -116,12 +116,12 @@ class DraftNumber:
         """What a trial costs, in steps with the best number: those of its rows that find no drafts count too."""
         one, best = self.choices.index(number), self.choices.index(self._best)
         if times is None or np.isnan(times[[one, best]]).any():
-            return 0.0 if (self._size, number) not in self._tried else _MOST_SPARE / 2
+            return 0.0 if (self._size, number) not in self._tried else _MAX_SPARE / 2
         tokens = tokens_of(self.choices, accepted)
         brought = (TRIAL - 1) * tokens[one] + 2 * min(tokens[one], tokens[best])
         return float(TRIAL * times[one] / times[best] + 1 - brought / tokens[best])
 
-    def share(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+    def exchange(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
         """Takes rank 0's times of the last steps of this size; every rank calls it. What was not measured again has
         grown as the best number's has. ``gather``: joins tensors of all ranks."""
         own = [min(self._own.get((self._size, number), [math.nan])) for number in self.choices]

@@ -175,9 +175,9 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 
 def _sizes(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> ModelSizes:
-    experts = mesh.experts_per_token(config.n_routed_experts) + mesh.config.redundant_experts
+    experts = config.n_routed_experts + mesh.config.redundant_experts
     rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + options.num_drafts)
-    return ModelSizes(config.hidden_size, experts, mesh.experts_per_token(config.num_experts_per_tok), rows, dtype)
+    return ModelSizes(config.hidden_size, experts, config.num_experts_per_tok, rows, dtype)
 
 
 def load(prepared: Prepared) -> Loaded:

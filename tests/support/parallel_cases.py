@@ -54,11 +54,11 @@ def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
             "v32",
             parallel=config,
             options={"max_num_batched_tokens": 48},
-            lengths=[3, 48 * cp + 1, 96 * cp, 701],
+            lengths=[3, 48 * cp + 1, 96 * cp, 333],
             ragged=RAGGED,
         ),
-        case("experts in rounds", "v32", parallel=config | {"moe_chunk_size": 16}, lengths=[301], ragged=RAGGED),
-        case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 2}, ragged=RAGGED),
+        case("experts in rounds", "v32", parallel=config | {"moe_chunk_size": 40}, lengths=[301], ragged=RAGGED),
+        case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 4}, ragged=RAGGED),
         case("small pages", "glm", parallel=config, options={"page_size": 16}, lengths=[17, 333], ragged=RAGGED),
         case("sampled", "v32", parallel=config, ragged=RAGGED, params=SAMPLED),
         case("selection", "glm", parallel=config, options=DBO, ragged=RAGGED, params=GREEDY | {"selection": 3}),
@@ -105,14 +105,14 @@ def by_node(nodes: list[int]) -> list[dict[str, Any]]:
     """The dispatch by nodes, in prefill and decode, with each feature that concerns the experts."""
     cp, at = len(nodes), {"nodes": nodes}
     once = parallel(cp, 1, "by_node")
-    in_rounds = once | {"moe_chunk_size": 16, "redundant_experts": 4}
+    in_rounds = once | {"moe_chunk_size": 40, "redundant_experts": 4}
     cases = [
         case("plain", "v32", parallel=once, lengths=[1, 333], ragged=RAGGED),
         case("replicas, in rounds", "v32", parallel=in_rounds, lengths=[2, 301], ragged=RAGGED),
         case("chosen by size", "glm", parallel=parallel(cp, 1, "auto"), lengths=[17, 333], ragged=RAGGED),
         micro_batches("v32", cp, "by_node", preempts=True),
         micro_batches("v32", cp, "by_node", waiting=True),
-        micro_batches("v32", cp, "by_node", chunk=16, waiting=True),
+        micro_batches("v32", cp, "by_node", chunk=40, waiting=True),
         stored(cp, 1, "by_node"),
         rebalanced("v32", cp, "by_node"),
     ]
@@ -137,7 +137,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *(micro_batches("v32", 2, dispatch) for dispatch in DISPATCHES),
         micro_batches("v32", 2, "all_gather", padded=True),
         micro_batches("v32", 2, "all_to_all", waiting=True),
-        micro_batches("v32", 2, "all_to_all", chunk=16, waiting=True),
+        micro_batches("v32", 2, "all_to_all", chunk=40, waiting=True),
         micro_batches("fp8 weights", 2, "all_to_all"),
         stored(2, 1, "all_to_all"),
         stored(2, 2, "all_gather"),

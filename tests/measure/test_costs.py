@@ -99,7 +99,7 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
     options: dict[str, Any] = {"max_num_seqs": 4, "enforce_eager": True, "progress": False}
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", **options)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    running = [add_filled(llm.engine, context, params) for _ in range(requests)]
+    running = add_filled(llm.engine, requests, context, params)
     llm.engine.step()  # everything that is created once
     with (
         references(),

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 Failing = Callable[[str], subprocess.CompletedProcess[str]]
-LINE_OF_TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
+OF_TORCHRUN, REPORT_OF_TORCHRUN = " torch/distributed/elastic/", f"{'=' * 60}\n"
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +41,9 @@ def started_by(launch: Callable[..., Any], how: str, oracle: Callable[..., Any])
 
 
 def said_by_ranks(done: subprocess.CompletedProcess[str]) -> str:
-    """The ranks' output to stderr, without torchrun's report and its traceback."""
-    lines = done.stderr.splitlines()
-    shown, own = [], False
-    for line in lines:
-        if line.startswith("[dsa_engine rank "):  # a line of the log
-            continue
-        if LINE_OF_TORCHRUN in line or 'File "<frozen runpy>"' in line:
-            own = "<frozen runpy>" in line
-            if own and shown and shown[-1].startswith("Traceback"):
-                shown.pop()
-        elif not own or line.startswith("[rank "):
-            own = False
-            shown.append(line)
-    return "\n".join(shown)
+    """The ranks' output to stderr, without their log, and without torchrun's lines and report."""
+    lines = done.stderr.partition(REPORT_OF_TORCHRUN)[0].splitlines()
+    return "\n".join(one for one in lines if not one.startswith("[dsa_engine rank ") and OF_TORCHRUN not in one)
 
 
 def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:

@@ -174,6 +174,8 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     if origins := server.options.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
+    app.include_router(_api(server))
+
     @app.get("/health")
     @app.get("/ping")
     @app.get("/ready")
@@ -185,13 +187,25 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    app.include_router(_api(server))
     _add_page(app)
     return app
 
 
 def _api(server: Server) -> APIRouter:
     api = APIRouter(dependencies=[Depends(KeyCheck(server.options.api_key))] if server.options.api_key else [])
+
+    # The first routes are found first, and these requests are the many.
+    @api.post("/v1/completions")
+    async def completions(request: Request, asked: CompletionRequest) -> Response:
+        return await server.generate(request, asked, server.completion)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
+        return await server.generate(request, asked, server.chat)
+
+    @api.post("/v1/responses")
+    async def responses(request: Request, asked: ResponsesRequest) -> Response:
+        return await server.generate(request, asked, server.response)
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -225,18 +239,6 @@ def _api(server: Server) -> APIRouter:
         state = await server.llm.state()
         about = {"num_reqs": state.running, "num_waiting_reqs": state.waiting, "token_usage": state.cache_usage}
         return {"server_load": server.admission.outputs} | about
-
-    @api.post("/v1/completions")
-    async def completions(request: Request, asked: CompletionRequest) -> Response:
-        return await server.generate(request, asked, server.completion)
-
-    @api.post("/v1/chat/completions")
-    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
-        return await server.generate(request, asked, server.chat)
-
-    @api.post("/v1/responses")
-    async def responses(request: Request, asked: ResponsesRequest) -> Response:
-        return await server.generate(request, asked, server.response)
 
     @api.post("/tokenize")
     async def to_tokens(request: Request, asked: TokenizeRequest) -> Response:

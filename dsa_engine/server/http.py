@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dsa_engine.server.app import Server, make_app
@@ -103,7 +104,13 @@ class HttpServer(uvicorn.Server):
         options |= {"lifespan": "off", "http": _Connection, "ws": "none", "server_header": False}
         options |= {"access_log": False, "log_config": None, "log_level": "error"}
         options |= {"backlog": 1}  # connections that a process takes at once, as others may have the next ones
-        super().__init__(uvicorn.Config(make_app(server, hosts_of(bound, server.options.host)), **options))
+        app = make_app(server, hosts_of(bound, server.options.host))
+
+        async def with_send(scope: Scope, receive: Receive, send: Send) -> None:
+            scope["send"] = send  # events need not pass through all that lies around the routes
+            await app(scope, receive, send)
+
+        super().__init__(uvicorn.Config(with_send, **options))
         self.app_server, self._bound, self.url = server, bound, url_of(bound)
         self.failed = False
         self._say = logger.info if server.number == 0 else logger.debug  # once for all processes of a server

@@ -58,6 +58,8 @@ class Tokenizer:
         kind, library = type(self.hf), PreTrainedTokenizerFast
         plain = isinstance(self.hf, library) and kind.decode is library.decode and kind._decode is library._decode
         self._decoder = self.hf.backend_tokenizer if plain and not self.hf.clean_up_tokenization_spaces else self.hf
+        # Whether the text of tokens is that of their bytes, one token's after the other's: as in released models.
+        self.joins_bytes = self._decoder is not self.hf and repr(self._decoder.decoder).startswith("ByteLevel(")
 
     @staticmethod
     def lies_in(folder: Path) -> bool:
@@ -229,8 +231,11 @@ class TextStream:
                 return
             settled, after = self._whole_characters()
         new = after[len(self._before) :]
-        self._window, self._settled = self._settled, settled
-        self._before = self._decode(self._tokens[self._window : settled])
+        if self._tokenizer.joins_bytes and not after.endswith("\ufffd"):  # what comes does not depend on what was
+            self._window, self._settled, self._before = settled, settled, ""
+        else:
+            self._window, self._settled = self._settled, settled
+            self._before = self._decode(self._tokens[self._window : settled])
         if not self._stop or len(self._tokens) <= self._min_tokens:
             self._final.append(new)
         else:

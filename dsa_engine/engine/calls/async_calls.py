@@ -82,7 +82,8 @@ class AsyncCalls:
             running = len(call.replies)
             while running:
                 pieces = await call.all_async()
-                running -= sum(piece.finish_reason is not None for piece in pieces)
+                for piece in pieces:
+                    running -= piece.finish_reason is not None
                 yield pieces
 
     def _begin(self, prepared: Seq[PreparedPrompt], streams: bool = False, asynchronous: bool = False) -> Call:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -127,11 +126,11 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 class StreamUsage:
     """The usage of a stream so far."""
 
-    def __init__(self, prompts: Iterable[Sequence[int]], n: int):
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int):
         self._prompt_tokens = sum(map(len, prompts))
         self._n = n
         self._cached = 0
-        self.output_tokens: Counter[int] = Counter()
+        self.output_tokens = [0] * (len(prompts) * n)
 
     def add(self, piece: StreamPiece) -> None:
         self.output_tokens[piece.index] += len(piece.token_ids)
@@ -140,7 +139,7 @@ class StreamUsage:
 
     @property
     def form(self) -> dict[str, Any]:
-        return usage(self._prompt_tokens, self.output_tokens.total(), self._cached)
+        return usage(self._prompt_tokens, sum(self.output_tokens), self._cached)
 
 
 def failure_of(outputs: Iterable[CompletionOutput | StreamPiece]) -> str | None:

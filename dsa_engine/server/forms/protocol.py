@@ -6,6 +6,7 @@ import difflib
 import logging
 import uuid
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -80,7 +81,7 @@ class GenerationBody(RequestBody):
     json_schema: dict[str, Any] | str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: as many as there is room for
 
-    @property
+    @cached_property
     def request_name(self) -> str:
         """What the answer's id ends with: ``request_id``, which may be the header X-Request-Id, or a new name."""
         given = (self.model_extra or {}).get("request_id")
@@ -228,6 +229,12 @@ class TokenizeRequest(Conversation):
     prompt: str | None = None
     add_special_tokens: bool | None = None  # None: of a text
     return_token_strs: bool = False
+
+
+class AbortBody(RequestBody):
+    """The body of a request to ``/abort_requests``: names of requests; none: all."""
+
+    request_ids: list[str] = []
 
 
 class DetokenizeRequest(RequestBody):

@@ -59,6 +59,13 @@ def test_what_routers_and_browsers_ask(server: Any) -> None:
         assert server.get(path).json() == {
             "server_load": 0, "num_reqs": 0, "num_waiting_reqs": 0, "token_usage": pytest.approx(0, abs=1)
         }  # fmt: skip
+    assert server.get("/is_sleeping").json() == {"is_sleeping": False} and server.get("/kv_event_sources").json() == []
+
+
+def test_the_prompt_of_a_chat(server: Any) -> None:
+    rendered = server.answer(f"{CHAT}/render", messages=HELLO)
+    assert rendered["token_ids"] == server.answer("/tokenize", messages=HELLO)["tokens"]
+    assert "messages" in server.refused(f"{CHAT}/render", messages=5)
 
 
 def test_an_echo_in_a_stream(server: Any) -> None:

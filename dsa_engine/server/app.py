@@ -258,10 +258,10 @@ def _api(server: Server) -> APIRouter:
     @api.post("/abort_requests")
     async def abort_requests(asked: AbortBody) -> dict[str, Any]:
         """Ends requests of this HTTP process."""
-        ends = [end for end, name in server.admission.leaving.items() if name in (asked.request_ids or [name])]
-        for end in ends:
-            end.cancel()
-        return {"aborted": len(ends)}
+        leaving = [client for client, name in server.admission.leaving.items() if name in (asked.request_ids or [name])]
+        for client in leaving:
+            client.cancel()
+        return {"aborted": len(leaving)}
 
     @api.post("/tokenize")
     async def to_tokens(request: Request, asked: TokenizeRequest) -> Response:

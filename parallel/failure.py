@@ -91,7 +91,8 @@ class _Reporter:
         """Connects to the store, and watches for failures of other ranks from now on."""
         if self.store is None:
             self.store = _connect(patience_s)
-            works = [self._watch] if launched_store() else [self._watch, partial(self._guard, patience_s)]
+            works: list[Callable[[], None]] = [self._watch]
+            works += [] if launched_store() else [partial(self._guard, patience_s)]
             threads = [threading.Thread(target=work, daemon=True, name="dsa_engine failures") for work in works]
             for thread in threads:
                 thread.start()

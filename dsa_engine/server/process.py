@@ -90,7 +90,7 @@ class Relay(Reader):
             model=str(options.model),
             pid=os.getpid(),
             cache={name: str(getattr(options, name)) for name in ("kv_cache_dtype", "enable_prefix_caching")},
-            kv_events=events and events.where,
+            kv_events=None if events is None else events.where,
             no_selection=engine.limits.no_selection,
         )
 

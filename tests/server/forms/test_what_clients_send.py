@@ -42,7 +42,8 @@ def test_an_effort_asks_for_thoughts(server: Any, llm: LLM, given: dict[str, Any
 def test_forms_by_other_names(server: Any, given: dict[str, Any], text: str) -> None:
     assert server.complete("x", max_tokens=9, **given)["choices"][0]["text"] == text
     assert "give one only" in server.refused(COMPLETIONS, prompt="x", guided_regex="c", **given)
-    for other in ({"stop_regex": "a"}, {"truncation_side": "right"}, {"separate_reasoning": False}):
+    others: list[dict[str, Any]] = [{"stop_regex": "a"}, {"truncation_side": "right"}, {"separate_reasoning": False}]
+    for other in (*others, {"guided_whitespace_pattern": " "}, {"thinking_token_budget": 9}):
         assert f"{next(iter(other))} is not possible here" in server.refused(COMPLETIONS, prompt="x", **other)
 
 

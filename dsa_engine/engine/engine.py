@@ -141,7 +141,7 @@ class Engine:
         params, words, salt = add.params, add.bad_words, add.cache_salt
         request = Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
         if params.structured_outputs is not None and (grammars := self.runner.grammars) is not None:
-            grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs)
+            grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs.grammar)
         return request
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:

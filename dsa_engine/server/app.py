@@ -22,6 +22,7 @@ from dsa_engine.server.forms.chat import ChatForm
 from dsa_engine.server.forms.completions import CompletionForm
 from dsa_engine.server.forms.form import Form, to_json
 from dsa_engine.server.forms.protocol import (
+    AbortBody,
     ChatRequest,
     CompletionRequest,
     Conversation,
@@ -233,12 +234,36 @@ def _api(server: Server) -> APIRouter:
             "version": __version__,
         }
 
+    @api.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": False}
+
+    @api.get("/kv_event_sources")
+    async def kv_event_sources() -> list[dict[str, Any]]:
+        """Where routers subscribe to the events of the prefix cache."""
+        where = server.llm.facts.kv_events
+        return [where | {"data_parallel_rank": 0, "replay_endpoint": None}] if where else []
+
     @api.get("/load")
     @api.get("/get_load")
     async def load() -> dict[str, Any]:
         state = await server.llm.state()
         about = {"num_reqs": state.running, "num_waiting_reqs": state.waiting, "token_usage": state.cache_usage}
         return {"server_load": server.admission.outputs} | about
+
+    @api.post("/v1/chat/completions/render")
+    async def render(request: Request, asked: ChatRequest) -> Response:
+        """The token ids that the prompt of a chat has."""
+        (prompt,) = (await server.parsed(request, asked, server.chat)).prompts
+        return Response(to_json({"token_ids": prompt["prompt_token_ids"]}), media_type="application/json")
+
+    @api.post("/abort_requests")
+    async def abort_requests(asked: AbortBody) -> dict[str, Any]:
+        """Ends requests of this HTTP process."""
+        leaving = [client for client, name in server.admission.leaving.items() if name in (asked.request_ids or [name])]
+        for client in leaving:
+            client.cancel()
+        return {"aborted": len(leaving)}
 
     @api.post("/tokenize")
     async def to_tokens(request: Request, asked: TokenizeRequest) -> Response:

@@ -41,6 +41,7 @@ class Admission:
 
     def __init__(self, limit: int, number: int = 0, counts: MutableSequence[int] | None = None):
         self.limit, self._number = limit, number
+        self.leaving: dict[asyncio.Future[None], str] = {}  # the ends of clients of this process: cancelled, an abort
         self._counts = [0] if counts is None else counts
 
     @property
@@ -115,15 +116,19 @@ class Generation(Response):
     async def _or_departure(self, work: Coroutine[Any, Any, bytes], receive: Receive) -> bytes:
         """Does the work, unless the client leaves before or its time is over: then its requests are aborted."""
         running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+        self._admission.leaving[gone] = self._form.asked.request_name
         try:
             await asyncio.wait((running, gone), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 return running.result()
+            if gone.cancelled():
+                raise ApiError(499, "the request was aborted by /abort_requests", code="aborted")
             if gone.done():
                 raise ClientLeft
             limit = f"{self._timeout_s:g} seconds (--request-timeout)"
             raise ApiError(504, f"the request took more than {limit}", code="timeout")
         finally:
+            del self._admission.leaving[gone]
             gone.cancel()
             if not running.done():
                 running.cancel()

@@ -37,6 +37,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     model: str  # the option as it was given
     pid: int  # the engine's process
     cache: dict[str, str] = {}  # settings of the caches, as metrics show them
+    kv_events: dict[str, str] | None = None  # endpoint and topic of the prefix cache's events
     no_selection: str | None = None  # see :class:`.requests.limits.Limits`
 
 

@@ -208,11 +208,6 @@ class TextStream:
         self._tail = ""  # text after it, with which a stop string may begin
         self.stop_string: str | None = None  # the one that the text has reached
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the text has reached a stop string."""
-        return self.stop_string is not None
-
     def decoded(self, logprobs: Logprobs) -> Logprobs:
         """``logprobs``, each with the text of its token from now on."""
         for token, one in logprobs.items():
@@ -220,7 +215,7 @@ class TextStream:
         return logprobs
 
     def add(self, token: int) -> None:
-        """Appends a token; :attr:`stopped` tells whether the text has reached a stop string."""
+        """Appends a token."""
         self._tokens.append(token)
         if self._waits:
             return
@@ -273,7 +268,7 @@ class TextStream:
     def finish(self) -> None:
         """Ends the stream: no text is held back any longer; an unfinished character at the end is decoded as it is."""
         self._final.append(self._tail)
-        if not self.stopped and self._settled < len(self._tokens):
+        if self.stop_string is None and self._settled < len(self._tokens):
             self._final.append(self._decode(self._tokens[self._window :])[len(self._before) :])
         self._tail, self._settled = "", len(self._tokens)
 

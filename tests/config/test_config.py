@@ -233,6 +233,9 @@ def test_an_override_without_a_reader_is_refused() -> None:
         ModelConfig.from_dict(SMALL, {"num_hiden_layers": 2})
     with pytest.raises(ValueError, match="has a key 'zzz'$"):
         ModelConfig.from_dict(SMALL, {"zzz": 2})
+    for rope in ({"rope_scaling": {"factor": 2.0}}, {"rope_parameters": {"factor": 2.0}}):  # GLM-5 has no scaling
+        with pytest.raises(ValueError, match="factor of RoPE changes nothing .* give rope_type 'yarn'"):
+            ModelConfig.from_dict(released_config("glm_moe_dsa"), rope)
     assert ModelConfig.from_dict(SMALL | {"use_cache": True}, {"use_cache": False}) == ModelConfig.from_dict(SMALL)
 
 

@@ -47,12 +47,12 @@ def run(tokenizer: Any, tokens: list[int], stop: tuple[str, ...]) -> tuple[list[
     pieces = []
     for token in tokens:
         stream.add(token)
-        if stream.stopped:
+        if stream.stop_string is not None:
             break
         pieces.append(stream.new_text())
     stream.finish()
     pieces.append(stream.new_text())
-    return pieces, "".join(pieces), stream.stopped
+    return pieces, "".join(pieces), stream.stop_string is not None
 
 
 def test_characters_of_several_tokens() -> None:

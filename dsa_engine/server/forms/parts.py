@@ -25,7 +25,9 @@ def _bytes(token: int, one: Logprob) -> bytes:
     return one.bytes or _text(token, one).encode("utf-8", "replace")
 
 
-def chat_logprobs(tokens: Sequence[int], logprobs: Sequence[Logprobs], top: int, as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[Logprobs], top: int, as_ids: bool = False
+) -> dict[str, Any]:
     """The form of chat completions: an entry for each token, with the ``top`` most likely tokens. ``as_ids``: tokens
     are "token_id:123", which tells those with the same text apart."""
 

@@ -6,6 +6,7 @@ import difflib
 import logging
 import uuid
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -80,7 +81,7 @@ class GenerationBody(RequestBody):
     json_schema: dict[str, Any] | str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: as many as there is room for
 
-    @property
+    @cached_property
     def request_name(self) -> str:
         """What the answer's id ends with: ``request_id``, which may be the header X-Request-Id, or a new name."""
         given = (self.model_extra or {}).get("request_id")
@@ -230,6 +231,12 @@ class TokenizeRequest(Conversation):
     return_token_strs: bool = False
 
 
+class AbortBody(RequestBody):
+    """The body of a request to ``/abort_requests``: names of requests; none: all."""
+
+    request_ids: list[str] = []
+
+
 class DetokenizeRequest(RequestBody):
     """The body of a request to ``/detokenize``."""
 
@@ -248,8 +255,6 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "background": ("a response is answered at once", (False,)),
     "truncation": ("use truncate_prompt_tokens", ("disabled",)),
     "suffix": ("text is only continued; put what comes before into the prompt", ("",)),
-    "best_of": ("use n with logprobs, and choose", (1,)),
-    "use_beam_search": ("there is no beam search; use n with logprobs, and choose", (False,)),
     "functions": (_TOOLS, ([],)),
     "function_call": (_TOOLS, ("auto", "none")),
     "modalities": (_NO_MEDIA, (["text"],)),
@@ -261,22 +266,14 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "kv_transfer_params": ("caches are not sent between servers", ({},)),
     "stop_regex": ("use stop, or stop_token_ids", ()),
     "truncation_side": ("truncate_prompt_tokens keeps the last tokens", ("left",)),
+    "guided_whitespace_pattern": ("structured_outputs has disable_any_whitespace", ()),
+    "thinking_token_budget": ("use reasoning_effort, or max_tokens for thought and answer together", ()),
     "separate_reasoning": ("use include_reasoning, or a server with --reasoning-parser none", (True,)),
-    "logits_processors": ("use logit_bias, bad_words or allowed_token_ids", ([],)),
 }
 # Parameters for accounts, bills and routing at a provider; they never change an output here.
 _WITHOUT_EFFECT = {
-    "max_tool_calls",
-    "metadata",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
+    *("max_tool_calls", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id"),
+    *("safety_identifier", "service_tier", "store", "user", "verbosity"),
 }
 
 

@@ -87,6 +87,17 @@ def test_a_rank_that_leaves_while_weights_load_ends_the_run_after_the_timeout(fa
     assert said.count("Traceback") == 1 and "life from rank 2" not in said
 
 
+@pytest.mark.parametrize("how", ["rank_0_leaves", pytest.param("rank_0_stops", marks=pytest.mark.slow)])
+def test_rank_0_with_the_store_of_the_run(how: str, failing_alone: Failing) -> None:
+    """No launcher keeps it: the others end when rank 0 has ended without an error, or is stopped."""
+    said = said_by_ranks(failing_alone(how))
+    if how == "rank_0_stops":
+        why = "because the store of the run, which rank 0 has, is silent for 4 s: stopped"
+        assert all(f"[rank {rank}] ends, {why}" in said for rank in (1, 2)) and "Traceback" not in said
+    else:
+        assert "[rank 1] failed and ends the run" in said or "[rank 2] failed and ends the run" in said
+
+
 def test_an_error_of_all_ranks_can_be_caught_and_is_shown_once(failing_alone: Failing) -> None:
     done = failing_alone("all_alike")
     said = said_by_ranks(done)

@@ -42,7 +42,8 @@ def test_an_effort_asks_for_thoughts(server: Any, llm: LLM, given: dict[str, Any
 def test_forms_by_other_names(server: Any, given: dict[str, Any], text: str) -> None:
     assert server.complete("x", max_tokens=9, **given)["choices"][0]["text"] == text
     assert "give one only" in server.refused(COMPLETIONS, prompt="x", guided_regex="c", **given)
-    for other in ({"stop_regex": "a"}, {"truncation_side": "right"}, {"separate_reasoning": False}):
+    others: list[dict[str, Any]] = [{"stop_regex": "a"}, {"truncation_side": "right"}, {"separate_reasoning": False}]
+    for other in (*others, {"guided_whitespace_pattern": " "}, {"thinking_token_budget": 9}):
         assert f"{next(iter(other))} is not possible here" in server.refused(COMPLETIONS, prompt="x", **other)
 
 
@@ -59,6 +60,13 @@ def test_what_routers_and_browsers_ask(server: Any) -> None:
         assert server.get(path).json() == {
             "server_load": 0, "num_reqs": 0, "num_waiting_reqs": 0, "token_usage": pytest.approx(0, abs=1)
         }  # fmt: skip
+    assert server.get("/is_sleeping").json() == {"is_sleeping": False} and server.get("/kv_event_sources").json() == []
+
+
+def test_the_prompt_of_a_chat(server: Any) -> None:
+    rendered = server.answer(f"{CHAT}/render", messages=HELLO)
+    assert rendered["token_ids"] == server.answer("/tokenize", messages=HELLO)["tokens"]
+    assert "messages" in server.refused(f"{CHAT}/render", messages=5)
 
 
 def test_an_echo_in_a_stream(server: Any) -> None:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form or Anthropic's, for every failure of a request, and what refuses a request before it is read."""
+"""Errors in OpenAI's form or Anthropic's, for every failure of a request; what refuses one before it is read."""
 
 from __future__ import annotations
 

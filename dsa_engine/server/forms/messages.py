@@ -85,8 +85,8 @@ class MessagesRequest(CountRequest):
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") not in ("custom", None) or not isinstance(tool.get("name"), str):
         raise ValueError(
-            "tools must be {'name': …, 'input_schema': {…}}, which the client calls; the server has none, and the model "
-            f"knows none by a type: {shown(tool)}"
+            "tools must be {'name': …, 'input_schema': {…}}, to be called by the client; the server has none, and the "
+            f"model knows none by a type: {shown(tool)}"
         )
     return tool_of(tool, tool.get("input_schema"))
 

@@ -75,8 +75,8 @@ class BlockForm(ConversationForm[Given]):
 
     def chunks(self, piece: CompletionOutput | StreamPiece) -> list[Event]:
         events = [] if self._readers else [*self.first()]
-        ends = piece.finish_reason is not None
-        if ends:
+        whole = piece.finish_reason is not None
+        if whole:
             self._last = piece
         logprobs = (self._logprobs(piece) or {"content": []})["content"]
         for delta in self._read(piece):
@@ -87,7 +87,7 @@ class BlockForm(ConversationForm[Given]):
                 logprobs = []
             for call in delta.tool_calls:
                 events += self._grow("call", call.arguments, call if call.name is not None else None)
-        if ends:
+        if whole:
             events += [] if self._blocks else self._grow("content", "")
             events += self._blocks[-1].end(self._cut)
         return events

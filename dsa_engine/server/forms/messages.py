@@ -17,7 +17,7 @@ from dsa_engine.text.conversations.messages import arguments_of
 # Claude Code's system message begins with a line that differs in every request: no prefix would be found again.
 _BILLING = "x-anthropic-billing-header"
 _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
-_SIGNATURE = "dW5zaWduZWQ="  # "unsigned": clients keep no thought without one, and nobody verifies it here
+_SIGNATURE = "dW5zaWduZWQ="  # "unsigned": clients keep no thought without one; here it is not read
 
 
 class _Thinking(BaseModel):

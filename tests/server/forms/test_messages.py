@@ -9,13 +9,11 @@ import pytest
 
 from dsa_engine import LLM
 from dsa_engine.server.forms.messages import CountRequest
-from dsa_engine.text.conversations import ConversationFormat, MessageDelta, ToolCallDelta
 
 PATH = "/v1/messages"
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
 TOOLS = [{"name": name, "description": "of a day", "input_schema": UNIT} for name in ("heat", "cold")]
-USAGE = {"cache_creation_input_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
 
 
 def text(words: str) -> list[dict[str, Any]]:
@@ -24,11 +22,9 @@ def text(words: str) -> list[dict[str, Any]]:
 
 def events(server: Any, **body: Any) -> list[dict[str, Any]]:
     """The events of a stream, which have the names of their types."""
-    read = []
-    for line in server.post(PATH, json=body | {"stream": True}).text.split("\n\n")[:-1]:
-        name, data = line.split("\n")
-        read.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {read[-1]['type']}"
+    texts = server.post(PATH, json=body | {"stream": True}).text.split("\n\n")[:-1]
+    read = [json.loads(one.partition("\ndata: ")[2]) for one in texts]
+    assert all(one.startswith(f"event: {event['type']}\n") for one, event in zip(texts, read))
     return read
 
 
@@ -50,7 +46,8 @@ def test_text(server: Any) -> None:
     assert whole == {
         "id": whole["id"], "type": "message", "role": "assistant", "model": "demo", "stop_sequence": None,
         "content": text(said), "stop_reason": "max_tokens",
-        "usage": USAGE | {"input_tokens": prompt, "cache_read_input_tokens": 0, "output_tokens": 9},
+        "usage": {"input_tokens": prompt, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0,
+                  "output_tokens": 9, "output_tokens_details": {"thinking_tokens": 0}},
     }  # fmt: skip
     assert server.answer(f"{PATH}/count_tokens", **body | {"max_tokens": None}) == {"input_tokens": prompt}
     start, begin, *deltas, end, last, stop = events(server, **body)
@@ -59,55 +56,34 @@ def test_text(server: Any) -> None:
     assert "".join(one["delta"]["text"] for one in deltas) == said and end["index"] == begin["index"] == 0
     assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None} and last["usage"] == whole["usage"]
     assert stop == {"type": "message_stop"}
-    cut = server.answer(PATH, **body, stop_sequences=[said[2:4]])
-    assert cut["content"] == text(said.partition(said[2:4])[0])
-    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", said[2:4])
+    cut = server.answer(PATH, **body, stop_sequences=[stops := said[2:4]])
+    assert cut["content"] == text(said.partition(stops)[0])
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stops)
     ended = server.answer(PATH, **body, allowed_token_ids=[1])
     assert ended["stop_reason"] == "end_turn" and ended["content"] == text("")
 
 
-class CutReader:
-    """Reads an answer as a thought, a content and two calls, of which the last is cut off."""
-
-    def push(self, text: str) -> list[MessageDelta]:
-        return [MessageDelta(reasoning=text)] if text else []
-
-    def finish(self, whole: bool) -> list[MessageDelta]:
-        calls = [ToolCallDelta(0, arguments='"C"}'), ToolCallDelta(1, "call_1", "cold", '{"unit')]
-        first = ToolCallDelta(0, "call_0", "heat", '{"unit": ')
-        return [MessageDelta(content="so"), MessageDelta(tool_calls=[first]), MessageDelta(tool_calls=calls)]
-
-
-def test_thoughts_and_calls(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ConversationFormat, "reader", lambda *_: CutReader())
-    body = {"messages": HELLO, "tools": TOOLS, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+def test_thoughts_and_calls(server: Any, cut_reader: None) -> None:
+    body = {"messages": HELLO, "tools": TOOLS, "allowed_token_ids": [1], "max_tokens": 3}
     whole = server.answer(PATH, **body, thinking={"type": "enabled", "budget_tokens": 1024})
     thought, *others = whole["content"]
-    assert thought["type"] == "thinking" and thought["thinking"] and thought["signature"]
+    assert thought["type"] == "thinking" and thought["thinking"] == "Hm, so"
     assert others == [
-        *text("so"),
-        {"type": "tool_use", "id": "call_0", "name": "heat", "input": {"unit": "C"}},
-        {"type": "tool_use", "id": "call_1", "name": "cold", "input": {"arguments": '{"unit'}},
+        *text("I look"),
+        {"type": "tool_use", "id": "call_0", "name": "weather", "input": {"city": "Rome"}},
+        {"type": "tool_use", "id": "call_1", "name": "weather", "input": {}},
     ]
-    assert whole["stop_reason"] == "max_tokens" and whole["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
-    _, *blocks, _, _ = events(server, **body)
-    ends = [(one["index"], one["type"]) for one in blocks if "delta" not in one]
-    assert ends == [(index, f"content_block_{kind}") for index in range(4) for kind in ("start", "stop")]
-    deltas = [(one["index"], one["delta"]) for one in blocks if "delta" in one]
-    assert "".join(one["thinking"] for _, one in deltas if one["type"] == "thinking_delta") == thought["thinking"]
-    assert [(index, one) for index, one in deltas if one["type"] != "thinking_delta"] == [
-        (0, {"type": "signature_delta", "signature": thought["signature"]}),
-        (1, {"type": "text_delta", "text": "so"}),
-        (2, {"type": "input_json_delta", "partial_json": '{"unit": '}),
-        (2, {"type": "input_json_delta", "partial_json": '"C"}'}),
-        (3, {"type": "input_json_delta", "partial_json": '{"unit'}),
-    ]
-    assert [one["content_block"] for one in blocks if "content_block" in one][::3] == [
-        {"type": "thinking", "thinking": "", "signature": ""},
-        {"type": "tool_use", "id": "call_1", "name": "cold", "input": {}},
-    ]
-    omitted = server.answer(PATH, **body, thinking={"type": "adaptive", "display": "omitted"})
-    assert omitted["content"] == others
+    assert whole["stop_reason"] == "tool_use" and whole["usage"]["output_tokens_details"] == {"thinking_tokens": 1}
+    _, *parts, _, _ = events(server, **body)
+    about = [(one["index"], one["type"]) for one in parts if "delta" not in one]
+    assert about == [(index, f"content_block_{kind}") for index in range(4) for kind in ("start", "stop")]
+    assert parts[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert [(one["index"], *one["delta"].values()) for one in parts if "delta" in one] == [
+        (0, "thinking_delta", "Hm, "), (0, "thinking_delta", "so"), (0, "signature_delta", thought["signature"]),
+        (1, "text_delta", "I "), (1, "text_delta", "look"),
+        (2, "input_json_delta", '{"city": '), (2, "input_json_delta", '"Rome"}'), (3, "input_json_delta", "{}"),
+    ]  # fmt: skip
+    assert server.answer(PATH, **body, thinking={"type": "adaptive", "display": "omitted"})["content"] == others
 
 
 def test_a_conversation_of_blocks() -> None:
@@ -138,13 +114,11 @@ def test_a_conversation_of_blocks() -> None:
     assert asked.model_extra == {"top_k": 5, "thinking_token_budget": 9}
 
 
-def test_calls_that_are_enforced(server: Any) -> None:
-    given = {"messages": HELLO, "tools": TOOLS, "max_tokens": 300, "seed": 1}
-    for choice, names in (({"type": "any"}, {"heat", "cold"}), ({"type": "tool", "name": "cold"}, {"cold"})):
-        choice["disable_parallel_tool_use"] = True
-        answer = server.answer(PATH, **given, tool_choice=choice)
-        (call,) = answer["content"]
-        assert call["name"] in names and call["input"]["unit"] in ("C", "F") and answer["stop_reason"] == "tool_use"
+def test_a_call_that_is_enforced(server: Any) -> None:
+    choice = {"type": "tool", "name": "cold", "disable_parallel_tool_use": True}
+    answer = server.answer(PATH, messages=HELLO, tools=TOOLS, tool_choice=choice, max_tokens=300, seed=1)
+    (call,) = answer["content"]
+    assert call["name"] == "cold" and call["input"]["unit"] in ("C", "F") and answer["stop_reason"] == "tool_use"
 
 
 @pytest.mark.parametrize(
@@ -152,13 +126,11 @@ def test_calls_that_are_enforced(server: Any) -> None:
     [
         ({"max_tokens": None}, "max_tokens: Field required"),
         ({"max_tokens": 4096}, "context length is 2048 tokens, and max_tokens is 4096"),
-        ({"messages": []}, "the conversation is empty"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "the roles user, assistant, system, not 'bot'"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "blocks of the types text, tool_result, not 'a'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{}]}]}]}, "text only"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "the server has none"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
-        ({"thinking": {"type": "maybe"}}, "thinking.type: "),
         ({"mcp_servers": [{"url": "x"}]}, "the server calls no tools"),
     ],
 )
@@ -171,7 +143,6 @@ def test_errors_of_the_server(server: Any, serve: Any, llm: LLM, monkeypatch: py
     """Their types, also in a stream; both headers that may have the key."""
     given: dict[str, Any] = {"messages": HELLO, "max_tokens": 1}
     assert refused(server, status=404, **given, model="x")[0] == "not_found_error"
-    assert refused(server, f"{PATH}/batches", 404)[0] == "not_found_error"
     closed = serve(llm, api_key="k")
     assert refused(closed, status=401, **given)[0] == "authentication_error"
     for name, key, status in (("x-api-key", "k", 200), ("Authorization", "Bearer k", 200), ("x-api-key", "", 401)):

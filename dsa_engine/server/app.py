@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError, BodyLimit, EngineError, HostCheck, KeyCheck, add_handlers, bad_request
 from dsa_engine.server.forms.chat import ChatForm
 from dsa_engine.server.forms.completions import CompletionForm
+from dsa_engine.server.forms.conversation import ConversationForm
 from dsa_engine.server.forms.form import Form, to_json
+from dsa_engine.server.forms.messages import CountRequest, MessagesForm, MessagesRequest
 from dsa_engine.server.forms.protocol import (
     AbortBody,
     ChatRequest,
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
+    OtherRequest,
     RequestBody,
     TokenizeRequest,
 )
@@ -75,12 +79,9 @@ class Server:
         card = {"id": name, "object": "model", "created": self.created, "owned_by": "dsa_engine", "parent": None}
         return card | {"root": self.llm.facts.model, "max_model_len": self.llm.facts.max_model_len}
 
-    def chat(self, asked: ChatRequest) -> ChatForm:
-        return ChatForm(self.llm, self._form(), asked, self.model(asked.model), self._template(asked))
-
-    def response(self, asked: ResponsesRequest) -> ResponsesForm:
-        template = self._template(Conversation.model_validate(asked.model_extra))
-        return ResponsesForm(self.llm, self._form(), asked, self.model(asked.model), template)
+    def conversation(self, form: type[ConversationForm[Any]], asked: ChatRequest | OtherRequest) -> Form:
+        model, chat = self.model(asked.model), asked.chat
+        return form(self.llm, self._form(), asked, chat, model, self._template(chat))
 
     def completion(self, asked: CompletionRequest) -> CompletionForm:
         return CompletionForm(self.llm, asked, self.model(asked.model))
@@ -106,12 +107,7 @@ class Server:
             ids = self.llm.encode_prompt(asked.prompt, asked.add_special_tokens is not False)
         else:
             text = self._form().render(
-                asked.messages,
-                tools=asked.tools or None,
-                chat_template=self._template(asked),
-                chat_template_kwargs=asked.template_variables,
-                add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-                continue_final_message=asked.continue_final_message,
+                **asked.rendering, chat_template=self._template(asked), tools=asked.tools or None
             )
             ids = self.llm.encode_prompt(text, bool(asked.add_special_tokens))
         texts = tokenizer.hf.convert_ids_to_tokens(ids) if asked.return_token_strs else None
@@ -202,11 +198,15 @@ def _api(server: Server) -> APIRouter:
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest) -> Response:
-        return await server.generate(request, asked, server.chat)
+        return await server.generate(request, asked, partial(server.conversation, ChatForm))
 
     @api.post("/v1/responses")
     async def responses(request: Request, asked: ResponsesRequest) -> Response:
-        return await server.generate(request, asked, server.response)
+        return await server.generate(request, asked, partial(server.conversation, ResponsesForm))
+
+    @api.post("/v1/messages")
+    async def messages(request: Request, asked: MessagesRequest) -> Response:
+        return await server.generate(request, asked, partial(server.conversation, MessagesForm))
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _api(server: Server) -> APIRouter:
     @api.post("/v1/chat/completions/render")
     async def render(request: Request, asked: ChatRequest) -> Response:
         """The token ids that the prompt of a chat has."""
-        (prompt,) = (await server.parsed(request, asked, server.chat)).prompts
+        (prompt,) = (await server.parsed(request, asked, partial(server.conversation, ChatForm))).prompts
         return Response(to_json({"token_ids": prompt["prompt_token_ids"]}), media_type="application/json")
 
     @api.post("/abort_requests")
@@ -264,6 +264,10 @@ def _api(server: Server) -> APIRouter:
         for client in leaving:
             client.cancel()
         return {"aborted": len(leaving)}
+
+    @api.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, asked: CountRequest) -> dict[str, int]:
+        return (await server.parsed(request, asked, partial(server.conversation, MessagesForm))).count
 
     @api.post("/tokenize")
     async def to_tokens(request: Request, asked: TokenizeRequest) -> Response:

@@ -106,7 +106,7 @@ class Generation(Response):
             logger.exception("a request failed")
             error = failed(unforeseen)
         if error is not None and not self._started:
-            await error.response(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         elif self._started:
             last = b"" if error is None else self._form.failed(error)
             await send({"type": "http.response.body", "body": last + self._form.end_of_stream, "more_body": False})

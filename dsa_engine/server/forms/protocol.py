@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import logging
 import uuid
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, Literal
@@ -188,6 +190,17 @@ class Conversation(RequestBody):
     continue_final_message: bool = False
 
     @property
+    def rendering(self) -> dict[str, Any]:
+        """Arguments of :meth:`.conversations.ConversationFormat.render`."""
+        continues = self.continue_final_message
+        return {
+            "messages": self.messages,
+            "chat_template_kwargs": self.template_variables,
+            "add_generation_prompt": self.add_generation_prompt and not continues,
+            "continue_final_message": continues,
+        }
+
+    @property
     def template_variables(self) -> dict[str, Any] | None:
         """Further variables of the chat template. An effort asks a model that can do without thoughts for them, and
         "none" for none, unless ``chat_template_kwargs``, or ``thinking`` or ``enable_thinking``, say which.
@@ -208,7 +221,7 @@ class Conversation(RequestBody):
 
 
 class ChatRequest(GenerationBody, Conversation):
-    """The body of a request to ``/v1/chat/completions``."""
+    """The body of a request to ``/v1/chat/completions``, and what bodies of other endpoints are read as."""
 
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
@@ -221,6 +234,37 @@ class ChatRequest(GenerationBody, Conversation):
     def max_output(self) -> tuple[str, Any]:
         given = self.max_completion_tokens
         return super().max_output if given is None else ("max_completion_tokens", given)
+
+    @property
+    def chat(self) -> ChatRequest:
+        return self
+
+
+class OtherRequest(RequestBody):
+    """A body in the form of another API, whose ``chat`` is the chat request that asks for the same."""
+
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None  # nothing to choose: the last event has the usage
+    tools: list[dict[str, Any]] = Field([], max_length=512)
+
+    @property
+    @abstractmethod
+    def chat(self) -> ChatRequest:
+        """Raises ``ValueError`` if there is none."""
+
+    def as_chat(self, kind: type[ChatRequest], response_format: dict[str, Any] | None, **asked: Any) -> ChatRequest:
+        """A chat request with what is ``asked``, and with the fields of this one that are not its API's."""
+        if response_format and response_format.get("type") == "json_schema":
+            about = {name: value for name, value in response_format.items() if name != "type"}
+            response_format = {"type": "json_schema", "json_schema": about}
+        asked |= {"stream": self.stream, "response_format": response_format}
+        return kind.model_validate((self.model_extra or {}) | asked)
+
+
+def tool_of(tool: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form, of one that has its name and description elsewhere."""
+    about = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters}
+    return {"type": "function", "function": {name: value for name, value in about.items() if value is not None}}
 
 
 class TokenizeRequest(Conversation):
@@ -259,6 +303,8 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "function_call": (_TOOLS, ("auto", "none")),
     "modalities": (_NO_MEDIA, (["text"],)),
     "audio": (_NO_MEDIA, ()),
+    "mcp_servers": ("the server calls no tools; give them as tools, and call them in the client", ([],)),
+    "output_format": ("use output_config, or response_format", ()),
     "web_search_options": ("there is no search; put what the model should know into the messages", ()),
     "documents": ("put the documents into the messages", ([],)),
     "prompt_embeds": ("give the prompt as a text or token ids", ()),
@@ -272,8 +318,9 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 # Parameters for accounts, bills and routing at a provider; they never change an output here.
 _WITHOUT_EFFECT = {
-    *("max_tool_calls", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id"),
-    *("safety_identifier", "service_tier", "store", "user", "verbosity"),
+    *("betas", "cache_control", "container", "context_management", "diagnostics", "inference_geo", "max_tool_calls"),
+    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
+    *("service_tier", "speed", "store", "user", "user_profile_id", "verbosity", "workspace_id"),
 }
 
 

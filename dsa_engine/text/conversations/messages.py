@@ -66,12 +66,20 @@ def _call(call: Any) -> Any:
         return call
     given = function.get("arguments")
     arguments = {} if given is None or given == "" else given
-    try:
-        whole = isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict)
-    except (ValueError, RecursionError):
-        whole = False
-    arguments = arguments if whole else {"arguments": arguments}
+    if not isinstance(arguments, str):
+        arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    elif (read := arguments_of(arguments)) == {"arguments": arguments}:
+        arguments = read
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call, of their JSON; what is no JSON object is the argument ``arguments``."""
+    try:
+        read = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        read = None
+    return read if isinstance(read, dict) else {"arguments": text}
 
 
 def _part(part: Any) -> str:

@@ -117,6 +117,10 @@ class Attention(Weighted):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.tp), topk_slots
 
+    def _indexer_for(self, batch: ForwardBatch) -> Indexer | None:
+        """None where the rows attend to a given selection: no later row reads their index keys either."""
+        return self.indexer if batch.selection is None else None
+
     def _index_queries(
         self, x: torch.Tensor, q_resid: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
     ) -> Callable[[], IndexQueries | None]:
@@ -124,10 +128,10 @@ class Attention(Weighted):
         them."""
 
         def queries() -> IndexQueries | None:
-            key_format = cache.format.index_key
-            if self.indexer is None or key_format is None or not batch.sparse_mqa.rows:
+            indexer, key_format = self._indexer_for(batch), cache.format.index_key
+            if indexer is None or key_format is None or not batch.sparse_mqa.rows:
                 return None
-            return self.indexer.queries(x, q_resid, quantized, batch, key_format)
+            return indexer.queries(x, q_resid, quantized, batch, key_format)
 
         # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
@@ -147,7 +151,7 @@ class Attention(Weighted):
         self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
     ) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
-        side_stream, indexer, stored_as = self.streams.cache_rows, self.indexer, cache.format
+        side_stream, indexer, stored_as = self.streams.cache_rows, self._indexer_for(batch), cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
             given = x, quantized, batch

@@ -184,6 +184,16 @@ def test_the_sizes_of_deepseek_v32() -> None:
     assert drafted.latent_rows == pytest.approx(read.latent_rows * (61 * 4 + 4 + 1 + 1) / 61)
 
 
+def test_index_keys_that_glm_5_2_reads() -> None:
+    """21 of 78 layers have an indexer; of the module's three passes only the first selects."""
+    config = ModelConfig.from_dict(released_config("glm_5_2"))
+    weights = WeightBytes.of_rank(config, None, torch.bfloat16, 64)
+    costs = ModelCosts(config, weights, cache_format(config, torch.bfloat16))
+    for drafts in (0, 1, 3):
+        read = total(costs.decode(Decode(1, 64, 131_072, drafts)))
+        assert read.index_keys == (131_072 * 128 * 2) * (21 + (drafts > 0))
+
+
 @pytest.mark.parametrize("stored", ["fp8", None])
 def test_all_weights_are_in_some_stage(stored: str | None) -> None:
     config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 5})

@@ -143,7 +143,8 @@ def _timed(
         part = CACHE_ROWS.get(name, kernels.weights if decodes else COPY)
         stages[name] = kernels.slack * max(products, one.bytes_read / (device.tb_s * 1e12 * part))
     if decodes and "lightning indexer" in stages:
-        selecting = config.indexer_types.count("full") + placed.how.drafts
+        drafting = min(placed.how.drafts, 1) if config.index_share_for_mtp_iteration else placed.how.drafts
+        selecting = config.indexer_types.count("full") + drafting
         stages["lightning indexer"] += kernels.slack * passes * selecting * kernels.selection
     launched = STEP_LAUNCHES + LAYER_LAUNCHES * (config.num_hidden_layers + placed.how.drafts)
     stages["launches"] = kernels.slack * passes * launched * kernels.launch

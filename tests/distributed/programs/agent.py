@@ -60,18 +60,18 @@ class Rank:
 
 
 def main() -> None:
-    ends = [end.makefile("rw") for end in socket.socketpair()]
+    sides = [side.makefile("rw") for side in socket.socketpair()]
     if os.fork():
-        ends.pop().close()
-        (Rank.agent,), subprocess_handler.Popen = ends, Rank
+        sides.pop().close()
+        (Rank.agent,), subprocess_handler.Popen = sides, Rank
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
         try:
             return run.main(["--standalone", "--nproc-per-node", *sys.argv[1:]])
         except ChildFailedError as report:
             sys.exit(str(report))
-    ends.pop(0).close()
-    if (rank := fork_on_demand(*ends)) is not None:
+    sides.pop(0).close()
+    if (rank := fork_on_demand(*sides)) is not None:
         os.setsid()
         sys.argv, environment = rank
         os.environ.clear()

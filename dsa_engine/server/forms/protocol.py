@@ -78,6 +78,7 @@ class GenerationBody(RequestBody):
     regex: str | None = None  # as SGLang has it, like the next two
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
+    custom_params: dict[str, Any] = {}  # as SGLang has it: {"thinking_budget": …}
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: as many as there is room for
 
     @property
@@ -124,6 +125,8 @@ class GenerationBody(RequestBody):
         """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both."""
         given = self.further(_SAMPLING) | more
         given |= self._form(given.get("structured_outputs"))
+        if (budget := self.custom_params.get("thinking_budget")) is not None:
+            given["thinking_token_budget"] = budget
         if isinstance(bias := given.get("logit_bias"), dict):  # keys are texts in JSON
             given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
         params = SamplingParams(**(defaults | given))
@@ -181,7 +184,7 @@ class Conversation(RequestBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
-    thinking: bool | dict[str, Any] | None = None  # also {"type": "enabled"} or {"type": "disabled"}
+    thinking: bool | dict[str, Any] | None = None  # also {"type": "enabled" or "disabled", "budget_tokens": …}
     enable_thinking: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -14,6 +14,8 @@ from dsa_engine.config.checks import check_text
 from dsa_engine.errors import CheckpointError, ContextLengthError
 from dsa_engine.outputs import Logprobs
 
+THINKING = ("<think>", "</think>")  # texts of the tokens that begin and end a thought
+
 # Maximum number of tokens whose text is held back because they may still become a character.
 _MAX_PENDING = 12
 

@@ -55,7 +55,7 @@ def test_rope_equals_that_of_transformers(model_type: str, rope: dict[str, Any])
     theirs = AutoConfig.for_model(**keys, num_key_value_heads=3)
     model = AutoModelForCausalLM.from_config(theirs)
     config = ModelConfig.from_dict(keys)
-    positions = torch.tensor([0, 1, 17, 511, 512, 5000, 100_000, 163_839])
+    positions = torch.tensor([0, 1, 17, 511, 512, 5000, 100_000, 163_839, 1_048_575])
     cos, sin = config.rope.cos_sin(positions)
     with torch.no_grad():
         expected = model.model.rotary_emb(torch.zeros(1, 1, 1), positions[None])

@@ -19,7 +19,7 @@ from dsa_engine.engine.calls.call import Call, MessageQueue
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.inputs import Prompt
 from dsa_engine.outputs import RequestOutput, StreamPiece
-from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.sampling_params import HAS_BUDGET, SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
 
 _FORMS = (
@@ -147,7 +147,8 @@ class AsyncCalls:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
-        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs) or self.has_tokenizer
+        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs or params.asks & HAS_BUDGET)
+        texts = texts or self.has_tokenizer
         tokenizer = self.tokenizer if texts else None
         adds = new_requests(self._encode(prompt), params, tokenizer, self._limits)
         for add in adds:

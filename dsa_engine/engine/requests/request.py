@@ -19,6 +19,7 @@ from dsa_engine.outputs import Logprobs, Selection
 from dsa_engine.sampling_params import SamplingParams
 
 _DIGEST_BYTES = 16
+NEVER = 2**40  # later than any position
 
 
 class Ending(NamedTuple):
@@ -100,6 +101,8 @@ class Request:
     prompt: Sequence[int]  # kept as an array of int32
     params: SamplingParams
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
+    think_tokens: tuple[int, int] | None = None  # that begin and end a thought, if it has a budget
+    thought: tuple[int, int] = (0, NEVER)  # tokens looked at, and where the thought that is open after them began
     output: list[int] = field(default_factory=list)
     placeholders: list[int] = field(default_factory=list)  # tokens not read yet, oldest first; see the module
     drafts: list[int] = field(default_factory=list)  # guesses of the next tokens; not part of the length

@@ -124,4 +124,6 @@ def _sampling(asked: ChatRequest) -> dict[str, Any]:
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ValueError("top_logprobs needs logprobs; set logprobs to true, or leave it out")
     tokens, logprobs = asked.max_completion_tokens, asked.top_logprobs or 0
-    return ({} if tokens is None else {"max_tokens": tokens}) | ({"logprobs": logprobs} if asked.logprobs else {})
+    budget = asked.thinking.get("budget_tokens") if isinstance(asked.thinking, dict) else None
+    given = {"max_tokens": tokens, "thinking_token_budget": budget, "logprobs": logprobs if asked.logprobs else None}
+    return {name: value for name, value in given.items() if value is not None}

@@ -81,6 +81,7 @@ class GenerationBody(RequestBody):
     regex: str | None = None  # as SGLang has it, like the next two
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
+    custom_params: dict[str, Any] = {}  # as SGLang has it: {"thinking_budget": …}
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: as many as there is room for
 
     @cached_property
@@ -127,6 +128,8 @@ class GenerationBody(RequestBody):
         """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both."""
         given = self.further(_SAMPLING) | more
         given |= self._form(given.get("structured_outputs"))
+        if (budget := self.custom_params.get("thinking_budget")) is not None:
+            given["thinking_token_budget"] = budget
         if isinstance(bias := given.get("logit_bias"), dict):  # keys are texts in JSON
             given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
         params = SamplingParams(**(defaults | given))
@@ -184,7 +187,7 @@ class Conversation(RequestBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
-    thinking: bool | dict[str, Any] | None = None  # also {"type": "enabled"} or {"type": "disabled"}
+    thinking: bool | dict[str, Any] | None = None  # also {"type": "enabled" or "disabled", "budget_tokens": …}
     enable_thinking: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -313,7 +316,6 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "stop_regex": ("use stop, or stop_token_ids", ()),
     "truncation_side": ("truncate_prompt_tokens keeps the last tokens", ("left",)),
     "guided_whitespace_pattern": ("structured_outputs has disable_any_whitespace", ()),
-    "thinking_token_budget": ("use reasoning_effort, or max_tokens for thought and answer together", ()),
     "separate_reasoning": ("use include_reasoning, or a server with --reasoning-parser none", (True,)),
 }
 # Parameters for accounts, bills and routing at a provider; they never change an output here.

@@ -35,6 +35,20 @@ def test_an_effort_asks_for_thoughts(server: Any, llm: LLM, given: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"thinking_token_budget": 5},
+        {"custom_params": {"thinking_budget": 5}},
+        {"thinking": {"type": "enabled", "budget_tokens": 5}},
+    ],
+    ids=str,
+)
+def test_budgets_of_thoughts(server: Any, given: dict[str, Any]) -> None:
+    """By three names; this model has no tokens for thoughts."""
+    assert "thinking_token_budget needs a tokenizer" in server.refused(CHAT, messages=HELLO, **given)
+
+
+@pytest.mark.parametrize(
     ("given", "text"),
     [({"regex": "ab"}, "ab"), ({"ebnf": 'root ::= "ab"'}, "ab"), ({"json_schema": {"const": 5}}, "5")],
     ids=str,

@@ -15,7 +15,7 @@ from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
 from dsa_engine.server.forms.responses import ResponsesRequest
 from dsa_engine.text.conversations.messages import arguments_of
 
-# Claude Code's system message begins with a line that differs in every request: no prefix would be found again.
+# A block of Claude Code's system message that differs in every request: with it no prefix would be found again.
 _BILLING = "x-anthropic-billing-header"
 _ROLES = ("user", "assistant", "system")
 _SIGNATURE = "dW5zaWduZWQ="  # "unsigned": clients keep no thought without one; here it is not read
@@ -61,9 +61,7 @@ class CountRequest(RequestBody):
         response = {
             "input": items,
             "tools": [_tool(tool) for tool in self.tools],
-            "tool_choice": {"auto": None, "any": "required", "tool": {"name": choice.name}}.get(
-                choice.type, choice.type
-            ),
+            "tool_choice": {"any": "required", "tool": {"name": choice.name}}.get(choice.type, choice.type),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "text": {"format": self.output_config.format},
             "reasoning": {"effort": self.output_config.effort},
@@ -109,7 +107,7 @@ def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             calls.append({"type": "function_call"} | about)
         elif kind == "thinking":
             thoughts.append({"text": block.get("thinking")})
-        elif kind != "redacted_thinking" and not (role == "system" and str(block.get("text")).startswith(_BILLING)):
+        elif kind != "redacted_thinking" and not (kind == "text" and str(block.get("text")).startswith(_BILLING)):
             texts.append(block)
     reasoning = [{"type": "reasoning", "content": thoughts}] if thoughts else []
     return [*results, *reasoning, *([{"role": role, "content": texts}] if texts else []), *calls]

@@ -30,7 +30,6 @@ from dsa_engine.server.forms.protocol import (
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
-    OtherRequest,
     RequestBody,
     TokenizeRequest,
 )
@@ -79,7 +78,9 @@ class Server:
         card = {"id": name, "object": "model", "created": self.created, "owned_by": "dsa_engine", "parent": None}
         return card | {"root": self.llm.facts.model, "max_model_len": self.llm.facts.max_model_len}
 
-    def conversation(self, form: type[ConversationForm[Any]], asked: ChatRequest | OtherRequest) -> Form:
+    def conversation(
+        self, form: type[ConversationForm[Any]], asked: ChatRequest | ResponsesRequest | CountRequest
+    ) -> Form:
         model, chat = self.model(asked.model), asked.chat
         return form(self.llm, self._form(), asked, chat, model, self._template(chat))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -11,12 +11,13 @@ from dsa_engine.config.checks import shown
 from dsa_engine.server.errors import ApiError
 from dsa_engine.server.forms.blocks import Block, BlockForm, Event
 from dsa_engine.server.forms.parts import usage
-from dsa_engine.server.forms.protocol import ChatRequest, Effort, OtherRequest, tool_of
+from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
+from dsa_engine.server.forms.responses import ResponsesRequest
 from dsa_engine.text.conversations.messages import arguments_of
 
-# Claude Code's system message begins with a line that differs in every request: no prefix would be found again.
+# A block of Claude Code's system message that differs in every request: with it no prefix would be found again.
 _BILLING = "x-anthropic-billing-header"
-_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
+_ROLES = ("user", "assistant", "system")
 _SIGNATURE = "dW5zaWduZWQ="  # "unsigned": clients keep no thought without one; here it is not read
 
 
@@ -31,49 +32,48 @@ class _ToolChoice(BaseModel):
     name: str = ""
     disable_parallel_tool_use: bool = False
 
-    @property
-    def chat(self) -> Any:
-        """The ``tool_choice`` of a chat request."""
-        if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name}}
-        return {"auto": None, "any": "required", "none": "none"}[self.type]
-
 
 class _Output(BaseModel):
     effort: Effort | None = None
     format: dict[str, Any] | None = None
 
 
-class CountRequest(OtherRequest):
+class CountRequest(RequestBody):
     """The body of a request to ``/v1/messages/count_tokens``."""
 
     messages: list[dict[str, Any]] = Field([], max_length=10_000)
     system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = Field([], max_length=512)
     tool_choice: _ToolChoice = _ToolChoice(type="auto")
     thinking: _Thinking | None = None
     output_config: _Output = _Output()
     max_tokens: int | None = Field(None, ge=1)
     stop_sequences: list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
 
     @property
     def chat(self) -> ChatRequest:
-        messages, thinking, choice = _messages(self.system, self.messages), self.thinking, self.tool_choice
-        last = messages[-1] if messages else {}
-        return self.as_chat(
-            ChatRequest,
-            messages=messages,
-            tools=[_tool(tool) for tool in self.tools],
-            tool_choice=choice.chat,
-            parallel_tool_calls=not choice.disable_parallel_tool_use,
-            response_format=self.output_config.format,
-            reasoning_effort=self.output_config.effort,
-            thinking=thinking and thinking.type != "disabled",
-            thinking_token_budget=thinking and thinking.budget_tokens,
-            include_reasoning=thinking is None or thinking.display != "omitted",
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            continue_final_message=last.get("role") == "assistant" and "tool_calls" not in last,
-        )
+        """The chat request that asks for the same, by way of a response's; raises ``ValueError`` if there is none."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        items = [item for message in [*system, *self.messages] for item in _items(message)]
+        choice, thinking = self.tool_choice, self.thinking
+        response = {
+            "input": items,
+            "tools": [_tool(tool) for tool in self.tools],
+            "tool_choice": {"any": "required", "tool": {"name": choice.name}}.get(choice.type, choice.type),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            "text": {"format": self.output_config.format},
+            "reasoning": {"effort": self.output_config.effort},
+            "stream": self.stream,
+            "thinking": thinking and thinking.type != "disabled",
+            "thinking_token_budget": thinking and thinking.budget_tokens,
+            "include_reasoning": thinking is None or thinking.display != "omitted",
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "continue_final_message": bool(items) and items[-1].get("role") == "assistant",
+        }
+        return ResponsesRequest.model_validate((self.model_extra or {}) | response).chat
 
 
 class MessagesRequest(CountRequest):
@@ -82,49 +82,35 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") not in ("custom", None) or not isinstance(tool.get("name"), str):
         raise ValueError(
             "tools must be {'name': …, 'input_schema': {…}}, to be called by the client; the server has none, and the "
             f"model knows none by a type: {shown(tool)}"
         )
-    return tool_of(tool, tool.get("input_schema"))
+    return tool | {"type": "function", "parameters": tool.get("input_schema")}
 
 
-def _messages(system: Any, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation as chat requests have it: results of tools are messages of their own."""
-    messages: list[dict[str, Any]] = []
-    for message in [*([{"role": "system", "content": system}] if system else ()), *given]:
-        role, content = message.get("role"), message.get("content")
-        if role not in _BLOCKS:
-            raise ValueError(f"messages have the roles {', '.join(_BLOCKS)}, not {shown(role)}")
-        texts: list[dict[str, Any]] = []
-        thoughts: list[str] = []
-        calls: list[dict[str, Any]] = []
-        results: list[dict[str, Any]] = []
-        for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-            kind = block.get("type") if isinstance(block, dict) else None
-            if kind == "redacted_thinking":
-                continue
-            if kind not in _BLOCKS[role]:
-                kinds = ", ".join(_BLOCKS[role])
-                raise ValueError(f"messages of the role {role} have blocks of the types {kinds}, not {shown(block)}")
-            if kind == "text" and not (role == "system" and str(block.get("text")).startswith(_BILLING)):
-                texts.append(block)
-            elif kind == "thinking":
-                thoughts.append(str(block.get("thinking")))
-            elif kind == "tool_use":
-                function = {"name": block.get("name"), "arguments": block.get("input")}
-                calls.append({"id": block.get("id"), "type": "function", "function": function})
-            elif kind == "tool_result":
-                about = {"tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
-                results.append({"role": "tool"} | about)
-        parts = {"content": texts, "reasoning_content": "\n".join(thoughts), "tool_calls": calls}
-        one = {"role": role} | {name: part for name, part in parts.items() if part}
-        messages += results
-        if len(one) > 1 or role == "assistant":
-            messages.append(one)
-    return messages
+def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The items of a response's input that ask for the same as a message."""
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise ValueError(f"messages have the roles {', '.join(_ROLES)}, not {shown(role)}")
+    results, thoughts, texts, calls = (list[Any]() for _ in range(4))
+    for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_result":
+            about = {"call_id": block.get("tool_use_id"), "output": block.get("content") or ""}
+            results.append({"type": "function_call_output"} | about)
+        elif kind == "tool_use":
+            about = {"call_id": block.get("id"), "name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"type": "function_call"} | about)
+        elif kind == "thinking":
+            thoughts.append({"text": block.get("thinking")})
+        elif kind != "redacted_thinking" and not (kind == "text" and str(block.get("text")).startswith(_BILLING)):
+            texts.append(block)
+    reasoning = [{"type": "reasoning", "content": thoughts}] if thoughts else []
+    return [*results, *reasoning, *([{"role": role, "content": texts}] if texts else []), *calls]
 
 
 class _Block(Block):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import logging
 import uuid
-from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -232,42 +230,16 @@ class ChatRequest(GenerationBody, Conversation):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    max_output_name: ClassVar[str] = "max_completion_tokens"
 
     @property
     def max_output(self) -> tuple[str, Any]:
         given = self.max_completion_tokens
-        return super().max_output if given is None else ("max_completion_tokens", given)
+        return super().max_output if given is None else (self.max_output_name, given)
 
     @property
     def chat(self) -> ChatRequest:
         return self
-
-
-class OtherRequest(RequestBody):
-    """A body in the form of another API, whose ``chat`` is the chat request that asks for the same."""
-
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None  # nothing to choose: the last event has the usage
-    tools: list[dict[str, Any]] = Field([], max_length=512)
-
-    @property
-    @abstractmethod
-    def chat(self) -> ChatRequest:
-        """Raises ``ValueError`` if there is none."""
-
-    def as_chat(self, kind: type[ChatRequest], response_format: dict[str, Any] | None, **asked: Any) -> ChatRequest:
-        """A chat request with what is ``asked``, and with the fields of this one that are not its API's."""
-        if response_format and response_format.get("type") == "json_schema":
-            about = {name: value for name, value in response_format.items() if name != "type"}
-            response_format = {"type": "json_schema", "json_schema": about}
-        asked |= {"stream": self.stream, "response_format": response_format}
-        return kind.model_validate((self.model_extra or {}) | asked)
-
-
-def tool_of(tool: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
-    """A tool in OpenAI's form, of one that has its name and description elsewhere."""
-    about = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters}
-    return {"type": "function", "function": {name: value for name, value in about.items() if value is not None}}
 
 
 class TokenizeRequest(Conversation):
@@ -320,10 +292,10 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 # Parameters for accounts, bills and routing at a provider; they never change an output here.
 _WITHOUT_EFFECT = {
-    *("betas", "cache_control", "container", "context_management", "diagnostics", "inference_geo", "max_tool_calls"),
-    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
-    *("service_tier", "speed", "store", "user", "user_profile_id", "verbosity", "workspace_id"),
-}
+    "betas", "cache_control", "container", "context_management", "diagnostics", "inference_geo", "max_tool_calls",
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
+    "service_tier", "speed", "store", "user", "user_profile_id", "verbosity", "workspace_id",
+}  # fmt: skip
 
 
 def _advice(name: str, value: Any) -> str | None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from dsa_engine.config.checks import shown
 from dsa_engine.server.errors import ApiError
 from dsa_engine.server.forms.blocks import Block, BlockForm, Event
-from dsa_engine.server.forms.protocol import ChatRequest, Effort, OtherRequest, tool_of
+from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
 
 _ITEMS = "message, reasoning, function_call and function_call_output"
 _PARTS = ("input_text", "output_text", "text")
@@ -25,12 +25,15 @@ class _Reasoning(BaseModel):
     effort: Effort | None = None
 
 
-class ResponsesRequest(OtherRequest):
+class ResponsesRequest(RequestBody):
     """The body of a request to ``/v1/responses``. Nothing is stored, so ``input`` is the whole conversation."""
 
     input: str | list[dict[str, Any]] = Field([], max_length=2**24)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = Field([], max_length=512)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     text: _Text = _Text()
@@ -41,27 +44,30 @@ class ResponsesRequest(OtherRequest):
 
     @property
     def chat(self) -> ChatRequest:
-        choice, logprobs = self.tool_choice, "message.output_text.logprobs" in self.include
+        """The chat request that asks for the same; raises ``ValueError`` if there is none."""
+        choice, form = self.tool_choice, self.text.format
         if isinstance(choice, dict) and "name" in choice:
             choice = {"type": "function", "function": {"name": choice["name"]}}
-        return self.as_chat(
-            _AsChat,
+        if form and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+        logprobs = "message.output_text.logprobs" in self.include
+        return _AsChat(
             messages=_messages(self.instructions, self.input),
             tools=[_tool(tool) for tool in self.tools],
             tool_choice=choice if self.tools else None,
             parallel_tool_calls=self.parallel_tool_calls,
-            response_format=self.text.format,
+            response_format=form,
             reasoning_effort=self.reasoning.effort,
             max_completion_tokens=self.max_output_tokens,
             logprobs=logprobs,
             top_logprobs=self.top_logprobs if logprobs else None,
+            stream=self.stream,
+            **(self.model_extra or {}),
         )
 
 
 class _AsChat(ChatRequest):
-    @property
-    def max_output(self) -> tuple[str, Any]:
-        return "max_output_tokens", self.max_completion_tokens
+    max_output_name = "max_output_tokens"
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +75,8 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"tools must be {{'type': 'function', 'name': …}}, as no other tools are here, not {shown(tool)}"
         )
-    return tool_of(tool, tool.get("parameters"))
+    about = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": about}
 
 
 def _messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

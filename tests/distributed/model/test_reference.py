@@ -19,7 +19,8 @@ CALLS = [
     {"prompts": [PROMPTS[2][:200] + PROMPTS[0][:50], PROMPTS[0]], "max_tokens": 12, "drafts": 0},  # known beginnings
     {"prompts": PROMPTS, "max_tokens": 12, "temperature": 1.0, "seed": 5, "drafts": 2},
 ]
-FEW = [{"prompts": [make_ids(190, 700, seed=seed) for seed in range(4)], "max_tokens": 60, "drafts": 1}]  # preemption, on 2 ranks
+# On 2 ranks some lose their pages.
+FEW = [{"prompts": [make_ids(190, 700, seed=seed) for seed in range(4)], "max_tokens": 60, "drafts": 1}]
 SIZES = {"page_size": 16, "chunk": 60}
 
 

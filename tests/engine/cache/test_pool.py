@@ -264,7 +264,7 @@ def key(chunk: Chunk) -> tuple[int, int, int, range]:
 
 
 @pytest.mark.parametrize("tiers", [0, 1, 2, 3])  # none: no page is found; 2: host memory; 3: the disk
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(preempts=st.booleans(), seed=st.integers(0, 2**32))
 def test_every_request_ends_and_no_page_is_lost(tiers: int, preempts: bool, seed: int) -> None:
     run_to_its_end(tiers, preempts, seed)

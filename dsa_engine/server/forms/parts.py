@@ -118,11 +118,9 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """The usage of whole outputs. A prompt counts once, however many outputs it has."""
-    return usage(
-        sum(len(one.prompt_token_ids) for one in outputs),
-        sum(len(output.token_ids) for one in outputs for output in one.outputs),
-        sum(one.metrics.num_cached_tokens for one in outputs),
-    )
+    tokens = sum(len(output.token_ids) for one in outputs for output in one.outputs)
+    cached = sum(one.metrics.num_cached_tokens for one in outputs)
+    return usage(sum(len(one.prompt_token_ids) for one in outputs), tokens, cached)
 
 
 class StreamUsage:

@@ -49,19 +49,20 @@ class NewRequest(msgspec.Struct, tag=True):
     bad_words: list[list[int]]
     arrival: float
     cache_salt: str | None
+    priority: int
     delivery: Literal["tokens", "end"]
 
     @classmethod
     def of(cls, add: Add) -> NewRequest:
         params = {name: getattr(add.params, name) for name in _PARAMS}
         prompt = array("i", add.prompt_ids).tobytes()
-        return cls(add.id, prompt, params, add.bad_words, add.arrival, add.cache_salt, add.delivery)
+        return cls(add.id, prompt, params, add.bad_words, add.arrival, add.cache_salt, add.priority, add.delivery)
 
     def add(self, number: int) -> Add:
         """The engine's message, with its own number for the request."""
         params = SamplingParams(**self.params)
         prompt = array("i", self.prompt_ids)
-        return Add(prompt, params, self.bad_words, self.arrival, number, self.cache_salt, self.delivery)
+        return Add(prompt, params, self.bad_words, self.arrival, number, self.cache_salt, self.priority, self.delivery)
 
 
 class AbortRequests(msgspec.Struct, tag=True):

@@ -62,13 +62,13 @@ class RankLoad(NamedTuple):
         columns = (table.length, np.maximum(future, 0), np.minimum(more, 1))
         load = cls(*(np.bincount(table.owner, of, capacity.world_size).astype(np.int64) for of in columns))
         for request in prefilling:
-            expected, most = (
+            expected, lacking = (
                 capacity.max_pages(len(request.prompt), output) - ledger.held(request, request.owner)
                 for output in (request.expected_output, request.max_tokens)
             )
             load.tokens[request.owner] += len(request)
             load.future_pages[request.owner] += max(expected, 0)
-            load.reserved_pages[request.owner] += min(most, 1)
+            load.reserved_pages[request.owner] += min(lacking, 1)
         return load
 
 
@@ -114,10 +114,10 @@ class PrefillStep:
     """A prefill step that is being planned: the requests added first have the first choice of a group's ``tokens``. A
     request's last chunk has at least ``least_computed`` tokens.
 
-    At least half of the tokens go to requests in order, by priority and arrival, and those that overtake have the rest
-    after :meth:`share`, by the ``credits`` of the first request of each group: an eighth of the tokens that it has
-    left, and an eighth of those computed in order while it is the first. So until a request is prefilled, its group computes at most 1.25
-    times its tokens and those of the requests before it, and the rest of the last step, whoever else comes.
+    At least half of the tokens go to requests in order, by priority and arrival, and those that overtake have the rest,
+    by the ``credits`` of the first request of each group: an eighth of the tokens that remain to it, and an eighth of
+    those computed in order while it is the first. So until a request is prefilled, its group computes at most 1.25
+    times its tokens and those of the requests before it, and the rest of the last step, however many others come.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PrefillStep:
         self._groups, self._ledger, self._least_computed = groups, ledger, least_computed
         self._spared = [min(tokens // 2, (credit + tokens) // (OVERTAKEN + 1)) for credit in credits]
         self._budget = [tokens - spared for spared in self._spared]  # tokens that each group can still prefill
-        self._in_order: Mapping[Request, int] = {}  # tokens planned before `share`
+        self._in_order: Mapping[Request, int] = {}  # tokens planned before `let_overtake`
         # Log-probabilities of a prompt take an LM head and the host's time for each token: others share their steps.
         self._scored_budget = [max(tokens // 4, least_computed)] * len(groups)
         self._sent: Counter[int] = Counter()  # by rank, pages that it sends in the step
@@ -152,10 +152,10 @@ class PrefillStep:
     def has_room(self, group: int) -> bool:
         return self._budget[group] > 0
 
-    def share(self) -> None:
+    def let_overtake(self) -> None:
         """Lets requests that are added from now on overtake."""
         self._in_order = {request: length for request, (length, _) in self._planned.items()}
-        self._budget = [left + spared for left, spared in zip(self._budget, self._spared, strict=True)]
+        self._budget = [sum(both) for both in zip(self._budget, self._spared, strict=True)]
 
     def charge(self) -> None:
         """Counts what the first request of each group gives to others by this step, which is launched."""

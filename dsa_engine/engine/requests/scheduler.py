@@ -29,7 +29,6 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
 from heapq import merge
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsa_engine.engine.cache.disk import DiskLoads
@@ -258,12 +257,10 @@ class Scheduler:
         first = {request.cp_group: [request] for request in reversed(self._prefilling)}
         of_groups = [[*self._queue.by_order[:1], *first.get(group, ())] for group in range(len(self._groups))]
         credits = [min(both, key=_order).credit if both else 0 for both in of_groups]
-        step = self._planned = PrefillStep(
-            self._groups, tokens, credits, self.ledger, self.prefix_cache.least_computed
-        )
+        step = self._planned = PrefillStep(self._groups, tokens, credits, self.ledger, self.prefix_cache.least_computed)
         deferred: set[Request] = set()
         refused = self._fill(step, self._queue.by_order, _order, None, deferred)
-        step.share()
+        step.let_overtake()
         self._fill(step, self._queue.by_length, _length, refused, deferred)
         self.num_deferred = len(deferred)
         return step.chunks
@@ -274,29 +271,31 @@ class Scheduler:
         """Adds requests to a step, those of the queue as long as there is room; returns the first one for which there
         is none. Those that overtake it, a ``refused`` one, have an eighth of its tokens together. A request that waits
         for another one's pages, or for the disk, is ``deferred`` and lets others enter."""
-        running, enters = sorted(self._prefilling, key=key), True
+        running, waiting = sorted(self._prefilling, key=key), [*queue]
         prefilling = set(running)
-        for request in merge(running, takewhile(lambda _: enters, [*queue]), key=key):
+        for request in merge(running, waiting, key=key):
             if request in prefilling:
                 step.add(request)
                 continue
-            enters = enters and self.num_running < self._max_num_seqs
-            if not enters or request in deferred:
+            if not waiting or request in deferred:
                 continue
             overtaken = refused if refused is not request else None
             cost = OVERTAKEN * request.num_remaining
-            if overtaken is not None and (request.priority > overtaken.priority or cost > overtaken.credit):
-                enters = False
+            if self.num_running >= self._max_num_seqs or (
+                overtaken is not None and (request.priority > overtaken.priority or cost > overtaken.credit)
+            ):
+                waiting.clear()  # no other one enters
             elif (usable := self._usable(request, deferred)) is None:
                 continue
             elif step.is_full:
-                enters = False
+                waiting.clear()
             elif self._admit(request, usable, step):
                 step.add(request)
                 if overtaken is not None:
                     overtaken.credit -= cost
-            else:
-                enters, refused = refused is request, refused or request
+            elif refused is not request:
+                waiting.clear()
+                refused = refused or request
         return refused
 
     def _usable(self, request: Request, deferred: set[Request]) -> list[bytes] | None:

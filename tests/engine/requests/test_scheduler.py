@@ -137,16 +137,16 @@ def test_lower_priorities_go_first_and_are_preempted_last() -> None:
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**32), cp=st.sampled_from([1, 3, 64]), share=st.sampled_from([1.0, 0.4]))
-def test_a_crowd_delays_a_prompt_by_a_quarter(seed: int, cp: int, share: float) -> None:
+@given(seed=st.integers(0, 2**32), cp=st.sampled_from([1, 3, 64]), fraction=st.sampled_from([1.0, 0.4]))
+def test_a_crowd_delays_a_prompt_by_a_quarter(seed: int, cp: int, fraction: float) -> None:
     """Until it is prefilled, the group computes at most 1.25 times its tokens and those of the requests before it, and
     the rest of a step, however many others come: for a prompt of 20 steps at most 1.3 times what it takes alone."""
     rng = random.Random(seed)
-    scheduler = make(world=cp, cp=cp, tokens=rng.choice([2, 9, 40]), pages=10**5, seqs=10**4, fraction=share)
-    most, computed, count, waiting = scheduler.max_prefill_tokens, 0, 0, dict[Request, list[int]]()
+    scheduler = make(world=cp, cp=cp, tokens=rng.choice([2, 9, 40]), pages=10**5, seqs=10**4, fraction=fraction)
+    longest, computed, count, waiting = scheduler.max_prefill_tokens, 0, 0, dict[Request, list[int]]()
     while scheduler.has_work or count < 40:
         for _ in range(rng.choice([0, 1, 1, 3]) if count < 40 else 0):
-            length = rng.randint(1, most * rng.choice([1, 1, 2, 25]))
+            length = rng.randint(1, longest * rng.choice([1, 1, 2, 25]))
             request = make_request(count, length, output=rng.randint(1, 3))
             request.priority = rng.choice([0, 0, 0, 0, 1, -1])
             scheduler.add(request)
@@ -154,12 +154,12 @@ def test_a_crowd_delays_a_prompt_by_a_quarter(seed: int, cp: int, share: float) 
                 bound[1] += length if request.order < other.order else 0
             before = sum(one.num_remaining for one in waiting if one.order < request.order)
             waiting[request], count = [computed, length + before], count + 1
-        scheduler.max_prefill_beside = rng.choice([1, most // 2 or 1, most])
+        scheduler.max_prefill_beside = rng.choice([1, longest // 2 or 1, longest])
         numbers = {request.id for request in waiting}
         computed += sum(length for number, _, length in step(scheduler) if number in numbers)
         for request in [one for one in waiting if one.prefilled]:
             since, tokens = waiting.pop(request)
-            assert computed - since <= 1.25 * tokens + most
+            assert computed - since <= 1.25 * tokens + longest
 
 
 def test_a_request_that_can_never_run() -> None:

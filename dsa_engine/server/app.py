@@ -143,7 +143,7 @@ class Server:
             form = parse(asked)
             if form.asked.stream and form.params.prompt_logprobs is not None:
                 raise ValueError("prompt_logprobs are not streamed; leave them or stream out")
-            prompts = self.llm.prepare(form.prompts, form.params)
+            prompts = self.llm.prepare(form.prompts, form.params, form.asked.priority)
             for one in prompts:
                 form.asked.check_room(len(one.adds[0].prompt_ids), self.llm.facts.max_model_len)
             return form, prompts

@@ -51,6 +51,7 @@ class NewRequest(msgspec.Struct, tag=True):
     think_tokens: tuple[int, int] | None
     arrival: float
     cache_salt: str | None
+    priority: int
     delivery: Literal["tokens", "end"]
 
     @classmethod
@@ -58,14 +59,14 @@ class NewRequest(msgspec.Struct, tag=True):
         params = {name: getattr(add.params, name) for name in _PARAMS}
         prompt = array("i", add.prompt_ids).tobytes()
         ids = add.bad_words, add.think_tokens
-        return cls(add.id, prompt, params, *ids, add.arrival, add.cache_salt, add.delivery)
+        return cls(add.id, prompt, params, *ids, add.arrival, add.cache_salt, add.priority, add.delivery)
 
     def add(self, number: int) -> Add:
         """The engine's message, with its own number for the request."""
         params = SamplingParams(**self.params)
         prompt = array("i", self.prompt_ids)
         ids = self.bad_words, self.think_tokens
-        return Add(prompt, params, *ids, self.arrival, number, self.cache_salt, self.delivery)
+        return Add(prompt, params, *ids, self.arrival, number, self.cache_salt, self.priority, self.delivery)
 
 
 class AbortRequests(msgspec.Struct, tag=True):

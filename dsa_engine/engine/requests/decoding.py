@@ -42,6 +42,7 @@ class Table(NamedTuple):
     owner: Ints
     length: Ints  # tokens, with those that are not read
     limit: Ints  # maximum number of tokens
+    expected: Ints  # number of tokens that it will probably have
     least: Ints  # number of tokens from which it may end by a token
     recorded: Ints  # number of tokens up to which selections are recorded
     pages: Ints  # held on the owner
@@ -113,6 +114,7 @@ class Decoding:
             "owner": request.owner,
             "length": len(request),
             "limit": len(request.prompt) + request.max_tokens,
+            "expected": len(request.prompt) + request.expected_output,
             "least": len(request.prompt) + params.min_tokens,
             "recorded": len(request.prompt) + params.selection,
             "pages": pages,

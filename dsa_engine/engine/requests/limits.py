@@ -15,6 +15,8 @@ from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.sampling_params import HAS_BUDGET, SamplingParams, StructuredOutputsParams
 from dsa_engine.text.tokenizer import THINKING, Tokenizer
 
+MAX_PRIORITY = 2**31 - 1  # and the negative of it
+
 
 def pages_for(tokens: int, page_size: int) -> int:
     return cdiv(tokens, page_size)
@@ -69,6 +71,7 @@ class Add:
     arrival: float = 0.0  # time of the call in seconds, by ``time.perf_counter`` on the rank that was called
     id: int = -1  # grows with the order of arrival; set when the message is sent
     cache_salt: str | None = None  # requests with different salts share no cached pages
+    priority: int = 0  # lower ones come first
     delivery: Literal["tokens", "end"] = "tokens"  # what its caller gets, see ``Request.delivery``
     compiled: Future[Any] | None = None  # its grammar, set by the loop of each rank
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dsa_engine.config.checks import shown
 from dsa_engine.config.vllm_options import answer
+from dsa_engine.engine.requests.limits import MAX_PRIORITY
 from dsa_engine.errors import ContextLengthError
 from dsa_engine.sampling_params import SamplingParams
 
@@ -69,6 +70,7 @@ class GenerationBody(RequestBody):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024
     )  # only requests with the same one share cached pages
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower ones first
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # of log-probabilities
     response_format: dict[str, Any] | None = None
@@ -283,7 +285,6 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "web_search_options": ("there is no search; put what the model should know into the messages", ()),
     "documents": ("put the documents into the messages", ([],)),
     "prompt_embeds": ("give the prompt as a text or token ids", ()),
-    "priority": ("requests are served in order of arrival", (0,)),
     "kv_transfer_params": ("caches are not sent between servers", ({},)),
     "stop_regex": ("use stop, or stop_token_ids", ()),
     "truncation_side": ("truncate_prompt_tokens keeps the last tokens", ("left",)),

@@ -121,9 +121,15 @@ def test_more_tokens_than_there_is_room_for(server: Any, name: str) -> None:
         assert server.complete([5] * 2040, **end)["choices"][0]["finish_reason"] == "stop"
 
 
-def test_an_order_of_its_own_is_none(server: Any) -> None:
-    server.complete("a", max_tokens=1, priority=0)
-    assert "order of arrival" in server.refused(COMPLETIONS, prompt="a", priority=-1)
+def test_a_priority_reaches_the_scheduler(server: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    queue = llm.engine.queue
+    monkeypatch.setattr(llm.engine, "queue", lambda add: (seen.append(add.priority), queue(add))[1])
+    server.complete("a", max_tokens=1)
+    server.complete("a", max_tokens=1, priority=-5)
+    server.chat(HELLO, max_tokens=1, priority=7)
+    assert seen == [0, -5, 7]
+    assert "priority" in server.refused(COMPLETIONS, prompt="a", priority="high")
 
 
 def test_resetting_the_prefix_cache(server: Any, llm: LLM) -> None:

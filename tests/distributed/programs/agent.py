@@ -37,14 +37,14 @@ def fork_on_demand(asked: TextIO) -> tuple[list[str], dict[str, str]] | None:
 class Rank:
     """What the agent uses of ``subprocess.Popen``."""
 
-    agent: TextIO  # to :func:`fork_on_demand`
+    server: TextIO  # to :func:`fork_on_demand`
 
     def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: Any):
         self.pid, self._code = self._ask((args[args.index("-u") + 1 :], env)), None
 
     def _ask(self, what: Any) -> Any:
-        print(json.dumps(what), file=self.agent, flush=True)
-        return json.loads(self.agent.readline())
+        print(json.dumps(what), file=self.server, flush=True)
+        return json.loads(self.server.readline())
 
     def poll(self) -> int | None:
         if self._code is None:
@@ -60,18 +60,18 @@ class Rank:
 
 
 def main() -> None:
-    sides = [side.makefile("rw") for side in socket.socketpair()]
+    of_agent, of_server = (one.makefile("rw") for one in socket.socketpair())
     if os.fork():
-        sides.pop().close()
-        (Rank.agent,), subprocess_handler.Popen = sides, Rank
+        of_server.close()
+        Rank.server, subprocess_handler.Popen = of_agent, Rank
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
         try:
             return run.main(["--standalone", "--nproc-per-node", *sys.argv[1:]])
         except ChildFailedError as report:
             sys.exit(str(report))
-    sides.pop(0).close()
-    if (rank := fork_on_demand(*sides)) is not None:
+    of_agent.close()
+    if (rank := fork_on_demand(of_server)) is not None:
         os.setsid()
         sys.argv, environment = rank
         os.environ.clear()

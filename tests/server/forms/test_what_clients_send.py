@@ -57,7 +57,7 @@ def test_forms_by_other_names(server: Any, given: dict[str, Any], text: str) -> 
     assert server.complete("x", max_tokens=9, **given)["choices"][0]["text"] == text
     assert "give one only" in server.refused(COMPLETIONS, prompt="x", guided_regex="c", **given)
     others: list[dict[str, Any]] = [{"stop_regex": "a"}, {"truncation_side": "right"}, {"separate_reasoning": False}]
-    for other in (*others, {"guided_whitespace_pattern": " "}, {"thinking_token_budget": 9}):
+    for other in (*others, {"guided_whitespace_pattern": " "}):
         assert f"{next(iter(other))} is not possible here" in server.refused(COMPLETIONS, prompt="x", **other)
 
 

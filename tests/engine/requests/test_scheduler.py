@@ -240,6 +240,28 @@ def test_the_owner_has_pages_for_all_that_may_come() -> None:
     assert scheduler.free_pages == [9, 16] and late.owner == 0, "rank 1 sees fewer tokens, but two requests grow there"
 
 
+def test_outputs_are_expected_to_be_as_long_as_those_that_have_ended() -> None:
+    """The same requests after one of 2 tokens, of 40 that it might have had: all fit on rank 1, which sees fewer
+    tokens. Of another salt nothing is known."""
+    scheduler, ended = make(world=2, cp=2, tokens=100, pages=20), make_request(0, 8, output=40)
+    scheduler.add(ended)
+    for _ in range(2):
+        step(scheduler)
+    ended.finish_reason = "stop"
+    scheduler.finish(ended)
+    first, second, third = make_request(1, 40, output=2), make_request(2, 8, output=40), make_request(3, 8, output=40)
+    for request in (first, second, third):
+        scheduler.add(request)
+    step(scheduler)
+    assert (first.owner, second.owner, third.owner) == (0, 1, 1)
+    late, other = make_request(4, 4, output=30), make_request(5, 4, output=30)
+    other.cache_salt = "another"
+    for request in (late, other):
+        scheduler.add(request)
+    step(scheduler)
+    assert (late.owner, late.expected_output, other.expected_output) == (1, 2, 30)
+
+
 @pytest.mark.parametrize(
     "fraction, steps", [(1.0, "PPPPPPDD"), (0.5, "PPDPDPDP"), (0.25, "PPDDDPDD"), (0.75, "PPDPPPDP"), (0.1, "PPDDDDDD")]
 )

@@ -189,5 +189,5 @@ def too_many_ranks() -> None:
     )
 
 
-WHERE = {"one": "in_the_third_step", "rank": "while_weights_load"}
-globals()[WHERE.get(HOW.partition("_")[0], HOW)]()
+WHERE = {"one_rank": "in_the_third_step", "rank_0": "while_weights_load"}
+globals()[next((where for begin, where in WHERE.items() if HOW.startswith(begin)), HOW)]()

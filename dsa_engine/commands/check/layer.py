@@ -135,10 +135,10 @@ class PageLayer:
         page.latent[0] = latent = dsa.latent_rows(w, c, x, turn)  # [n, 576]
         of, values = joined(pieces) if pieces else (at, at)
         few = at < c.index_topk if c.index_topk else at >= 0
-        chosen: list[Any] = [None, values[torch.isin(of, at[~few])].long()]  # None: all that the rows see
+        chosen = values[torch.isin(of, at[~few])].long()
         if c.index_topk and c.indexer_types[self._number] == "full":
             keys = dsa.index_keys(w.indexer, c, x, turn)  # [n, 128]
-            for row, best in zip(at[~few].split(1), chosen[1]):
+            for row, best in zip(at[~few].split(1), chosen):
                 own, n = (turn[0][row], turn[1][row]), int(row) + 1
                 q, compressed = dsa.queries(w, c, x[row], own)
                 scores = dsa.index_scores(*dsa.index_queries(w.indexer, c, x[row], compressed, own), keys, row)[0]
@@ -151,10 +151,12 @@ class PageLayer:
             if bool((bad := (tokens != c.index_topk) | (gaps > self._choice)).any()):
                 seen = f"{int(tokens[bad][0])} tokens, index_topk is {c.index_topk}, {result.selection:.0%}"
                 result.wrong.append(f"selection: {seen} are the page's, {_where(bad, positions)}")
-        request, both = dsa.Request(0, [], count, tables=[list(range(count))]), (at[few], at[~few])
-        batch = dsa.Batch([[(request, rows.tolist()) for rows in both if len(rows)]], prefill=False)
-        attended = page.attention(0, x[at], batch, [best for best, rows in zip(chosen, both) if len(rows)])
-        result.attention = self._differ(result, "attention", ours, attended, at)
+        request, parts = dsa.Request(0, [], count, tables=[list(range(count))]), []
+        for rows, best in ((at[few], chosen[:0]), (at[~few], chosen)):  # the few see all before them
+            if len(rows):
+                batch = dsa.Batch([[(request, rows.tolist())]], prefill=False)
+                parts.append(page.attention(0, x[rows], batch, [*best]))
+        result.attention = self._differ(result, "attention", ours, torch.cat(parts), at)
 
     def _selection(self, chosen: torch.Tensor, scores: torch.Tensor, mass: torch.Tensor) -> tuple[float, ...]:
         """Of a row that sees n tokens, by its selection ``[k]`` and the page's index scores and mass of attention

@@ -151,10 +151,11 @@ class Engine:
 
     def make_request(self, add: Add) -> Request:
         seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
-        params, words, salt = add.params, add.bad_words, add.cache_salt
-        request = Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
+        params, words, salt = add.params, (add.bad_words, add.think_tokens), add.cache_salt
+        request = Request(add.id, add.prompt_ids, params, *words, cache_salt=salt, draw_key=seed_key(seed))
+        request.priority = add.priority
         if params.structured_outputs is not None and (grammars := self.runner.grammars) is not None:
-            grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs)
+            grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs.grammar)
         return request
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:

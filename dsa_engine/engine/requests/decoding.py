@@ -34,7 +34,6 @@ from dsa_engine.sampling_params import NEEDS_HOST, RECORDS
 
 _ALL = slice(None)
 _BUFFERED = 256  # tokens of a request in the array; when it is full, they go to the request
-_FORMS = slice(-3, None)  # the last columns of the table
 
 
 class Table(NamedTuple):
@@ -44,22 +43,20 @@ class Table(NamedTuple):
     owner: Ints
     length: Ints  # tokens, with those that are not read
     limit: Ints  # maximum number of tokens
+    expected: Ints  # number of tokens that it will probably have
     least: Ints  # number of tokens from which it may end by a token
     recorded: Ints  # number of tokens up to which selections are recorded
     pages: Ints  # held on the owner
     unread: Ints  # tokens that have been sampled and not read
     unverified: Ints  # unread tokens that turn out to be none if drafts are not accepted
     drafts: Ints  # drafts of the next tokens that the host knows
-    asks: Ints  # what it asks of the sampler: this and the next two
+    asks: Ints  # of the sampler, see ``chain.Inputs``; so the next two
     top_k: Ints
     logprobs: Ints
     direct: Ints  # whether its object gets its tokens as they are read
     streamed: Ints  # whether its caller does
     fresh: Ints  # whether it has had no token yet
     slot: Ints  # where they are buffered if not
-    mha: Ints  # rows computed in this form, and the next two, of which its object does not know
-    dense: Ints
-    sparse: Ints
 
 
 class Decoding:
@@ -81,6 +78,8 @@ class Decoding:
         self._set_ends(eos_token_ids)
         self.requests: list[Request] = []  # of each row
         self._cells = np.empty((len(Table._fields), 0), np.int64)  # [columns, requests]
+        # Rows computed as MHA, dense and sparse, of which its object does not know.
+        self._by_form = np.empty((3, 0), np.int64)  # [forms, requests]
         # Each has a row for every slot.
         self._tokens = np.empty((0, _BUFFERED + (num_drafts := self._num_drafts)), np.int64)
         self._buffered = np.empty(0, np.int64)  # number of tokens in each
@@ -126,10 +125,12 @@ class Decoding:
             "owner": request.owner,
             "length": len(request),
             "limit": len(request.prompt) + request.max_tokens,
+            "expected": len(request.prompt) + request.expected_output,
             "least": len(request.prompt) + params.min_tokens,
             "recorded": len(request.prompt) + params.selection,
             "pages": pages,
             "unread": len(request.placeholders),
+            "unverified": 0,
             "drafts": len(request.drafts),
             "asks": request.asks,
             "top_k": params.num_best,
@@ -141,7 +142,8 @@ class Decoding:
         }
         self._rates[slot] = self.draft_number.accepted
         row = self._row(request)
-        self._cells = np.insert(self._cells, row, [cells.get(name, 0) for name in Table._fields], axis=1)
+        self._cells = np.insert(self._cells, row, [cells[name] for name in Table._fields], axis=1)
+        self._by_form = np.insert(self._by_form, row, 0, axis=1)
         self.requests.insert(row, request)
         self._changed()
 
@@ -152,7 +154,7 @@ class Decoding:
         self._free_slots.append(int(self.table.slot[row]))
         request.placeholders = []
         request.num_computed_tokens = max(request.num_computed_tokens, len(request) - 1)
-        self._cells = np.delete(self._cells, row, axis=1)
+        self._cells, self._by_form = (np.delete(cells, row, axis=1) for cells in (self._cells, self._by_form))
         del self.requests[row]
         self._changed()
         if not self.requests:
@@ -175,9 +177,8 @@ class Decoding:
 
     def _flush(self, row: int) -> None:
         slot, request = self.table.slot[row], self.requests[row]
-        forms = self._cells[_FORMS, row]
-        request.count_rows(forms.tolist())
-        forms[:] = 0
+        request.count_rows(self._by_form[:, row].tolist())
+        self._by_form[:, row] = 0
         request.output.extend(self._tokens[slot, : self._buffered[slot]].tolist())
         self._buffered[slot] = 0
         if self._num_drafts:
@@ -257,9 +258,9 @@ class Decoding:
         table, (rows, at) = self.table, self._find(samples)
         counts = samples.counts[at]
         if isinstance(rows_by_form, int):
-            self._cells[_FORMS][rows_by_form, rows] += counts
+            self._by_form[rows_by_form, rows] += counts
         elif rows_by_form is not None:
-            self._cells[_FORMS, rows] += rows_by_form[at].T
+            self._by_form[:, rows] += rows_by_form[at].T
         table.length[rows] += counts
         table.unread[rows] += counts
         if self._num_drafts:

@@ -175,9 +175,9 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 
 def _sizes(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> ModelSizes:
-    experts = mesh.experts_per_token(config.n_routed_experts) + mesh.config.redundant_experts
+    experts = config.n_routed_experts + mesh.config.redundant_experts
     rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + options.num_drafts)
-    return ModelSizes(config.hidden_size, experts, mesh.experts_per_token(config.num_experts_per_tok), rows, dtype)
+    return ModelSizes(config.hidden_size, experts, config.num_experts_per_tok, rows, dtype)
 
 
 def load(prepared: Prepared) -> Loaded:
@@ -223,10 +223,9 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
 def _can_be_recorded(prepared: Prepared, model: Model) -> bool:
     """Whether decode steps on a CPU can be recordings: no other process takes part, attention of all rows is one of the
     CPU's kernels, and rows that see few tokens may select."""
-    indexers = [module for module in model.modules() if isinstance(module, Indexer)]
-    finite = bool(indexers) and not any(indexer.may_overflow for indexer in indexers)
+    selects = any(isinstance(module, Indexer) for module in model.modules())
     native = not prepared.format.coded and cpu.serves(torch.empty(0, dtype=prepared.dtype))
-    return prepared.mesh.world_size == 1 and finite and native
+    return prepared.mesh.world_size == 1 and selects and native
 
 
 def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -> Engine:

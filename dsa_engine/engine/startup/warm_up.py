@@ -207,7 +207,7 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
     A further pair takes its rows between the products, and the tokens and sums that :class:`.dispatch.Memory` names.
     ``tokens``: those of a rank; ``words``: whether tokens travel to experts in another form than sums travel back.
     """
-    ranks, k, chunk = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.config.moe_chunk_size
+    ranks, k, chunk = mesh.world_size, config.num_experts_per_tok, mesh.config.moe_chunk_size
     if config.batch_invariant:  # each pair travels by itself
         tokens, k = tokens * k, 1
     if "sparse" not in config.mlp_layer_types:

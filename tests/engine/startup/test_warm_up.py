@@ -39,7 +39,7 @@ def four_ranks(nodes: tuple[int, ...] | None = None, **options: Any) -> Any:
     groups, group = nodes and SimpleNamespace(nodes=nodes), SimpleNamespace(size=4)
     config = SimpleNamespace(**{"decode_dispatch": "all_gather"} | options)
     mesh: Any = SimpleNamespace(
-        world_size=4, config=config, experts_per_token=lambda top_k: top_k, node_groups=groups, ep=group, device=None,
+        world_size=4, config=config, node_groups=groups, ep=group, device=None,
         nodes=nodes or (0, 0, 0, 0), is_leader=False,
     )  # fmt: skip
     mesh.experts = ExpertDivision(mesh)

@@ -295,10 +295,10 @@ class Decoding:
         is_full = table.length[rows] - table.unread[rows] >= table.limit[rows]
         chosen = is_full | ending.any(axis=1) | (table.direct[rows] > 0)
         now = time.perf_counter()
-        if self.draft_number.adapts and len(read.samples.keys):
+        if self.draft_number.watches and len(read.samples.keys):
             self.draft_number.read(read.num_drafts, int(read.samples.numbers.max()) + 1)
-            if read.accepted is not None:
-                self._learn(table.slot[rows], offered, accepted)
+        if self.draft_number.adapts and read.accepted is not None:
+            self._learn(table.slot[rows], offered, accepted)
         for row in self._all[rows][(table.fresh[rows] > 0) & (tokens[:, 0] >= 0)].tolist():
             self.requests[row].first_token_at = now
         table.fresh[rows] = 0
@@ -346,8 +346,9 @@ class Decoding:
     def adapt(self, samples: Samples) -> None:
         """Chooses the number of drafts of the step after one of these requests, which has been launched."""
         if self.draft_number.adapts:
-            requests = int(samples.numbers.max()) + 1
-            self.draft_number.launched(requests, lambda: self._rates[self.table.slot].mean(axis=0))
+            self.draft_number.launched(
+                lambda: int(samples.numbers.max()) + 1, lambda: self._rates[self.table.slot].mean(axis=0)
+            )
 
     def _learn(self, slots: Ints, offered: Ints, accepted: Ints) -> None:
         """Counts accepted drafts: of each request, the last 16 steps or so, and of all."""

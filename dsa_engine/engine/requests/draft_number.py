@@ -6,7 +6,7 @@ tokens a second, E(c) / T(c), is taken. Acceptance is known on every rank from t
 (``Decoding``); times are those of rank 0's clock, gathered when a trial ends, so that all ranks choose alike.
 
 Now and then another number is tried for some steps, as only this shows what it brings now: as often as trials cost
-about one step of 200, and each number once without a price. A step without drafts is the step of an engine without
+about one step of 400, and each number once without a price. A step without drafts is the step of an engine without
 modules: their cache rows stay what they were, and later drafts see them, which changes what is accepted and no token.
 A change of the number takes effect when no step is in flight.
 """
@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 TRIAL = 4  # steps
 BETWEEN = 16  # fewest steps between trials
-FRACTION = 1 / 200  # of all steps, that trials may cost
+FRACTION = 1 / 400  # of all steps, that trials may cost
 _GAIN = 1.01  # for less the number stays
 _MAX_SPARE = 64.0  # steps
 
@@ -56,13 +56,13 @@ def tokens_of(choices: Sequence[int], accepted: Floats) -> Floats:
 
 
 class DraftNumber:
-    """``number`` is that of the next step; ``due``: whether :meth:`exchange` is to be called when no step is in flight.
-    With one choice it never changes."""
+    """``number`` is that of the next step; ``due``: whether :meth:`exchange` is to be called when no step is in flight;
+    ``watches``: whether :meth:`read` is to be called. With one choice it never changes."""
 
     def __init__(self, choices: Sequence[int]):
         self.choices = tuple(choices)
         self.number = self._best = self.choices[-1]
-        self.due = False
+        self.due = self.watches = False
         self.clock = time.perf_counter
         self.accepted = 0.5 ** np.arange(1.0, self.choices[-1] + 1)  # of all requests so far, see ``best_of``
         self._size = 0
@@ -87,16 +87,21 @@ class DraftNumber:
             self._own[size_of(requests), number].append(now - self._read_at)
         self._read_at, self._read_number = now, -1 if number is None else number
 
-    def launched(self, requests: int, accepted: Callable[[], Floats]) -> None:
-        """Counts a decode step of so many requests of the fullest rank, and chooses the number of the next one."""
-        self._step, self._size = self._step + 1, size_of(requests)
-        self._spare = min(_MAX_SPARE, self._spare + FRACTION)
+    def launched(self, requests: Callable[[], int], accepted: Callable[[], Floats]) -> None:
+        """Counts a decode step, of so many requests of the fullest rank, and chooses the number of the next one. Of
+        eight steps three are watched, and all of a trial, so that most cost no more than without a choice."""
+        self._step += 1
+        turn = self._step % 8
         if self._left:
             self._left -= 1
             if not self._left:
                 self.number, self.due = self._best, True
-        elif self._step % 8 == 0:
+        elif turn == 0:
+            self._spare, self._size = min(_MAX_SPARE, self._spare + 8 * FRACTION), size_of(requests())
             self._choose(accepted())
+        elif turn == 5:
+            self._read_number = -1
+        self.watches = self._left > 0 or turn >= 5
 
     def _choose(self, accepted: Floats) -> None:
         times = self._times.get(self._size)

@@ -45,10 +45,11 @@ def run(number: DraftNumber, steps: int, requests: int, accepted: np.ndarray, no
         if number.due:
             number.exchange(lambda times: torch.cat((times, times * torch.nan)), torch.device("cpu"))
         this = number.number
-        number.launched(requests, lambda: accepted)
+        number.launched(lambda: requests, lambda: accepted)
         taken[this] += 1
         now[0] += device_time(requests, this)
-        number.read(this, requests)
+        if number.watches:
+            number.read(this, requests)
     return taken
 
 
@@ -58,8 +59,8 @@ def test_it_follows_load_and_acceptance() -> None:
     run(number, 100, 4, GOOD, now)
     assert number.number == 3
     run(number, 100, 128, BAD, now)
-    few = run(number, 4000, 128, BAD, now)
-    assert few[0] > 0.98 * 4000 and few[1] >= TRIAL, "another number is tried now and then"
+    few = run(number, 12_000, 128, BAD, now)
+    assert few[0] > 0.98 * 12_000 and few[1] >= TRIAL, "another number is tried now and then"
     run(number, 200, 4, BAD, now)
     assert run(number, 2000, 4, BAD, now)[0] > 0.7 * 2000, "trials are cheap here"
     taken = run(number, 2000, 4, GOOD, now)
@@ -69,7 +70,7 @@ def test_it_follows_load_and_acceptance() -> None:
 @pytest.mark.parametrize("requests", [1, 16, 128])
 @pytest.mark.parametrize("accepted", [GOOD, BAD])
 def test_trials_cost_little(requests: int, accepted: np.ndarray) -> None:
-    """At least 0.98 of the tokens a second of the best number, once each has been tried."""
+    """At least 0.99 of the tokens a second of the best number, once each has been tried."""
     number, now = DraftNumber(CHOICES), [0.0]
     number.clock = lambda: now[0]
     run(number, 200, requests, accepted, now)
@@ -78,10 +79,11 @@ def test_trials_cost_little(requests: int, accepted: np.ndarray) -> None:
         if number.due:
             number.exchange(lambda times: times, torch.device("cpu"))
         this = number.number
-        number.launched(requests, lambda: accepted)
+        number.launched(lambda: requests, lambda: accepted)
         tokens += 1 + accepted[: min(this, made)].sum()
         made = this
         now[0] += device_time(requests, this)
-        number.read(this, requests)
+        if number.watches:
+            number.read(this, requests)
     best = max((1 + accepted[:count].sum()) / device_time(requests, count) for count in CHOICES)
-    assert tokens / (now[0] - begun) > 0.98 * best
+    assert tokens / (now[0] - begun) > 0.99 * best

@@ -25,7 +25,7 @@ import torch
 Floats = npt.NDArray[np.float64]
 
 TRIAL = 4  # steps
-BETWEEN = 16  # fewest steps between trials
+BETWEEN = 16  # steps between two choices
 FRACTION = 1 / 400  # of all steps, that trials may cost
 _GAIN = 1.01  # for less the number stays
 _MAX_SPARE = 64.0  # steps
@@ -72,7 +72,7 @@ class DraftNumber:
             lambda: deque(maxlen=TRIAL - 1)
         )  # by size and number
         self._tried: dict[tuple[int, int], int] = {}  # the step of the last trial, by size and number
-        self._step = self._begun = self._left = 0
+        self._step = self._left = 0
         self._spare = 0.0
 
     @property
@@ -89,32 +89,30 @@ class DraftNumber:
 
     def launched(self, requests: Callable[[], int], accepted: Callable[[], Floats]) -> None:
         """Counts a decode step, of so many requests of the fullest rank, and chooses the number of the next one. Of
-        eight steps three are watched, and all of a trial, so that most cost no more than without a choice."""
+        sixteen steps three are watched, and all of a trial, so that most cost hardly more than without a choice."""
         self._step += 1
-        turn = self._step % 8
+        turn = self._step % BETWEEN
         if self._left:
             self._left -= 1
             if not self._left:
                 self.number, self.due = self._best, True
         elif turn == 0:
-            self._spare, self._size = min(_MAX_SPARE, self._spare + 8 * FRACTION), size_of(requests())
+            self._spare, self._size = min(_MAX_SPARE, self._spare + BETWEEN * FRACTION), size_of(requests())
             self._choose(accepted())
-        elif turn == 5:
+        elif turn == BETWEEN - 3:
             self._read_number = -1
-        self.watches = self._left > 0 or turn >= 5
+        self.watches = self._left > 0 or turn >= BETWEEN - 3
 
     def _choose(self, accepted: Floats) -> None:
         times = self._times.get(self._size)
         if times is not None:
             self.number = self._best = best_of(self.choices, accepted, times, self._best)
-        if self._step - self._begun < BETWEEN:
-            return
         others = [number for number in self.choices if number != self._best]
         number = min(others, key=lambda one: self._tried.get((self._size, one), -1))
         cost = self._cost(number, accepted, times)
         if cost <= self._spare:
             self._spare -= max(0.0, cost)
-            self._tried[self._size, number] = self._begun = self._step
+            self._tried[self._size, number] = self._step
             self.number, self._left = number, TRIAL
 
     def _cost(self, number: int, accepted: Floats, times: Floats | None) -> float:

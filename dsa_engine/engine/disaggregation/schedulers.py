@@ -32,7 +32,7 @@ class PrefillScheduler(Scheduler):
         return max(super().cache_usage, self.away_usage if self.away else 0.0)
 
     def schedule(self) -> Step:
-        return Step(self._prefill())
+        return self._step(self._prefill())
 
     def _prefilled(self, request: Request, ranks: range) -> None:
         self.decoding.enter(request, self.ledger.held(request, request.owner))  # until its first token is read

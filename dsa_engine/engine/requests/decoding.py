@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import (
@@ -62,18 +63,28 @@ class Decoding:
     """A table with a row for every request that decodes. While a request is here, the table knows its length and its
     number of pages; only this rank's requests and those ``tracked`` have a current ``output``."""
 
-    def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
+    def __init__(
+        self,
+        rank: int,
+        capacity: Capacity,
+        eos_token_ids: Collection[int] = (),
+        draft_number: DraftNumber | None = None,
+    ):
         self._rank, self._world, self._page_size = rank, capacity.world_size, capacity.page_size
-        self._eos_token_ids, self._num_drafts = eos_token_ids, num_drafts
+        self.draft_number = draft_number or DraftNumber([0])
+        self._eos_token_ids, self._num_drafts = eos_token_ids, self.draft_number.choices[-1]
+        self._planned = 0  # number of drafts of the step planned last
+        self._made = 0  # maximum of ``table.drafts``
         self._set_ends(eos_token_ids)
         self.requests: list[Request] = []  # of each row
         self._cells = np.empty((len(Table._fields), 0), np.int64)  # [columns, requests]
         # Rows computed as MHA, dense and sparse, of which its object does not know.
         self._by_form = np.empty((3, 0), np.int64)  # [forms, requests]
         # Each has a row for every slot.
-        self._tokens = np.empty((0, _BUFFERED + num_drafts), np.int64)
+        self._tokens = np.empty((0, _BUFFERED + (num_drafts := self._num_drafts)), np.int64)
         self._buffered = np.empty(0, np.int64)  # number of tokens in each
         self._accepted = np.empty((0, num_drafts + 1, num_drafts + 1), np.int64)  # [slot, offered, accepted]: steps
+        self._rates = np.empty((0, num_drafts))  # [slot, j]: fraction of its steps that accept the first 1 + j drafts
         self._free_slots: list[int] = []
         self.num_taken = 0  # tokens read so far, without those that `take` returned
         self._changed()
@@ -127,8 +138,9 @@ class Decoding:
             "direct": request.owner == self._rank or request.tracked,
             "streamed": request.delivery == "tokens",
             "fresh": request.first_token_at is None,
-            "slot": self._slot(),
+            "slot": (slot := self._slot()),
         }
+        self._rates[slot] = self.draft_number.accepted
         row = self._row(request)
         self._cells = np.insert(self._cells, row, [cells[name] for name in Table._fields], axis=1)
         self._by_form = np.insert(self._by_form, row, 0, axis=1)
@@ -160,6 +172,7 @@ class Decoding:
                 np.concatenate((old, np.zeros((more, *old.shape[1:]), np.int64)))
                 for old in (self._tokens, self._buffered, self._accepted)
             )
+            self._rates = np.concatenate((self._rates, np.zeros((more, self._num_drafts))))
         return self._free_slots.pop()
 
     def _flush(self, row: int) -> None:
@@ -207,17 +220,20 @@ class Decoding:
 
         If only the device knows the last token, it alone knows the drafts too: there are rows for as many as possible.
         """
-        table, active = self.table, self._active
+        table, active, number = self.table, self._active, self.draft_number.number
+        if self._made > number:
+            self._keep_drafts(number)
         rows: slice | Ints = _ALL if active.all() else active.nonzero()[0]
         starts, unread, samples = table.length[rows] - 1, table.unread[rows], self._samples
         if not len(starts):
             return None
-        on_device = (unread > 0) & (self._num_drafts > 0)
-        if samples is None or self._num_drafts or rows is not _ALL:
-            counts = 1 + np.where(on_device, self._num_drafts, table.drafts[rows])
+        on_device = (unread > 0) & (number > 0)
+        if samples is None or number or self._planned or rows is not _ALL:
+            counts = 1 + np.where(on_device, number, table.drafts[rows])
             of_each = table.key[rows], table.owner[rows], counts
             samples = Samples.by_rank(*of_each, self._world, self._max_logprobs)
             self._samples = samples if rows is _ALL else None
+        self._planned = number
         asks = self._asks | NEEDS_HOST * bool((starts + 1 - unread < table.least[rows]).any())
         if asks & RECORDS and not (starts + 1 - unread < table.recorded[rows]).any():
             asks -= RECORDS
@@ -228,6 +244,14 @@ class Decoding:
             Chunk(self.requests[row], start, count, rank, count, follows) for row, start, count, follows in numbers
         ]
         return DecodeStep(chunks, samples, starts, asks, self._top_k)
+
+    def _keep_drafts(self, number: int) -> None:
+        """Forgets the drafts of each request after its first ``number``."""
+        table = self.table
+        for row in ((table.drafts > number) & (table.direct > 0)).nonzero()[0].tolist():
+            del self.requests[row].drafts[number:]
+        np.minimum(table.drafts, number, out=table.drafts)
+        self._made = number
 
     def launched(self, samples: Samples, rows_by_form: Ints | int | None = None) -> None:
         """Records that a step with these samples has been launched; see :meth:`.StepPlan.rows_by_form`."""
@@ -263,11 +287,18 @@ class Decoding:
             table.unverified[rows] -= counts - 1
             # The last token that a request may have is not drafted, as no step would be saved.
             room = table.limit[rows] - table.length[rows] - 1
-            table.drafts[rows] = room.clip(0, self._num_drafts)
+            self._made = max(self._made, made := tokens.shape[1] - 1)
+            table.drafts[rows] = room.clip(0, made)
             ending &= np.arange(tokens.shape[1]) <= accepted[:, None]
+        elif self._num_drafts:
+            table.drafts[rows] = 0
         is_full = table.length[rows] - table.unread[rows] >= table.limit[rows]
         chosen = is_full | ending.any(axis=1) | (table.direct[rows] > 0)
         now = time.perf_counter()
+        if self.draft_number.watches and len(read.samples.keys):
+            self.draft_number.read(read.num_drafts, int(read.samples.numbers.max()) + 1)
+        if self.draft_number.adapts and read.accepted is not None:
+            self._learn(table.slot[rows], offered, accepted)
         for row in self._all[rows][(table.fresh[rows] > 0) & (tokens[:, 0] >= 0)].tolist():
             self.requests[row].first_token_at = now
         table.fresh[rows] = 0
@@ -305,10 +336,27 @@ class Decoding:
         tokens, result, logprobs = read.tokens[number, :count].tolist(), None, None
         if request.params.logprobs is not None and request.delivery == "tokens":
             logprobs = read.logprobs_of(np.array([number]))[0, :count]
+        if self._num_drafts:
+            request.drafts = []
         if read.drafts is not None and read.offered is not None:
             request.drafts = read.drafts[number, : self.table.drafts[row]].tolist()
             result = DraftResult(int(read.offered[number]), count - 1)
         return RequestTokens(request, tokens, result, logprobs)
+
+    def adapt(self, samples: Samples) -> None:
+        """Chooses the number of drafts of the step after one of these requests, which has been launched."""
+        if self.draft_number.adapts:
+            self.draft_number.launched(
+                lambda: int(samples.numbers.max()) + 1, lambda: self._rates[self.table.slot].mean(axis=0)
+            )
+
+    def _learn(self, slots: Ints, offered: Ints, accepted: Ints) -> None:
+        """Counts accepted drafts: of each request, the last 16 steps or so, and of all."""
+        number, of_all = np.arange(self._num_drafts), self.draft_number.accepted
+        known, right = number < offered[:, None], number < accepted[:, None]
+        self._rates[slots] += known * (right - self._rates[slots]) / 16
+        count = known.sum(axis=0)
+        of_all += (1 - (63 / 64) ** count) * (right.sum(axis=0) / count.clip(min=1) - of_all)
 
     def _buffer(self, rows: Ints, tokens: Ints, offered: Ints, accepted: Ints) -> None:
         """Keeps the first ``1 + accepted`` tokens of each row."""

@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from heapq import merge
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsa_engine.engine.cache.disk import DiskLoads
 from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
 from dsa_engine.engine.requests.decoding import Decoding
+from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Capacity, pages_for
 from dsa_engine.engine.requests.prefill import (
     OVERTAKEN,
@@ -56,6 +57,7 @@ class Step(NamedTuple):
 
     chunks: list[Chunk]  # those of this rank, in a decode step
     decode: DecodeStep | None = None
+    num_drafts: int = 0  # that it makes for each request
 
     def __bool__(self) -> bool:
         return bool(self.chunks) or self.decode is not None
@@ -125,12 +127,12 @@ class Scheduler:
         self._lengths = OutputLengths()
         self.num_deferred = 0  # of those waiting: what others compute, or the disk, lets them wait
         self.preemptions = 0  # times that a running request has lost its pages to one before it
-        self.set_num_drafts(0)
+        self.set_num_drafts([0])
 
-    def set_num_drafts(self, num_drafts: int) -> None:
-        """Sets the maximum number of drafts of a request in a step, while no request runs."""
-        self.num_drafts = num_drafts
-        self.decoding = Decoding(self._rank, self.capacity, self._eos_token_ids, num_drafts)
+    def set_num_drafts(self, choices: Sequence[int]) -> None:
+        """Sets the numbers of drafts of a request in a step, in ascending order, while no request runs."""
+        self.num_drafts = choices[-1]
+        self.decoding = Decoding(self._rank, self.capacity, self._eos_token_ids, DraftNumber(choices))
 
     @property
     def has_work(self) -> bool:
@@ -199,10 +201,13 @@ class Scheduler:
         self._credit_after = credit
         if (not decoding or credit > 1 - 1e-9) and (chunks := self._prefill()):
             self._credit_after = credit - decoding
-            return Step(chunks)
+            return self._step(chunks)
         # All requests that decode may be preempted if an older one in prefill holds the last pages; then prefill.
         decode = self._decode()
-        return Step(self._prefill()) if decode is None else Step(decode.chunks, decode)
+        return self._step(self._prefill()) if decode is None else self._step(decode.chunks, decode)
+
+    def _step(self, chunks: list[Chunk], decode: DecodeStep | None = None) -> Step:
+        return Step(chunks, decode, self.decoding.draft_number.number)
 
     def launched(self, step: Step, samples: Samples | None = None, rows_by_form: Ints | int | None = None) -> None:
         """Records that the step scheduled last has been launched, which tokens it samples, and in which form of
@@ -222,6 +227,8 @@ class Scheduler:
                 self._prefilled(request, chunk.ranks)
         if samples is not None:
             self.decoding.launched(samples, rows_by_form if step.decode else None)
+            if step.decode is not None:
+                self.decoding.adapt(samples)
 
     def _prefilled(self, request: Request, ranks: range) -> None:
         self.ledger.release(request, [rank for rank in ranks if rank != request.owner])

@@ -131,7 +131,11 @@ class Drafter:
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: StepResult, count: int
     ) -> StepResult:
         """Accepts drafts after an eager step with normed states ``hidden [T, hidden]`` and makes ``count`` new ones for
-        every request; every rank takes part. After prefills the next step may follow before the result is read."""
+        every request; every rank takes part. After prefills the next step may follow before the result is read.
+        Without any the module's rows of prompts are filled, for later drafts."""
+        if count == 0:
+            self.passes.fill(step, batch, hidden, sampled.tokens.clamp(min=0), 1)
+            return sampled
         samples, rank = step.samples, self._mesh.rank
         chosen = {request for request, *_ in step.own.wanted}
         chunks = [chunk for chunk in step.own.chunks if chunk.request in chosen]
@@ -197,7 +201,14 @@ class Drafter:
         # A copy: another graph may use the same memory before this table is read.
         table = graphs.run(key, lambda: self._step(buffers, key)).clone()
         outcome, last_rows = Outcome.of(table, step.samples, self._mesh.world_size), buffers.passes.last_rows(chunks)
-        return StepResult(step.samples, table.new_empty(0), lambda: table, outcome=outcome, last_rows=last_rows)
+        return StepResult(
+            step.samples,
+            table.new_empty(0),
+            lambda: table,
+            outcome=outcome,
+            num_drafts=step.num_drafts,
+            last_rows=last_rows,
+        )
 
     def _load(
         self, buffers: _Buffers, key: GraphKey, chunks: list[Chunk], before: Outcome | None, masks: torch.Tensor | None

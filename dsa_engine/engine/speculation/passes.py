@@ -130,7 +130,7 @@ class Passes(ABC):
             sampler: of the requests' next drafts.
         """
         width, fills = tokens.shape[1], step.decode is None
-        last = self._fill(step, batch, hidden, sampled, width - 1) if fills else {}
+        last = self.fill(step, batch, hidden, sampled, width - 1) if fills else {}
         if step.samples.max_rows == 0:
             return tokens[:, 1:], {}
         bucket, rows, max_visible = self._static_rows(step, own, width)
@@ -143,7 +143,7 @@ class Passes(ABC):
         filled = {request: _part(of, 1, None) for request, of in last.items() if request.owner == self.mesh.rank}
         return drafts, filled if fills else buffers.last_rows(own)
 
-    def _fill(
+    def fill(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: torch.Tensor, count: int
     ) -> Mapping[Request, LastRows]:
         """Runs the modules over all rows of a step, for ``count`` drafts; returns :meth:`_last_positions` if there are

@@ -278,10 +278,12 @@ def capture(prepared: Prepared, engine: Engine) -> None:
     """Captures the likely graphs; loads of experts are counted from then on."""
     graphs, loads = engine.graphs, engine.model.loads
     if graphs is not None and prepared.mesh.static_decode and prepared.on_cuda:
-        steps, runner = prepared.dummy_steps, engine.runner
-        buckets = steps.likely_buckets()  # other graphs are captured when they first occur
+        runner, choices = engine.runner, engine.scheduler.decoding.draft_number.choices
+        of_each = [replace(prepared.dummy_steps, num_drafts=number) for number in reversed(choices)]
+        # Other graphs are captured when they first occur.
+        buckets = [(steps, *bucket) for steps in of_each for bucket in steps.likely_buckets()]
         with prepared.progress(len(buckets), "graphs", "capturing") as bar:
-            for requests, context in buckets:
+            for steps, requests, context in buckets:
                 runner.launch(runner.plan(steps.decode(requests, context, GREEDY))).read()
                 bar.update(1)
         held = format_bytes(graphs.memory_bytes)

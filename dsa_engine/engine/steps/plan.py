@@ -215,6 +215,7 @@ class StepPlan:
     decode: DecodeStep | None = None  # the step, if all requests decode
     bucket: Bucket | None = None  # set if the step is padded
     micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if a step that is not padded is cut
+    num_drafts: int = 0  # that it makes for each request
 
     @classmethod
     def of(

@@ -173,6 +173,7 @@ def test_tokens_are_those_without_the_cache(
     runs: list[list[Any]] = []
     for caching in (False, True):
         with LLM(folder_of(case), enable_prefix_caching=caching, **OPTIONS | CASES[case]) as llm:
+            llm.engine.set_num_drafts(llm.engine.options.num_drafts)
             outputs = llm.generate([document, document[:41], [*document[:64], 9, 8]], [greedy, drawn, greedy])
             said = outputs[0].outputs[0].token_ids
             outputs += llm.generate([*document, *said, 5, 6, 7], greedy)

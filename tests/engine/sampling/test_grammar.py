@@ -146,6 +146,7 @@ def test_drafts_of_the_module_ahead_for_others_only() -> None:
     """A step is launched ahead of drafts as long as no request in it has a grammar."""
     with LLM("demo-random", **OPTIONS, cache_memory="64MiB", speculative_config={"num_speculative_tokens": 2}) as llm:
         engine = llm.engine
+        engine.set_num_drafts(2)
         engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=False)
         engine.async_scheduling = True
         (free,) = outputs(llm, [replace(DRAWN, seed=1)])

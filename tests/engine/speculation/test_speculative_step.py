@@ -92,6 +92,7 @@ class Script:
 def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
     llm = LLM(folder, **OPTIONS | {"speculative_config": {"num_speculative_tokens": drafts}} | options)
     engine = llm.engine
+    engine.set_num_drafts(drafts)
     engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32))
     return llm
 

@@ -259,11 +259,15 @@ def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any])
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
         assert DummySteps(engine.mesh, engine.options, 9000, 2).likely_buckets() == [(1, 9024), (1, 8192), (1, 4096)]
-        greedy = {GraphKey(Bucket(1, 3, context), 0, 0, count_equal) for context in (4096, 8192, 9024)}
-        assert set(engine.graphs._graphs) == greedy, "as requests run that decode"
+        greedy = {
+            *(GraphKey(Bucket(1, 3, context), 0, 0, count_equal) for context in (4096, 8192, 9024)),
+            *(GraphKey(Bucket(1, 2, context), 0, 0, count_equal) for context in (4096, 8192, 9024)),
+            *(Bucket(1, 1, context) for context in (4096, 8192, 9024)),
+        }
+        assert set(engine.graphs._graphs) == greedy, "as requests run that decode, with 0 to 2 drafts"
         add_filled(engine, 1, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
-        assert len(device.captures) == 3
+        assert len(device.captures) == 9
 
 
 def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engine: Callable[..., Any]) -> None:
@@ -277,4 +281,4 @@ def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engin
         engine.runner.hooks.append(lambda plan: plan.decodes and contexts.add(plan.bucket.context))
         while request.finish_reason is None:
             engine.step()
-        assert contexts == {8256} and len(device.captures) == 2
+        assert contexts == {8256} and len(device.captures) == 6

@@ -52,6 +52,7 @@ def test_the_same_tokens_as_eagerly(
     if drafts:
         options |= {"speculative_config": {"num_speculative_tokens": drafts}}
     eager, recorded = LLM(folder, enforce_eager=True, **options), LLM(folder, **options)
+    recorded.engine.set_num_drafts(drafts)
     prompts = [random_ids(n, seed=n) for n, _ in LENGTHS]
     for form in FORMS.values():
         before = len(replays)

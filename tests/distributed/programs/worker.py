@@ -137,10 +137,10 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
 class RandomNumber(DraftNumber):
     """Another number every fourth step, as if a trial had ended; none every eighth."""
 
-    def launched(self, requests: int, accepted: Callable[[], Any]) -> None:
-        self._step += 1
+    def launched(self, requests: Callable[[], int], accepted: Callable[[], Any]) -> None:
+        self._step, self.watches = self._step + 1, True
         if self._step % 4 == 0 and len(self.choices) > 1:
-            self._size = size_of(requests)
+            self._size = size_of(requests())
             self.number = self._best = random.Random(self._step).choice(self.choices) if self._step % 8 else 0
             self.due = True
 

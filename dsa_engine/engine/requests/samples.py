@@ -71,6 +71,11 @@ class Samples(NamedTuple):
         """int64 ``[n]``: index of each request's first token among those of all ranks, ``max_rows`` for each."""
         return self.ranks * self.max_rows + self.first
 
+    @property
+    def max_requests(self) -> int:
+        """Number of requests of the rank with the most."""
+        return int(self.numbers.max(initial=-1)) + 1
+
     def rows_of(self, ranks: Sequence[int]) -> int:
         """Maximum number of rows with logits of these ranks."""
         return max(int(self.counts[self.of_rank(rank)].sum()) for rank in ranks)

@@ -227,8 +227,8 @@ class Scheduler:
                 self._prefilled(request, chunk.ranks)
         if samples is not None:
             self.decoding.launched(samples, rows_by_form if step.decode else None)
-            if step.decode is not None:
-                self.decoding.adapt(samples)
+            if step.decode is not None and self.decoding.draft_number.launched():
+                self.decoding.draft_number.choose(samples.max_requests)
 
     def _prefilled(self, request: Request, ranks: range) -> None:
         self.ledger.release(request, [rank for rank in ranks if rank != request.owner])

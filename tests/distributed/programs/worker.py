@@ -24,7 +24,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.engine.calls.reply import Inbox, Reply
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.requests.draft_number import DraftNumber, size_of
+from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.samples import Ended, RequestTokens, StepTokens
 from dsa_engine.engine.steps import batch
@@ -137,12 +137,14 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
 class RandomNumber(DraftNumber):
     """Another number every fourth step, as if a trial had ended; none every eighth."""
 
-    def launched(self, requests: Callable[[], int], accepted: Callable[[], Any]) -> None:
-        self._step, self.watches = self._step + 1, True
-        if self._step % 4 == 0 and len(self.choices) > 1:
-            self._size = size_of(requests())
-            self.number = self._best = random.Random(self._step).choice(self.choices) if self._step % 8 else 0
-            self.due = True
+    def launched(self) -> bool:
+        self._step, self.watches = getattr(self, "_step", 0) + 1, True
+        return self._step % 4 == 0 and self.adapts
+
+    def choose(self, requests: int) -> None:
+        super().choose(requests)
+        self.number = random.Random(self._step).choice(self.choices) if self._step % 8 else 0
+        self.watches = self.due = True
 
 
 def waiting_pair(both: Sequence[ForwardBatch], order: torch.Tensor | None) -> MicroBatchPair:

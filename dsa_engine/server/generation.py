@@ -159,9 +159,7 @@ class Generation(Response):
         form, n = self._form, self._form.params.n
         show = form.asked.stream_options or StreamOptions()
         continuous = show.include_usage and show.continuous_usage_stats
-        prompts = [one.adds[0].prompt_ids for one in self._prepared]
-        form.begin(prompts)
-        usage, times = StreamUsage(prompts, n), [0.0] * self._unfinished  # when tokens of each output came last
+        usage, times = StreamUsage(form.prompt_ids, n), [0.0] * self._unfinished  # when tokens of each output came last
         async with aclosing(self._llm.pieces_of(self._prepared)) as together:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             self._started = True

@@ -152,7 +152,8 @@ class _StateCollector:
 
     def __init__(self, facts: EngineFacts, model_name: str):
         self._labels = [model_name, _ENGINE]
-        pages = {"block_size": str(facts.capacity.page_size), "num_gpu_blocks": str(facts.capacity.pages)}
+        capacity = facts.limits.capacity
+        pages = {"block_size": str(capacity.page_size), "num_gpu_blocks": str(capacity.pages)}
         self._cache = {"cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
         self._cache["enable_prefix_caching"] = facts.cache.get("enable_prefix_caching", "")
 

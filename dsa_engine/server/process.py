@@ -82,16 +82,13 @@ class Relay(Reader):
             default_sampling=llm.default_sampling,
             trust_remote_code=options.trust_remote_code,
             model_type=engine.config.model_type,
-            vocab_size=engine.config.vocab_size,
-            capacity=engine.scheduler.capacity,
-            max_model_len=engine.max_model_len,
+            limits=engine.limits,
             max_num_seqs=options.max_num_seqs,
             stream_interval=options.stream_interval,
             model=str(options.model),
             pid=os.getpid(),
             cache={name: str(getattr(options, name)) for name in ("kv_cache_dtype", "enable_prefix_caching")},
             kv_events=None if events is None else events.where,
-            no_selection=engine.limits.no_selection,
         )
 
     def close(self) -> None:

@@ -64,6 +64,6 @@ def _checked(args: argparse.Namespace, options: ServerOptions) -> socket.socket:
         early.conversation_format(**parsers)
     elif any(parsers.values()):
         raise ValueError(f"reasoning_parser and tool_call_parser need a tokenizer, and {early.folder} has none")
-    from dsa_engine.server.http import bind  # with FastAPI, which the help does not need
+    from dsa_engine.server.start import bind
 
     return bind(options.host, options.port)

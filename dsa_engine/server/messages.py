@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import fields
-from typing import Any, get_origin
+from typing import TYPE_CHECKING, Any, get_origin
 
 import msgspec
 import numpy as np
 
-from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.limits import Add, Limits
 from dsa_engine.engine.requests.samples import StepTokens
 from dsa_engine.outputs import Logprob
 from dsa_engine.parallel.failure import is_transport_error
 from dsa_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from dsa_engine.engine.engine import Engine
 
 _PARAMS = tuple(f.name for f in fields(SamplingParams) if f.init)
 _OTHERS = tuple({f.name for f in fields(Add)} - {"id", "prompt_ids", "params", "compiled"})

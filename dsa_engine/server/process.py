@@ -31,7 +31,6 @@ from dsa_engine.engine.calls.reply import Failure, Reader
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import StepTokens
 from dsa_engine.llm import LLM
-from dsa_engine.server.http import BACKLOG, ENGINE_ENDED, SIGNALS, STOP, Start
 from dsa_engine.server.messages import (
     AbortRequests,
     CacheReset,
@@ -45,6 +44,7 @@ from dsa_engine.server.messages import (
     to_engine,
 )
 from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.start import BACKLOG, ENGINE_ENDED, SIGNALS, STOP, Start
 
 logger = logging.getLogger(__name__)
 _SILENT_S = 30  # an HTTP process that has said nothing for so long is stopped for good, and killed

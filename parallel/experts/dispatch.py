@@ -130,13 +130,16 @@ class Dispatcher(ABC):
     """A way of tokens to their experts, for all layers of a mesh."""
 
     static_shapes = False  # whether those of a step do not depend on the routing, so that the host need not wait for it
-    by_size = False  # whether what is exchanged depends on the size of a step
 
     def prepare(self, sizes: ModelSizes) -> None:  # noqa: B027
         """Called once, before any layer is made; ``ValueError`` if it does not take such a model here."""
 
     def for_decode(self) -> Dispatcher:
         return self
+
+    def is_new(self, tokens: int) -> bool:
+        """Whether a prefill with so many tokens on a rank would exchange them in a way that none has gone."""
+        return False
 
     def takes_words(self, blockwise: bool) -> bool:
         """Whether tokens may travel as words of codes and scales; ``blockwise``: with a scale for each 128 codes."""

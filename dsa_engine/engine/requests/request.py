@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dsa_engine.outputs import Logprobs, Selection
 from dsa_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 _DIGEST_BYTES = 16
 NEVER = 2**40  # later than any position

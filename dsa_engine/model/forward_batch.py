@@ -31,15 +31,16 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.pieces import Pieces, Results
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.profile_stages import stage
+from dsa_engine.model.profile_stages import has_hook, stage
 from dsa_engine.model.selection import SelectionRecorder
 
 _INITIAL_SIZE = 64  # rows of the block tables, and pages of a row
@@ -225,6 +226,7 @@ class ForwardBatch:
     _seen_pages: tuple[torch.Tensor, torch.Tensor] | None = None
     # In a micro-batch on CUDA: sends of tokens that wait for their counts, of both micro-batches; None: none waits.
     unsent: list[Callable[[], None]] | None = None
+    pieces: Pieces | None = None  # records what layers do; None: each runs it anew
 
     @property
     def mha_rows(self) -> int:
@@ -246,6 +248,12 @@ class ForwardBatch:
             index[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
             self._seen_pages = pages, index
         return self._seen_pages
+
+    def piece(self, function: Callable[..., Results], owner: object, *given: Any) -> Results:
+        """``function(owner, self, *given)``, see :meth:`.Pieces.run`; while stages are timed each is run anew."""
+        if self.pieces is None or has_hook():
+            return function(owner, self, *given)
+        return self.pieces.run(function, owner, self, given)
 
     def send_tokens(self) -> None:
         """Sends the tokens that wait for their counts; called when the device has work while the host waits."""

@@ -18,6 +18,7 @@ from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.runtime.launch import batch_invariance, is_batch_invariant
+from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.model.attention import Attention
 from dsa_engine.model.forward_batch import ForwardBatch, Pass, run_interleaved
 from dsa_engine.model.kv_cache import KVCache
@@ -92,14 +93,23 @@ class DecoderLayer(Weighted):
             else:
                 normed, residual = add_delta(delta, residual, self.input_norm, self.eps)
         attended, topk_slots = self.attention(normed, batch, cache, topk_slots)
+        fed, residual, *routed = batch.piece(DecoderLayer._feed, self, attended, residual)
+        del attended
+        if self.moe is not None:
+            added = yield from self.moe(fed, routed, batch)
+            return added, residual, topk_slots
+        return [fed], residual, topk_slots
+
+    def _feed(self, batch: ForwardBatch, attended: torch.Tensor, residual: torch.Tensor) -> Results:
+        """The dense feed-forward layer's output, or the experts' input; the residual; and with experts what
+        :meth:`.MoE.route` returns."""
         with stage("MLA epilog"):
             normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
         if self.moe is not None:
-            added = yield from self.moe(normed, batch)
-            return added, residual, topk_slots
+            return [normed, residual, *self.moe.route(normed, batch)]
         assert self.mlp is not None
         with stage("dense MLP"):
-            return [self.mlp(normed)], residual, topk_slots
+            return [self.mlp(normed), residual]
 
 
 def add_delta(

@@ -10,6 +10,7 @@ DeepSeek-V3 report, section 2.1.2, equations 12 to 16, for the normed input u_t 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from dsa_engine.kernels.formats.quantize import quantized_words
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
+from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.model.forward_batch import ForwardBatch, Pass
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
@@ -71,11 +73,8 @@ class MoE(Weighted):
         self.max_pairs = runtime.max_tokens * mesh.experts_per_token(top_k) if chunk is None else chunk
         self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
-        """``x [T, hidden]`` -> the routed experts' sums and, if it is not among them, the shared expert's output,
-        ``[T, hidden]`` each, which are to be added. The shared expert is launched when the tokens are on their way, so
-        that they do not wait for it, or while their counts are.
-        """
+    def route(self, x: torch.Tensor, batch: ForwardBatch) -> Results:
+        """``x [T, hidden]`` as it travels to experts; its ``topk_ids`` and ``topk_weights``."""
         config = self.config
         with stage("MoE gate"):
             topk_ids, topk_weights = route(
@@ -93,11 +92,19 @@ class MoE(Weighted):
             if self.shared is None:
                 topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, config.n_routed_experts)
         with stage("MoE dispatch"):
+            words = self.dispatcher(batch.decodes).takes_words(self.experts.blockwise)
+            return [self.experts.quantize_for_dispatch(x) if words else x, topk_ids, topk_weights]
+
+    def forward(self, x: torch.Tensor, routed: Any, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
+        """``x [T, hidden]`` and what :meth:`route` gives for it -> the routed experts' sums and, if it is not among them,
+        the shared expert's output, ``[T, hidden]`` each, which are to be added. The shared expert is launched when the
+        tokens are on their way, so that they do not wait for it, or while their counts are.
+        """
+        config, (tokens, topk_ids, topk_weights) = self.config, routed
+        with stage("MoE dispatch"):
             dispatcher = self.dispatcher(batch.decodes)
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
-            words = dispatcher.takes_words(self.experts.blockwise)
-            tokens = self.experts.quantize_for_dispatch(x) if words else x
             sum_bytes, copies, shape = x.shape[1] * x.element_size(), 1, topk_ids.shape
             weights_of_pairs: torch.Tensor | None = None
             if config.batch_invariant:
@@ -105,12 +112,14 @@ class MoE(Weighted):
                 tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
                 topk_weights = topk_weights.new_ones(topk_ids.shape)
             sizes = StepSizes(batch.ep_rows * copies, max_pairs, sum_bytes)
-            routed = Routed(tokens, topk_ids, topk_weights)
-            dispatch = dispatcher.start(self.expert_parallel, routed, sizes, batch.unsent)
+            dispatch = dispatcher.start(
+                self.expert_parallel, Routed(tokens, topk_ids, topk_weights), sizes, batch.unsent
+            )
+            del routed, tokens, topk_ids, topk_weights  # the dispatch holds what it reads
         shared = None
-        if (mlp := self.shared) is not None:
+        if self.shared is not None:
             with stage("MoE shared"):
-                shared = self.streams.shared_expert.run(lambda: mlp(x), x)
+                shared = self.streams.shared_expert.run(lambda: batch.piece(MoE._shared_output, self, x)[0], x)
         yield "MoE dispatch"
         with stage("MoE dispatch"):
             rounds = dispatch.rounds  # it may wait for the tokens
@@ -123,6 +132,10 @@ class MoE(Weighted):
                 pair_rows = torch.arange(len(sums), dtype=torch.int32, device=sums.device).view(shape)
                 sums = combine(sums, pair_rows, weights_of_pairs)
             return [sums, *([shared()] if shared else [])]
+
+    def _shared_output(self, batch: ForwardBatch, x: torch.Tensor) -> Results:
+        assert self.shared is not None
+        return [self.shared(x)]
 
     def _run_round(self, dispatch: Dispatch, number: int, batch: ForwardBatch) -> None:
         with stage("MoE dispatch"):

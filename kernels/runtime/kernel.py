@@ -8,7 +8,9 @@ begin at a multiple of 16 bytes) and by constants, options and device: by all th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,15 @@ _KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
 
 _settings = triton.knobs.runtime
 
+STREAM = object()
+
+
+class _OfThread(threading.local):
+    watch: Callable[..., None] | None = None
+
+
+_of_thread = _OfThread()
+
 
 class Kernel(JITFunction):
     """A kernel that is launched as any other of Triton: ``kernel[grid](*arguments, **constants and options)``.
@@ -35,7 +46,8 @@ class Kernel(JITFunction):
         self._compiled: dict[Any, tuple[Any, Any, Any]] = {}  # launcher, function, metadata
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self.launch, grid)
+        watch = _of_thread.watch
+        return partial(self.launch, grid) if watch is None else partial(watch, self, grid)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Launches the kernel on the current stream of the current device."""
@@ -51,6 +63,33 @@ class Kernel(JITFunction):
         run, function, metadata = compiled
         x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, here.get_current_stream(device), function, metadata, None, None, None, *bound.values())
+
+    def again(self, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+        """What repeats a launch that has been made: a function, its arguments, in which ``STREAM`` stands for the current
+        stream, and named ones."""
+        if not self._compiled or _settings.launch_enter_hook.calls or _settings.launch_exit_hook.calls:
+            return partial(self.launch, grid), list(args), constants
+        device = driver.active.get_current_device()
+        bound, classes, options = self.device_caches[device][-1](*args, **constants)
+        run, function, metadata = self._compiled[(device, *classes, *options.items())]
+        x, y, z = (*grid, 1, 1)[:3]
+        return run, [x, y, z, STREAM, function, metadata, None, None, None, *bound.values()], {}
+
+
+def current_stream() -> int:
+    """The current stream of the current device, as launches take it."""
+    here = driver.active
+    return here.get_current_stream(here.get_current_device())  # type: ignore[no-any-return]
+
+
+@contextmanager
+def watched(watch: Callable[..., None]) -> Iterator[None]:
+    """Within, launches of this thread call ``watch(kernel, grid, *arguments, **constants and options)`` instead."""
+    _of_thread.watch = watch
+    try:
+        yield
+    finally:
+        _of_thread.watch = None
 
 
 def kernel(function: Any = None, **options: Any) -> Any:

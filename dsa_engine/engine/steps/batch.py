@@ -12,6 +12,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.pieces import Pieces
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
 from dsa_engine.parallel import Mesh
@@ -55,6 +56,7 @@ def build_batch(
         decodes=step.decodes,
         token_mask=None,
         micro_batches=pair,
+        pieces=Pieces() if device.type == "cuda" else None,
     )
 
 

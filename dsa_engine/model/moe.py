@@ -111,7 +111,7 @@ class MoE(Weighted):
                 copies, weights_of_pairs = shape[1], topk_weights
                 tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
                 topk_weights = topk_weights.new_ones(topk_ids.shape)
-            sizes = StepSizes(batch.ep_rows * copies, max_pairs, sum_bytes)
+            sizes = StepSizes(batch.ep_rows * copies, max_pairs, sum_bytes, batch.piece)
             dispatch = dispatcher.start(
                 self.expert_parallel, Routed(tokens, topk_ids, topk_weights), sizes, batch.unsent
             )

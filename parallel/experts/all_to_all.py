@@ -34,6 +34,7 @@ from dsa_engine.parallel.experts.dispatch import (
     Ranks,
     Received,
     Routed,
+    StepSizes,
 )
 from dsa_engine.parallel.experts.placement import ExpertParallel, RecvPlan
 from dsa_engine.parallel.group import Group
@@ -44,12 +45,12 @@ class SendPlan(NamedTuple):
 
     order: Order  # rows sorted by rank and, within one, by token
     ranks: torch.Tensor  # [T, k] int32: rank of every pair, −1 of a pair without an expert
-    counts: torch.Tensor  # [size, 2] int32: rows to each rank, and its pairs in them
+    counts: torch.Tensor | None  # [size, 2] int32: rows to each rank, and its pairs in them; only rounds need them
 
     @classmethod
-    def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
+    def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int, counted: bool = True) -> SendPlan:
         """For physical experts ``[T, k]``."""
-        ranks, first, counts = token_ranks(topk_ids, rank_of, size)
+        ranks, first, counts = token_ranks(topk_ids, rank_of, size, counted)
         return cls(expert_order(first, size), ranks, counts)
 
 
@@ -73,6 +74,7 @@ def rounds_needed(pairs: int, max_pairs: int, size: int, k: int) -> int:
 def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
     """Cuts the ``rows`` rows to each rank into ``rounds`` parts with about as many pairs each."""
     order, ranks, counts = plan
+    assert counts is not None
     size, device = len(counts), ranks.device
     source = order.tokens[:rows]
     rank = torch.searchsorted(order.row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
@@ -93,13 +95,14 @@ def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
 
 
 class AllToAll(CountedDispatcher):
-    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
+    def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
         plan = SendPlan.of(routed.topk_ids, experts.placement.rank_of, experts.group.size)
+        assert plan.counts is not None
         wait = experts.counts(plan.counts)
 
         def counted() -> Dispatch:
             whole, largest = wait()
-            rounds = rounds_needed(largest, max_pairs, experts.group.size, routed.topk_ids.shape[1])
+            rounds = rounds_needed(largest, step.max_pairs, experts.group.size, routed.topk_ids.shape[1])
             quantized = experts.quantized_sum_bytes is not None
             return send_in_rounds(experts.group, experts, routed, plan, whole, rounds, quantized)
 

@@ -21,6 +21,9 @@ from functools import partial
 
 import torch
 
+from dsa_engine.kernels.moe.expert_order import Order, expert_order
+from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.parallel.experts.all_to_all import (
     AllToAll,
     AllToAllDispatch,
@@ -39,6 +42,7 @@ from dsa_engine.parallel.experts.dispatch import (
     Ranks,
     Received,
     Routed,
+    StepSizes,
 )
 from dsa_engine.parallel.experts.placement import (
     ExpertParallel,
@@ -58,7 +62,7 @@ class NodeTables:
     """What a rank looks up on the device. Ranks keep their number of experts when a placement changes, so it stays.
 
     Attributes:
-        peers: int32 ``[physical]``, the rank of this rail that takes this rank's tokens for an expert.
+        there: int32 ``[2, physical]``, the rank of an expert, and that of this rail that takes this rank's tokens for it.
         inner: int32 ``[physical]``, the index in this node of an expert's rank, −1 for experts of others.
         takers: int32 ``[ranks]``, the rank of this node that takes the tokens of each rank.
         whole: all experts on one rank: along a rail, `topk_ids` keep the numbers of physical experts.
@@ -73,7 +77,8 @@ class NodeTables:
         takers = [peers_of(rank, nodes)[home] for rank in ranks]
         tables = torch.tensor([[peers[node] for node in nodes], inner, takers], dtype=torch.int32)
         by_rank = tables.to(rank_of.device)
-        self.peers, self.inner = by_rank[:2, rank_of.long()].unbind()
+        peers, self.inner = by_rank[:2, rank_of.long()].unbind()
+        self.there = torch.stack((rank_of, peers))
         self.takers = by_rank[2]
         whole = ExpertPlacement([range(placement.physical)], rank_of.device)
         self.whole = ExpertParallel(Group((me,), 0, None), whole)
@@ -83,32 +88,27 @@ class NodeTables:
 class ByNode(CountedDispatcher):
     def __init__(self, groups: NodeGroups):
         self._groups = groups
-        self._tables: dict[ExpertPlacement, NodeTables] = {}
 
-    def tables(self, placement: ExpertPlacement) -> NodeTables:
-        if placement not in self._tables:
-            self._tables[placement] = NodeTables(self._groups, placement)
-        return self._tables[placement]
-
-    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
-        groups, tables = self._groups, self.tables(experts.placement)
-        size, k = experts.group.size, routed.topk_ids.shape[1]
-        along = SendPlan.of(routed.topk_ids, tables.peers, size)
-        final = SendPlan.of(routed.topk_ids, experts.placement.rank_of, size)
-        sent = torch.cat((final.counts, along.counts), dim=1)[None]
-        wait = experts.ways(sent, groups, tables.takers)
+    def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
+        groups, size, k = self._groups, experts.group.size, routed.topk_ids.shape[1]
+        if (tables := experts.node_tables) is None:
+            tables = experts.node_tables = NodeTables(groups, experts.placement)
+        ranks, first, counts, *order = step.piece(_sent, experts, routed.topk_ids)
+        wait = experts.ways(counts[None], groups, tables.takers)
 
         def counted() -> Dispatch:
-            ways = wait()
-            rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
-            source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
+            ways, order_along = wait(), Order(*order)
+            rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, step.max_pairs, tables.largest_rail, k)
+            source, pair_rows = order_along.tokens[:rows], order_along.pair_rows
             if rounds > 1:
+                final = SendPlan(expert_order(first[0], size), ranks[0], counts[:, :2])
+                along = SendPlan(order_along, ranks[1], counts[:, 2:])
                 cut = in_rounds(along, rows, rounds)
                 source, pair_rows, _ = cut
                 ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
             plans, quantized = [way.along for way in ways], experts.quantized_sum_bytes is not None
             rail = partial(AllToAllDispatch, groups.rail, tables.whole, routed, source, pair_rows, plans, quantized)
-            inside = [(way.inside, rounds_needed(way.busiest, max_pairs, tables.largest_node, k)) for way in ways]
+            inside = [(way.inside, rounds_needed(way.busiest, step.max_pairs, tables.largest_node, k)) for way in ways]
             return ByNodeDispatch(groups, experts, tables.inner, rail, inside)
 
         return counted
@@ -133,6 +133,13 @@ def make(mesh: Ranks) -> Dispatcher:
         which = "all ranks are on one node" if len(set(mesh.nodes)) == 1 else "every node has one rank"
         logger.info("the dispatch 'by_node' is 'all_to_all' here, as %s", which)
     return AllToAll()
+
+
+def _sent(experts: ExpertParallel, _: object, topk_ids: torch.Tensor) -> Results:
+    """:func:`.token_ranks` of the ranks that hold experts and of those along the rail that take tokens for them, and the
+    order of the latter."""
+    ranks, first, counts = token_ranks(topk_ids, experts.node_tables.there, experts.group.size)
+    return [ranks, first, counts, *expert_order(first[1], experts.group.size)]
 
 
 class ByNodeDispatch(Dispatch):
@@ -173,7 +180,7 @@ class ByNodeDispatch(Dispatch):
     def _pass_on(self, number: int, rail: Dispatch) -> Dispatch:
         """Waits for what a round of the rail brings, and starts its dispatch inside the node."""
         brought, (whole, rounds) = Routed(*rail.receive(number)[:3]), self._inside[number]
-        plan = SendPlan.of(brought.topk_ids, self._rank_of, self._node.size)
+        plan = SendPlan.of(brought.topk_ids, self._rank_of, self._node.size, counted=rounds > 1)
         return send_in_rounds(self._node, self._experts, brought, plan, whole, rounds)
 
     def receive(self, number: int) -> Received:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dsa_engine.kernels.moe.expert_order import local_topk_ids
+from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.experts.placement import ExpertParallel, NodeGroups
@@ -80,6 +81,10 @@ class Dispatch(ABC):
         """Waits for the sums over all ranks for this rank's own tokens, ``[T, hidden]``."""
 
 
+def _run(function: Callable[..., Results], owner: object, *given: object) -> Results:
+    return function(owner, None, *given)
+
+
 class StepSizes(NamedTuple):
     """What limits a step's dispatch, the same on all ranks."""
 
@@ -88,6 +93,7 @@ class StepSizes(NamedTuple):
     # several rounds, and if there may be more, the host waits for their number.
     max_pairs: int = sys.maxsize
     sum_bytes: int | None = None  # of a token's sum in the run's dtype; None: those of the token
+    piece: Callable[..., Results] = _run  # runs what all layers do alike (:meth:`.ForwardBatch.piece`)
 
 
 class ModelSizes(NamedTuple):
@@ -238,12 +244,12 @@ class CountedDispatcher(Dispatcher):
     """A dispatcher of tokens whose counts depend on the routing: ranks exchange these, and the host waits."""
 
     @abstractmethod
-    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
+    def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
         """Starts to exchange counts, of tokens with physical experts; returns a function that waits for them, and sends
         the tokens of the first round."""
 
     def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
-        counted = self.count(experts, routed._replace(topk_ids=experts.to_physical(routed.topk_ids)), step.max_pairs)
+        counted = self.count(experts, routed._replace(topk_ids=experts.to_physical(routed.topk_ids)), step)
         if unsent is None:
             return counted()
         overlapped = OverlappedDispatch(counted, experts.side_stream)

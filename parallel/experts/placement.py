@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
+from dsa_engine.kernels.moe.way_numbers import way_numbers
 from dsa_engine.kernels.runtime.transfer import SideStream, download, upload
 from dsa_engine.parallel.group import Group
 
@@ -188,17 +189,6 @@ class Way(NamedTuple):
         return cls(along, inside, *numbers[5 * size :])
 
 
-def way_numbers(by_pair: torch.Tensor, rank: int, takers: torch.Tensor) -> torch.Tensor:
-    """The numbers of :class:`Way` for ``rank`` in each round: int32 ``[rounds, 5 · size + 2]``. ``by_pair``: int32
-    ``[rounds, from, to, 4]``, :func:`.by_node.counts_in_rounds` of every rank."""
-    rows, local_pairs, along, brought = by_pair.unbind(dim=-1)
-    # Rows inside the node come from the rank that took them off the rail.
-    inside = torch.zeros_like(rows).index_add_(1, takers, rows)
-    largest = [counts.sum(dim=1, dtype=torch.int32).amax(dim=1, keepdim=True) for counts in (local_pairs, brought)]
-    mine = (along[:, rank], along[:, :, rank], inside[:, rank], inside[:, :, rank], local_pairs[:, :, rank])
-    return torch.cat((*mine, *largest), dim=1)
-
-
 class ExpertParallel:
     """The experts of a layer, divided over a group; one rank's view.
 
@@ -209,6 +199,7 @@ class ExpertParallel:
         quantized_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail;
             None: sums travel in the tokens' dtype.
         side_stream: the stream of tokens that are sent beside other work.
+        node_tables: what :mod:`.by_node` looks up.
     """
 
     def __init__(self, group: Group, placement: ExpertPlacement):
@@ -218,6 +209,7 @@ class ExpertParallel:
         self.even = False
         self.quantized_sum_bytes: int | None = None
         self.side_stream = SideStream(torch.device("cpu"))
+        self.node_tables: Any = None
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -268,7 +260,7 @@ class ExpertParallel:
     def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
         """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; returns
         a function that waits. ``sent``: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`)."""
-        by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
+        by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape)
         read = download(way_numbers(by_pair, self.group.index, takers))
 
         def wait() -> list[Way]:

@@ -30,7 +30,7 @@ import itertools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -153,17 +153,21 @@ class MHASegments:
 
     @classmethod
     def of(
-        cls, segments: Sequence[Segment], block_tables: torch.Tensor, page_size: int, device: torch.device
+        cls, segments: Sequence[Segment], block_tables: torch.Tensor, page_size: int
     ) -> MHASegments | None:
-        """None without segments. Tokens that two segments of a request see are listed for both."""
+        """On the host; None without segments. Tokens that two segments of a request see are listed for both."""
         if not segments:
             return None
         seen = [s.end for s in segments]
         positions = torch.cat([torch.arange(count) for count in seen])
         sequences = torch.tensor([s.sequence for s in segments]).repeat_interleave(torch.tensor(seen))
         slots = slots_of(positions, block_tables, sequences, page_size)
-        lengths = CuSeqlens.of([s.length for s in segments], device)
-        return cls(lengths, CuSeqlens.of(seen, device), upload(slots, device))
+        return cls(CuSeqlens.of([s.length for s in segments]), CuSeqlens.of(seen), slots)
+
+    def on(self, queries: torch.Tensor, keys: torch.Tensor, key_slots: torch.Tensor) -> MHASegments:
+        """The same with these tensors on the device."""
+        offsets = (replace(self.cu_seqlens_q, on_device=queries), replace(self.cu_seqlens_k, on_device=keys))
+        return MHASegments(*offsets, key_slots)
 
     def parts(self, max_keys: int) -> list[tuple[slice, MHASegments]]:
         """The segments in groups that see at most ``max_keys`` tokens together, or one segment if that alone sees more:
@@ -187,10 +191,12 @@ class MHASegments:
 
 @dataclass
 class MicroBatchPair:
-    """The two micro-batches of a step that is cut, each for all layers."""
+    """The two micro-batches of a step that is cut, each for all layers; the second is made when the first is on its
+    way."""
 
-    batches: tuple[ForwardBatch, ForwardBatch]
-    order: torch.Tensor | None  # [T] int64: the index of each row of the step among those of both; None: the same order
+    batches: tuple[Callable[[], ForwardBatch], Callable[[], ForwardBatch]]
+    # Makes [T] int64: the index of each row of the step among those of both; None: the same order.
+    order: Callable[[], torch.Tensor] | None
 
 
 @dataclass

@@ -20,7 +20,7 @@ from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.runtime.launch import batch_invariance, is_batch_invariant
 from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.model.attention import Attention
-from dsa_engine.model.forward_batch import ForwardBatch, Pass, run_interleaved
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair, Pass, run_interleaved
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE
@@ -220,15 +220,21 @@ class Model(Weighted):
             module.weights_loaded()
 
     @_in_fixed_forms
-    def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch | MicroBatchPair, cache: KVCache, layers: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Runs the step's T local tokens and writes their cache rows; returns normed hidden states ``[T, hidden]``.
         ``layers``: those to run, for trying out their kernels; the first must have an indexer. Default: all."""
-        if batch.micro_batches is None:
-            return run_interleaved([self._pass(batch, cache, layers)])[0]
-        joined = torch.cat(run_interleaved([self._pass(one, cache, layers) for one in batch.micro_batches.batches]))
-        return joined if batch.micro_batches.order is None else joined[batch.micro_batches.order]
+        pair = batch if isinstance(batch, MicroBatchPair) else batch.micro_batches
+        if pair is None:
+            return run_interleaved([self._pass(lambda: batch, cache, layers)])[0]
+        joined = torch.cat(run_interleaved([self._pass(one, cache, layers) for one in pair.batches]))
+        return joined if pair.order is None else joined[pair.order()]
 
-    def _pass(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None) -> Pass[torch.Tensor]:
+    def _pass(
+        self, make: Callable[[], ForwardBatch], cache: KVCache, layers: Sequence[int] | None
+    ) -> Pass[torch.Tensor]:
+        batch = make()
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
             delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots)

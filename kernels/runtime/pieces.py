@@ -53,7 +53,7 @@ def reached(owner: Any) -> tuple[list[torch.Tensor], list[Any]]:
             if isinstance(one, torch.Tensor):
                 tensors.append(one)
                 described.append((one.dtype, one.shape, one.stride(), one.storage_offset() * one.itemsize % 16))
-            elif type(one).__module__.startswith(_OWN) and hasattr(one, "__dict__"):
+            elif (one is owner or type(one).__module__.startswith(_OWN)) and hasattr(one, "__dict__"):
                 described.append(type(one))
                 waiting += [value for name, value in reversed(vars(one).items()) if name not in _SURROUNDINGS]
     return tensors, described

@@ -6,13 +6,15 @@ and to pinned memory it does not, and PyTorch keeps such memory alive until the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
+
+_ALIGNED = 64  # bytes
 
 
 def upload(values: torch.Tensor, device: torch.device | str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -24,6 +26,21 @@ def upload(values: torch.Tensor, device: torch.device | str, out: torch.Tensor |
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True) if out is None else out.copy_(values, non_blocking=True)
+
+
+def upload_together(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """CPU tensors like :func:`upload`, in one copy."""
+    if device.type != "cuda":
+        return [*values]
+    packed = torch.zeros(sum(-(-x.nbytes // _ALIGNED) * _ALIGNED for x in values), dtype=torch.uint8)
+    first, places = 0, []
+    for x in values:
+        packed[first : first + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        places.append(first)
+        first += -(-x.nbytes // _ALIGNED) * _ALIGNED
+    there = upload(packed, device)
+    both = zip(values, places, strict=True)
+    return [there[at : at + x.nbytes].view(x.dtype).view(x.shape) for x, at in both]
 
 
 def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -76,7 +76,8 @@ def choose_owner(
     tokens, future = load.tokens.tolist(), load.future_pages.tolist()
     for rank, pages in (absent or {}).items():
         tokens[rank] += capacity.page_size * pages
-    return min(ranks, key=lambda rank: (free[rank] - future[rank] < need, tokens[rank], -free[rank]))
+    keys = [(left - later < need, seen, -left) for left, later, seen in zip(free, future, tokens, strict=True)]
+    return min(ranks, key=keys.__getitem__)
 
 
 class PrefillStep:

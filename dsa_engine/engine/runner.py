@@ -165,7 +165,8 @@ class ModelRunner:
         return batch, self.model(batch, self.cache)
 
     def _batch(self, plan: StepPlan, sampled: torch.Tensor | None) -> ForwardBatch | MicroBatchPair:
-        return build_batch(plan, self._config, self._mesh, self.cache.block_tables, sampled)
+        tables, repeats = self.cache.block_tables, not self.hooks  # what watches sees each layer run
+        return build_batch(plan, self._config, self._mesh, tables, sampled, repeats)
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[tokens to choose on this rank, vocab]``."""

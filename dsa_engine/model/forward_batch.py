@@ -40,7 +40,7 @@ from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.pieces import Pieces, Results
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.profile_stages import has_hook, stage
+from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.selection import SelectionRecorder
 
 _INITIAL_SIZE = 64  # rows of the block tables, and pages of a row
@@ -256,8 +256,8 @@ class ForwardBatch:
         return self._seen_pages
 
     def piece(self, function: Callable[..., Results], owner: object, *given: Any) -> Results:
-        """``function(owner, self, *given)``, see :meth:`.Pieces.run`; while stages are timed each is run anew."""
-        if self.pieces is None or has_hook():
+        """``function(owner, self, *given)``, see :meth:`.Pieces.run`."""
+        if self.pieces is None:
             return function(owner, self, *given)
         return self.pieces.run(function, owner, self, given)
 

@@ -24,7 +24,7 @@ from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair, Pass, r
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE
-from dsa_engine.model.profile_stages import stage
+from dsa_engine.model.profile_stages import has_hook, stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.counts import ExpertCounter
 from dsa_engine.parallel.tensor_parallel import (
@@ -235,6 +235,8 @@ class Model(Weighted):
         self, make: Callable[[], ForwardBatch], cache: KVCache, layers: Sequence[int] | None
     ) -> Pass[torch.Tensor]:
         batch = make()
+        if has_hook():  # stages are timed by what they run
+            batch.pieces = None
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
             delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots)

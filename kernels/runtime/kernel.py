@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import triton
 from triton.runtime.driver import driver
@@ -22,14 +22,25 @@ from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 # Those that were read: what a binder returns, and how a compiled kernel is run, are not in Triton's documentation.
 _KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
+WATCHES = _KNOWN and not INTERPRETED  # whether launches can be watched
 
 _settings = triton.knobs.runtime
 
 STREAM = object()
 
 
+class Watch(Protocol):
+    """What is told of all that Python launches."""
+
+    def launched(self, kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Makes a launch."""
+
+    def called(self, library: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls another library's function, which may launch anything."""
+
+
 class _OfThread(threading.local):
-    watch: Callable[..., None] | None = None
+    watch: Watch | None = None
 
 
 _of_thread = _OfThread()
@@ -47,7 +58,7 @@ class Kernel(JITFunction):
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         watch = _of_thread.watch
-        return partial(self.launch, grid) if watch is None else partial(watch, self, grid)
+        return partial(self.launch, grid) if watch is None else partial(watch.launched, self, grid)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Launches the kernel on the current stream of the current device."""
@@ -67,7 +78,7 @@ class Kernel(JITFunction):
     def again(self, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
         """What repeats a launch that has been made: a function, its arguments, in which ``STREAM`` stands for the current
         stream, and named ones."""
-        if not self._compiled or _settings.launch_enter_hook.calls or _settings.launch_exit_hook.calls:
+        if _settings.launch_enter_hook.calls or _settings.launch_exit_hook.calls:
             return partial(self.launch, grid), list(args), constants
         device = driver.active.get_current_device()
         bound, classes, options = self.device_caches[device][-1](*args, **constants)
@@ -83,17 +94,21 @@ def current_stream() -> int:
 
 
 @contextmanager
-def watched(watch: Callable[..., None]) -> Iterator[None]:
-    """Within, launches of this thread call ``watch(kernel, grid, *arguments, **constants and options)`` instead."""
-    _of_thread.watch = watch
+def watched(watch: Watch | None) -> Iterator[None]:
+    """Within, what this thread launches goes through ``watch``."""
+    before, _of_thread.watch = _of_thread.watch, watch
     try:
         yield
     finally:
-        _of_thread.watch = None
+        _of_thread.watch = before
+
+
+def call_library(run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    return run(*args, **kwargs) if _of_thread.watch is None else _of_thread.watch.called(run, args, kwargs)
 
 
 def kernel(function: Any = None, **options: Any) -> Any:
     """``triton.jit`` for a kernel that is launched; what kernels call is ``triton.jit``."""
     if function is None:
         return partial(kernel, **options)
-    return Kernel(function, **options) if _KNOWN and not INTERPRETED else triton.jit(function, **options)
+    return Kernel(function, **options) if WATCHES else triton.jit(function, **options)

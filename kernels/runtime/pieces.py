@@ -116,7 +116,7 @@ class _Record(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] | None = None
-        self.refused = False
+        self.refused = self._inside = False  # whether it cannot be run again; whether a library runs
 
     def make(self, function: Any, owner: Any, batch: Any, own: Sequence[torch.Tensor], inputs: Sequence[Any]) -> Results:
         """Runs the function; afterwards there are ``calls`` if it can be run again."""
@@ -130,7 +130,7 @@ class _Record(TorchDispatchMode):
             self.refused = self.refused or (is_tensor and id(x) in self._places)
             self._place(x if is_tensor else None)
         given = self._count
-        with kernel.watched(self._launched), self:
+        with kernel.watched(self), self:
             results = function(owner, batch, *inputs)
         self._numbers = []  # results that are no tensors, and their places
         self._results = [self._result(x) for x in results]
@@ -208,9 +208,21 @@ class _Record(TorchDispatchMode):
                 self._launches = True
         self._made.append(_Call(run, args, named, tensors, lists, [*map(self._place, made)], several, writes, []))
 
-    def _launched(self, one: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def launched(self, one: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         one.launch(grid, *args, **constants)
         self._add(*one.again(grid, args, constants), (), False, True)
+
+    def called(self, library: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        self._inside = True
+        try:
+            with kernel.watched(None):
+                result = library(*args, **kwargs)
+        finally:
+            self._inside = False
+        made = result if isinstance(result, tuple) else (result,)
+        self.refused = self.refused or not all(isinstance(x, torch.Tensor) for x in made)
+        self._add(library, args, kwargs, () if self.refused else made, made is result, True)
+        return result
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -219,7 +231,7 @@ class _Record(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace in ("profiler", "prim"):  # marks a range, or asks what a tensor is
+        if self._inside or func.namespace in ("profiler", "prim"):  # marks a range, or asks what a tensor is
             return result
         made = result if isinstance(result, (list, tuple)) else [result]
         computes = func.namespace == "aten" and all(isinstance(x, torch.Tensor) for x in made)

@@ -13,6 +13,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.kernel import WATCHES
 from dsa_engine.kernels.runtime.pieces import Pieces
 from dsa_engine.kernels.runtime.transfer import upload, upload_together
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
@@ -21,14 +22,18 @@ from dsa_engine.parallel.group import Group
 
 
 def build_batch(
-    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None
-) -> ForwardBatch | MicroBatchPair:
+    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None,
+    repeats: bool = True,
+) -> ForwardBatch | MicroBatchPair:  # fmt: skip
     """This rank's tensors for a step, or those of its micro-batches. The rows of its requests in ``tables`` are updated;
-    for ``sampled`` see :func:`known_ids`."""
+    for ``sampled`` see :func:`known_ids`. ``repeats``: on CUDA, layers repeat the launches of those before."""
+    on_cuda = mesh.device.type == "cuda"
+    repeats = repeats and on_cuda and WATCHES
+    given = config, mesh, tables, sampled, repeats
     if step.micro_batches is None:
-        return _whole(step, config, mesh, tables, sampled)
-    both, unsent = step.micro_batches, [] if mesh.device.type == "cuda" else None
-    batches = [partial(_whole, one, config, mesh, tables, sampled, one is both[0], unsent) for one in both]
+        return _whole(step, *given)
+    both, unsent = step.micro_batches, [] if on_cuda else None
+    batches = [partial(_whole, one, *given, one is both[0], unsent) for one in both]
     return MicroBatchPair((batches[0], batches[1]), lambda: upload(_row_order(step, both), mesh.device))
 
 
@@ -38,6 +43,7 @@ def _whole(
     mesh: Mesh,
     tables: BlockTables,
     sampled: torch.Tensor | None,
+    repeats: bool,
     first_micro_batch: bool = False,
     unsent: list[Callable[[], None]] | None = None,
 ) -> ForwardBatch:
@@ -78,7 +84,7 @@ def _whole(
         token_mask=None,
         first_micro_batch=first_micro_batch,
         unsent=unsent,
-        pieces=Pieces() if device.type == "cuda" else None,
+        pieces=Pieces() if repeats else None,
     )
 
 

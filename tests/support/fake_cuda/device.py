@@ -9,6 +9,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -116,6 +117,7 @@ class FakeDevice:
             stack.enter_context(self._fake)  # first, as it checks for CUDA
             for where, name, instead in (
                 (Kernel, "launch", lambda kernel, *args, **how: self._run_kernel(kernel, *args, **how)),
+                (Kernel, "again", lambda kernel, grid, args, how: (partial(kernel.launch, grid), [*args], how)),
                 (DummyReader, "load", lambda *_: None),
                 (KVCache, "fill_random", lambda *_: None),
                 (atexit, "register", lambda *_: None),

@@ -16,6 +16,7 @@ model without an indexer, take the MHA form, which is cheaper for them; the batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,14 +97,14 @@ class Attention(Weighted):
             stored = self._gather_cache_rows(own, batch, cache)
         q_resid, *quantized_resid = batch.piece(Attention._q_resid, self, x, *quantized)
         with stage("indexer prolog"):  # stages are timed on the main stream: they see the start of side work and a wait
-            given = x, q_resid, *quantized_resid, formats
-            indexed = self.streams.index_queries.run(lambda: batch.piece(Attention._indexed, self, *given), x, q_resid)
+            queries = partial(batch.piece, Attention._indexed, self, x, q_resid, *quantized_resid, formats)
+            indexed = self.streams.index_queries.run(queries, x, q_resid)
         with stage("MLA prolog"):
             q_mha, q_mqa = batch.piece(Attention._queries, self, q_resid, *quantized_resid)
         with stage("indexer prolog"):
             index_queries = indexed()
         stored()
-        del quantized, quantized_resid, given  # read by side streams until now
+        del quantized, quantized_resid, queries  # read by side streams until now
         attend = q_mha, q_mqa, *index_queries, topk_slots, *pools, formats
         out, out_latent, topk_slots, overflowing = batch.piece(Attention._attend, self, *attend)
         # Beside the computation: records of the selection; and tokens of the other micro-batch, before o_proj's
@@ -122,8 +123,8 @@ class Attention(Weighted):
             return attended, topk_slots
 
     def _prepared(self, batch: ForwardBatch, x: torch.Tensor, formats: CacheFormat) -> Results:
-        """``x`` quantised for several products; before that, if cache rows are gathered, those of the local tokens, latent
-        row and index key side by side. The rows after these are undefined."""
+        """``x`` quantised for several products; before that, if cache rows are gathered, those of the local tokens,
+        latent row and index key side by side. The rows after these are undefined."""
         with stage("MLA prolog"):
             quantized = self.q_a.quantize_for_several(x)
         if not batch.gathers:
@@ -211,8 +212,8 @@ class Attention(Weighted):
         store_latent(latent, *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
 
     def _gather_cache_rows(self, own: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
-        """Starts gathering the cache rows of the context-parallel group's tokens; returns a function that waits for them
-        and writes them to the slots of their tokens, −1 for rows that are none."""
+        """Starts gathering the cache rows of the context-parallel group's tokens; returns a function that waits for
+        them and writes them to the slots of their tokens, −1 for rows that are none."""
         with stage("communication"):
             gathered = self.runtime.mesh.cp.all_gather_async(own)
 
@@ -237,8 +238,8 @@ class Attention(Weighted):
         return []
 
     def _queries(self, batch: ForwardBatch, q_resid: torch.Tensor, *quantized: Any) -> Results:
-        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the other rows with W_UK absorbed,
-        ``[T - mha_rows, heads, latent_dim]``."""
+        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the other rows with W_UK
+        absorbed, ``[T - mha_rows, heads, latent_dim]``."""
         q = self.q_b.of_quantized(q_resid, _joined(quantized))
         config, border = self.config, batch.mha_rows
         nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved

@@ -152,9 +152,7 @@ class MHASegments:
     _parts: dict[int, list[tuple[slice, MHASegments]]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(
-        cls, segments: Sequence[Segment], block_tables: torch.Tensor, page_size: int
-    ) -> MHASegments | None:
+    def of(cls, segments: Sequence[Segment], block_tables: torch.Tensor, page_size: int) -> MHASegments | None:
         """On the host; None without segments. Tokens that two segments of a request see are listed for both."""
         if not segments:
             return None

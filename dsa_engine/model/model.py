@@ -227,7 +227,8 @@ class Model(Weighted):
         ``layers``: those to run, for trying out their kernels; the first must have an indexer. Default: all."""
         pair = batch if isinstance(batch, MicroBatchPair) else batch.micro_batches
         if pair is None:
-            return run_interleaved([self._pass(lambda: batch, cache, layers)])[0]
+            whole = cast(ForwardBatch, batch)
+            return run_interleaved([self._pass(lambda: whole, cache, layers)])[0]
         joined = torch.cat(run_interleaved([self._pass(one, cache, layers) for one in pair.batches]))
         return joined if pair.order is None else joined[pair.order()]
 

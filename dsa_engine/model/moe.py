@@ -10,6 +10,7 @@ DeepSeek-V3 report, section 2.1.2, equations 12 to 16, for the normed input u_t 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,9 +97,9 @@ class MoE(Weighted):
             return [self.experts.quantize_for_dispatch(x) if words else x, topk_ids, topk_weights]
 
     def forward(self, x: torch.Tensor, routed: Any, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
-        """``x [T, hidden]`` and what :meth:`route` gives for it -> the routed experts' sums and, if it is not among them,
-        the shared expert's output, ``[T, hidden]`` each, which are to be added. The shared expert is launched when the
-        tokens are on their way, so that they do not wait for it, or while their counts are.
+        """``x [T, hidden]`` and what :meth:`route` gives for it -> the routed experts' sums and, if it is not among
+        them, the shared expert's output, ``[T, hidden]`` each, which are to be added. The shared expert is launched
+        when the tokens are on their way, so that they do not wait for it, or while their counts are.
         """
         config, (tokens, topk_ids, topk_weights) = self.config, routed
         with stage("MoE dispatch"):
@@ -119,7 +120,7 @@ class MoE(Weighted):
         shared = None
         if self.shared is not None:
             with stage("MoE shared"):
-                shared = self.streams.shared_expert.run(lambda: batch.piece(MoE._shared_output, self, x)[0], x)
+                shared = self.streams.shared_expert.run(partial(batch.piece, MoE._shared_output, self, x), x)
         yield "MoE dispatch"
         with stage("MoE dispatch"):
             rounds = dispatch.rounds  # it may wait for the tokens
@@ -131,7 +132,7 @@ class MoE(Weighted):
             if weights_of_pairs is not None:
                 pair_rows = torch.arange(len(sums), dtype=torch.int32, device=sums.device).view(shape)
                 sums = combine(sums, pair_rows, weights_of_pairs)
-            return [sums, *([shared()] if shared else [])]
+            return [sums, *(shared() if shared else [])]
 
     def _shared_output(self, batch: ForwardBatch, x: torch.Tensor) -> Results:
         assert self.shared is not None

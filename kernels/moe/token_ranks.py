@@ -100,7 +100,12 @@ def token_ranks(topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int, counte
         size: number of ranks.
         counted: whether there are counts.
     """
-    if topk_ids.dim() != 2 or rank_of.dim() not in (1, 2) or topk_ids.dtype != torch.int32 or rank_of.dtype != torch.int32:
+    if (
+        topk_ids.dim() != 2
+        or rank_of.dim() not in (1, 2)
+        or topk_ids.dtype != torch.int32
+        or rank_of.dtype != torch.int32
+    ):
         raise ValueError(
             "topk_ids must be int32 [tokens, k] and rank_of int32 [experts] or [n, experts], not "
             f"{topk_ids.dtype} {tuple(topk_ids.shape)} and {rank_of.dtype} {tuple(rank_of.shape)}"

@@ -32,7 +32,7 @@ STREAM = object()
 class Watch(Protocol):
     """What is told of all that Python launches."""
 
-    def launched(self, kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def launched(self, one: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Makes a launch."""
 
     def called(self, library: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -75,14 +75,17 @@ class Kernel(JITFunction):
         x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, here.get_current_stream(device), function, metadata, None, None, None, *bound.values())
 
-    def again(self, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
-        """What repeats a launch that has been made: a function, its arguments, in which ``STREAM`` stands for the current
-        stream, and named ones."""
+    def again(
+        self, grid: tuple[int, ...], args: Any, constants: dict[str, Any]
+    ) -> tuple[Any, list[Any], dict[str, Any]]:
+        """What repeats a launch that has been made: a function, its arguments, with ``STREAM`` for the current stream,
+        and named ones."""
         if _settings.launch_enter_hook.calls or _settings.launch_exit_hook.calls:
-            return partial(self.launch, grid), list(args), constants
+            return partial(self.launch, grid), [*args], constants
         device = driver.active.get_current_device()
         bound, classes, options = self.device_caches[device][-1](*args, **constants)
-        run, function, metadata = self._compiled[(device, *classes, *options.items())]
+        key = (device, *classes, *options.items())
+        run, function, metadata = self._compiled[key]
         x, y, z = (*grid, 1, 1)[:3]
         return run, [x, y, z, STREAM, function, metadata, None, None, None, *bound.values()], {}
 
@@ -90,7 +93,7 @@ class Kernel(JITFunction):
 def current_stream() -> int:
     """The current stream of the current device, as launches take it."""
     here = driver.active
-    return here.get_current_stream(here.get_current_device())  # type: ignore[no-any-return]
+    return here.get_current_stream(here.get_current_device())
 
 
 @contextmanager

@@ -21,7 +21,16 @@ from dsa_engine.kernels.runtime import kernel
 from dsa_engine.kernels.runtime.recording import shapes_by_contents
 
 Results = list[Any]  # tensors, None and numbers
-_SURROUNDINGS = {"runtime", "streams", "config", "layer", "sources", "held", "first", "_reached"}  # say nothing of a layer's launches
+_SURROUNDINGS = {
+    "runtime",
+    "streams",
+    "config",
+    "layer",
+    "sources",
+    "held",
+    "first",
+    "_reached",
+}  # say nothing of a layer's launches
 _OWN = ("dsa_engine.", "torch.nn.modules.")  # modules whose objects may lead to tensors
 _NONE, _STREAM, _FIRST = range(3)  # places: of None, of the current stream, and of the first tensor
 
@@ -65,8 +74,8 @@ class _Call(NamedTuple):
     run: Callable[..., Any]
     args: list[Any]
     named: dict[str, Any]
-    tensors: list[tuple[int | str, int]]
-    lists: list[tuple[int | str, list[int]]]
+    tensors: list[tuple[Any, int]]
+    lists: list[tuple[Any, list[int]]]
     results: list[int]
     several: bool  # whether it returns a list
     writes: bool  # to its arguments, perhaps
@@ -118,7 +127,9 @@ class _Record(TorchDispatchMode):
         self.calls: list[_Call] | None = None
         self.refused = self._inside = False  # whether it cannot be run again; whether a library runs
 
-    def make(self, function: Any, owner: Any, batch: Any, own: Sequence[torch.Tensor], inputs: Sequence[Any]) -> Results:
+    def make(
+        self, function: Any, owner: Any, batch: Any, own: Sequence[torch.Tensor], inputs: Sequence[Any]
+    ) -> Results:
         """Runs the function; afterwards there are ``calls`` if it can be run again."""
         self._made: list[_Call] = []
         self._places: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -132,7 +143,7 @@ class _Record(TorchDispatchMode):
         given = self._count
         with kernel.watched(self), self:
             results = function(owner, batch, *inputs)
-        self._numbers = []  # results that are no tensors, and their places
+        self._numbers: list[tuple[int, Any]] = []  # results that are no tensors, and their places
         self._results = [self._result(x) for x in results]
         if not self.refused:
             self.calls = _needed(self._made, self._results, given)
@@ -149,13 +160,12 @@ class _Record(TorchDispatchMode):
         assert self.calls is not None
         for run, args, named, tensors, lists, results, several, _, last in self.calls:
             given: Any = args.copy()
-            if named:
-                named = named.copy()
+            named_too: Any = named.copy() if named else named
             for where, place in tensors:
-                (named if where.__class__ is str else given)[where] = at[place]
+                (named_too if where.__class__ is str else given)[where] = at[place]
             for where, places in lists:
-                (named if where.__class__ is str else given)[where] = [*map(at.__getitem__, places)]
-            made = run(*given, **named)
+                (named_too if where.__class__ is str else given)[where] = [*map(at.__getitem__, places)]
+            made = run(*given, **named_too)
             if several:
                 for place, one in zip(results, made, strict=False):
                     at[place] = one
@@ -191,9 +201,11 @@ class _Record(TorchDispatchMode):
     def _add(
         self, run: Any, args: Sequence[Any], named: dict[str, Any], made: Any, several: bool, writes: bool
     ) -> None:
-        args, named = list(args), dict(named)
+        both: tuple[Any, Any] = list(args), dict(named)
         tensors, lists = [], []
-        for holds, where, value in [(args, *one) for one in enumerate(args)] + [(named, *one) for one in named.items()]:  # type: ignore[misc]
+        for holds, where, value in [(both[0], *one) for one in enumerate(args)] + [
+            (both[1], *one) for one in named.items()
+        ]:
             if isinstance(value, torch.Tensor):
                 holds[where] = self._at(value)
                 if not isinstance(holds[where], torch.Tensor):
@@ -206,11 +218,12 @@ class _Record(TorchDispatchMode):
             elif value is kernel.STREAM:
                 tensors.append((where, _STREAM))
                 self._launches = True
-        self._made.append(_Call(run, args, named, tensors, lists, [*map(self._place, made)], several, writes, []))
+        self._made.append(_Call(run, *both, tensors, lists, [*map(self._place, made)], several, writes, []))
 
     def launched(self, one: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         one.launch(grid, *args, **constants)
-        self._add(*one.again(grid, args, constants), (), False, True)
+        run, args, constants = one.again(grid, args, constants)
+        self._add(run, args, constants, (), False, True)
 
     def called(self, library: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         self._inside = True

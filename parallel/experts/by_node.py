@@ -62,7 +62,7 @@ class NodeTables:
     """What a rank looks up on the device. Ranks keep their number of experts when a placement changes, so it stays.
 
     Attributes:
-        there: int32 ``[2, physical]``, the rank of an expert, and that of this rail that takes this rank's tokens for it.
+        there: int32 ``[2, physical]``, an expert's rank, and that of this rail that takes this rank's tokens for it.
         inner: int32 ``[physical]``, the index in this node of an expert's rank, −1 for experts of others.
         takers: int32 ``[ranks]``, the rank of this node that takes the tokens of each rank.
         whole: all experts on one rank: along a rail, `topk_ids` keep the numbers of physical experts.
@@ -77,8 +77,8 @@ class NodeTables:
         takers = [peers_of(rank, nodes)[home] for rank in ranks]
         tables = torch.tensor([[peers[node] for node in nodes], inner, takers], dtype=torch.int32)
         by_rank = tables.to(rank_of.device)
-        peers, self.inner = by_rank[:2, rank_of.long()].unbind()
-        self.there = torch.stack((rank_of, peers))
+        along, self.inner = by_rank[:2, rank_of.long()].unbind()
+        self.there = torch.stack((rank_of, along))
         self.takers = by_rank[2]
         whole = ExpertPlacement([range(placement.physical)], rank_of.device)
         self.whole = ExpertParallel(Group((me,), 0, None), whole)
@@ -98,7 +98,10 @@ class ByNode(CountedDispatcher):
 
         def counted() -> Dispatch:
             ways, order_along = wait(), Order(*order)
-            rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, step.max_pairs, tables.largest_rail, k)
+            rows, rounds = (
+                sum(ways[0].along.send),
+                rounds_needed(ways[0].brought, step.max_pairs, tables.largest_rail, k),
+            )
             source, pair_rows = order_along.tokens[:rows], order_along.pair_rows
             if rounds > 1:
                 final = SendPlan(expert_order(first[0], size), ranks[0], counts[:, :2])
@@ -136,8 +139,8 @@ def make(mesh: Ranks) -> Dispatcher:
 
 
 def _sent(experts: ExpertParallel, _: object, topk_ids: torch.Tensor) -> Results:
-    """:func:`.token_ranks` of the ranks that hold experts and of those along the rail that take tokens for them, and the
-    order of the latter."""
+    """:func:`.token_ranks` of the ranks that hold experts and of those along the rail that take tokens for them, and
+    the order of the latter."""
     ranks, first, counts = token_ranks(topk_ids, experts.node_tables.there, experts.group.size)
     return [ranks, first, counts, *expert_order(first[1], experts.group.size)]
 

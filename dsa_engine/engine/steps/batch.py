@@ -25,14 +25,14 @@ def build_batch(
     step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None,
     repeats: bool = True,
 ) -> ForwardBatch | MicroBatchPair:  # fmt: skip
-    """This rank's tensors for a step, or those of its micro-batches. The rows of its requests in ``tables`` are updated;
-    for ``sampled`` see :func:`known_ids`. ``repeats``: on CUDA, layers repeat the launches of those before."""
+    """This rank's tensors for a step, or those of its micro-batches. The rows of its requests in ``tables`` are
+    updated; for ``sampled`` see :func:`known_ids`. ``repeats``: on CUDA, layers repeat the launches of those before."""
     on_cuda = mesh.device.type == "cuda"
     repeats = repeats and on_cuda and WATCHES
     given = config, mesh, tables, sampled, repeats
     if step.micro_batches is None:
         return _whole(step, *given)
-    both, unsent = step.micro_batches, [] if on_cuda else None
+    both, unsent = step.micro_batches, list[Callable[[], None]]() if on_cuda else None
     batches = [partial(_whole, one, *given, one is both[0], unsent) for one in both]
     return MicroBatchPair((batches[0], batches[1]), lambda: upload(_row_order(step, both), mesh.device))
 

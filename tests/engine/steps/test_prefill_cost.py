@@ -1,5 +1,5 @@
-"""What the host does for a prefill of 131,072 tokens on rank 0 of 64, in two micro-batches, by node: functions of Python
-and operations of the device, counted on a fake device. `pytest -s` prints the table."""
+"""What the host does for a prefill of 131,072 tokens on rank 0 of 64, in two micro-batches, by node: functions of
+Python and operations of the device, counted on a fake device. `pytest -s` prints the table."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_what_a_prefill_costs_the_host(make: Callable[[FakeDevice], Engine]) -> 
 def test_layers_launch_the_same_with_and_without_records(
     make: Callable[[FakeDevice], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same kernels with the same grids, on the same streams, of the weights of each layer, in the same order; and no
-    more memory."""
+    """The same kernels with the same grids, on the same streams, of the weights of each layer, in the same order; and
+    no more memory."""
     runs, replays = [], []
     run = Pieces.run
 

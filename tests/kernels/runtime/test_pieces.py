@@ -1,4 +1,4 @@
-"""Pieces of layers: what is run again gives the same numbers, holds no memory longer, and is refused where it must be."""
+"""Pieces of layers: what is run again gives the same numbers, holds no memory longer, and is refused where it must."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import triton
 from triton.runtime.driver import driver
@@ -29,18 +29,8 @@ _settings = triton.knobs.runtime
 STREAM = object()
 
 
-class Watch(Protocol):
-    """What is told of all that Python launches."""
-
-    def launched(self, one: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """Makes a launch."""
-
-    def called(self, library: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls another library's function, which may launch anything."""
-
-
 class _OfThread(threading.local):
-    watch: Watch | None = None
+    watch: Any = None  # see watched
 
 
 _of_thread = _OfThread()
@@ -97,8 +87,9 @@ def current_stream() -> int:
 
 
 @contextmanager
-def watched(watch: Watch | None) -> Iterator[None]:
-    """Within, what this thread launches goes through ``watch``."""
+def watched(watch: Any) -> Iterator[None]:
+    """Within, launches of this thread are ``watch.launched(kernel, grid, …)``, and calls of other libraries'
+    functions, which may launch anything, ``watch.called(function, args, kwargs)``."""
     before, _of_thread.watch = _of_thread.watch, watch
     try:
         yield

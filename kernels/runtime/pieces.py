@@ -21,16 +21,8 @@ from dsa_engine.kernels.runtime import kernel
 from dsa_engine.kernels.runtime.recording import shapes_by_contents
 
 Results = list[Any]  # tensors, None and numbers
-_SURROUNDINGS = {
-    "runtime",
-    "streams",
-    "config",
-    "layer",
-    "sources",
-    "held",
-    "first",
-    "_reached",
-}  # say nothing of a layer's launches
+# Attributes that say nothing of what a layer launches.
+_SURROUNDINGS = {"runtime", "streams", "config", "layer", "sources", "held", "first", "pieces", "_reached"}
 _OWN = ("dsa_engine.", "torch.nn.modules.")  # modules whose objects may lead to tensors
 _NONE, _STREAM, _FIRST = range(3)  # places: of None, of the current stream, and of the first tensor
 

@@ -230,7 +230,8 @@ class ForwardBatch:
     _seen_pages: tuple[torch.Tensor, torch.Tensor] | None = None
     # In a micro-batch on CUDA: sends of tokens that wait for their counts, of both micro-batches; None: none waits.
     unsent: list[Callable[[], None]] | None = None
-    pieces: Pieces | None = None  # records what layers do; None: each runs it anew
+    # Records what layers do with these tensors; None: each runs it anew. A batch made of this one has none.
+    pieces: Pieces | None = field(default=None, init=False)
 
     @property
     def mha_rows(self) -> int:

@@ -66,7 +66,7 @@ def _whole(
     ids = columns.pop() if sampled is None else known_ids(ids, sampled, device)
     on_device = on_device if step.decodes else columns.pop()
     dense, sparse = (replace(one, sequences=columns[2 * i], visible=columns[2 * i + 1]) for i, one in enumerate(forms))
-    return ForwardBatch(
+    batch = ForwardBatch(
         rows=plan.rows,
         input_ids=mesh.tp.all_gather(ids).view(-1, tp_rows),
         cos=cos,
@@ -84,8 +84,9 @@ def _whole(
         token_mask=None,
         first_micro_batch=first_micro_batch,
         unsent=unsent,
-        pieces=Pieces() if repeats else None,
     )
+    batch.pieces = Pieces() if repeats else None
+    return batch
 
 
 def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:

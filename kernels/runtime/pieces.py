@@ -22,7 +22,7 @@ from dsa_engine.kernels.runtime.recording import shapes_by_contents
 
 Results = list[Any]  # tensors, None and numbers
 # Attributes that say nothing of what a layer launches.
-_SURROUNDINGS = {"runtime", "streams", "config", "layer", "sources", "held", "first", "pieces", "_reached"}
+_SURROUNDINGS = {*"runtime streams config layer sources group tp held first pieces _reached".split()}
 _OWN = ("dsa_engine.", "torch.nn.modules.")  # modules whose objects may lead to tensors
 _NONE, _STREAM, _FIRST = range(3)  # places: of None, of the current stream, and of the first tensor
 

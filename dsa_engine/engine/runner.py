@@ -52,9 +52,9 @@ class ModelRunner:
     def plan(self, step: Step) -> StepPlan:
         rank, world, config = self._mesh.rank, self._mesh.world_size, self._config
         if step.decode is None:
-            most = 1 + self.num_drafts
-            cuts = None if self.micro_batches is None else self.micro_batches.cuts(step.chunks, most)
-            plan = StepPlan.of(step.chunks, rank, world, config, most, cuts)
+            max_rows = 1 + self.num_drafts
+            cuts = None if self.micro_batches is None else self.micro_batches.cuts(step.chunks, max_rows)
+            plan = StepPlan.of(step.chunks, rank, world, config, max_rows, cuts)
             if self.graphs is not None and not self.num_drafts and self._is_static(plan) and not records(plan):
                 plan = plan.padded(config, self.graphs.contexts)
         else:

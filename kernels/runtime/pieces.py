@@ -22,9 +22,11 @@ from dsa_engine.kernels.runtime.recording import shapes_by_contents
 
 Results = list[Any]  # tensors, None and numbers
 # Attributes that say nothing of what a layer launches.
-_SURROUNDINGS = {*"runtime streams config layer sources group tp held first pieces _reached".split()}
+_SURROUNDINGS = frozenset(
+    ("runtime", "streams", "config", "layer", "sources", "group", "tp", "held", "first", "pieces", "_reached")
+)
 _OWN = ("dsa_engine.", "torch.nn.modules.")  # modules whose objects may lead to tensors
-_NONE, _STREAM, _FIRST = range(3)  # places: of None, of the current stream, and of the first tensor
+_NONE, _STREAM, _FIRST = range(3)  # cells: of None, of the current stream, and of the first tensor
 
 
 class _Reached(NamedTuple):
@@ -61,7 +63,7 @@ def reached(owner: Any) -> tuple[list[torch.Tensor], list[Any]]:
 
 
 class _Call(NamedTuple):
-    """A call, and at which of its arguments tensors are: their places, or those of a list of them."""
+    """A call, and at which of its arguments tensors are: their cells, or those of a list of them."""
 
     run: Callable[..., Any]
     args: list[Any]
@@ -71,7 +73,7 @@ class _Call(NamedTuple):
     results: list[int]
     several: bool  # whether it returns a list
     writes: bool  # to its arguments, perhaps
-    last: list[int]  # places that are not used any more
+    last: list[int]  # cells that are not used any more
 
 
 class Pieces:
@@ -112,7 +114,7 @@ class Pieces:
 
 
 class _Record(TorchDispatchMode):
-    """A piece in places: those of the owner's tensors and the inputs, then those of results."""
+    """A piece in cells: those of the owner's tensors and the inputs, then those of results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,22 +126,22 @@ class _Record(TorchDispatchMode):
     ) -> Results:
         """Runs the function; afterwards there are ``calls`` if it can be run again."""
         self._made: list[_Call] = []
-        self._places: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._cells: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._shared = {id(x) for x in reached(batch)[0]}
         self._held = [x for x in inputs if not isinstance(x, torch.Tensor)]  # known by their ids
         self._count, self._launches = _FIRST, False
         for x in chain(own, inputs):
             is_tensor = isinstance(x, torch.Tensor)
-            self.refused = self.refused or (is_tensor and id(x) in self._places)
-            self._place(x if is_tensor else None)
+            self.refused = self.refused or (is_tensor and id(x) in self._cells)
+            self._cell(x if is_tensor else None)
         given = self._count
         with kernel.watched(self), self:
             results = function(owner, batch, *inputs)
-        self._numbers: list[tuple[int, Any]] = []  # results that are no tensors, and their places
+        self._numbers: list[tuple[int, Any]] = []  # results that are no tensors, and their cells
         self._results = [self._result(x) for x in results]
         if not self.refused:
             self.calls = _needed(self._made, self._results, given)
-        del self._made, self._places, self._shared
+        del self._made, self._cells, self._shared
         return results
 
     def replay(self, own: Sequence[torch.Tensor], inputs: Sequence[Any]) -> Results:
@@ -147,44 +149,44 @@ class _Record(TorchDispatchMode):
         at[_STREAM] = kernel.current_stream() if self._launches else None
         at[_FIRST : _FIRST + len(own)] = own
         at[_FIRST + len(own) : _FIRST + len(own) + len(inputs)] = inputs
-        for place, number in self._numbers:
-            at[place] = number
+        for cell, number in self._numbers:
+            at[cell] = number
         assert self.calls is not None
         for run, args, named, tensors, lists, results, several, _, last in self.calls:
             given: Any = args.copy()
             named_too: Any = named.copy() if named else named
-            for where, place in tensors:
-                (named_too if where.__class__ is str else given)[where] = at[place]
-            for where, places in lists:
-                (named_too if where.__class__ is str else given)[where] = [*map(at.__getitem__, places)]
+            for where, cell in tensors:
+                (named_too if where.__class__ is str else given)[where] = at[cell]
+            for where, cells in lists:
+                (named_too if where.__class__ is str else given)[where] = [*map(at.__getitem__, cells)]
             made = run(*given, **named_too)
             if several:
-                for place, one in zip(results, made, strict=False):
-                    at[place] = one
+                for cell, one in zip(results, made, strict=False):
+                    at[cell] = one
             elif results:
                 at[results[0]] = made
-            for place in last:
-                at[place] = None
+            for cell in last:
+                at[cell] = None
         return [*map(at.__getitem__, self._results)]
 
     def _result(self, x: Any) -> int:
         if isinstance(x, torch.Tensor):
-            place = self._at(x)
-            self.refused = self.refused or isinstance(place, torch.Tensor)
-            return _NONE if self.refused else place
-        self._numbers.append((self._place(None), x))
+            cell = self._at(x)
+            self.refused = self.refused or isinstance(cell, torch.Tensor)
+            return _NONE if self.refused else cell
+        self._numbers.append((self._cell(None), x))
         return self._count - 1
 
-    def _place(self, x: torch.Tensor | None) -> int:
-        """A new place, of ``x``."""
+    def _cell(self, x: torch.Tensor | None) -> int:
+        """A new cell, of ``x``."""
         if x is not None:
-            self._places[id(x)] = weakref.ref(x), self._count
+            self._cells[id(x)] = weakref.ref(x), self._count
         self._count += 1
         return self._count - 1
 
     def _at(self, x: torch.Tensor) -> Any:
-        """The place of a tensor that the piece was given or has made; itself if it is that of all layers."""
-        known = self._places.get(id(x))
+        """The cell of a tensor that the piece was given or has made; itself if it is that of all layers."""
+        known = self._cells.get(id(x))
         if known is not None and known[0]() is x:
             return known[1]
         self.refused = self.refused or id(x) not in self._shared
@@ -204,13 +206,13 @@ class _Record(TorchDispatchMode):
                     tensors.append((where, holds[where]))
                     holds[where] = None
             elif isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value):
-                places = [_NONE if x is None else self._at(x) for x in value]
-                self.refused = self.refused or any(isinstance(x, torch.Tensor) for x in places)
-                lists.append((where, places))
+                cells = [_NONE if x is None else self._at(x) for x in value]
+                self.refused = self.refused or any(isinstance(x, torch.Tensor) for x in cells)
+                lists.append((where, cells))
             elif value is kernel.STREAM:
                 tensors.append((where, _STREAM))
                 self._launches = True
-        self._made.append(_Call(run, *both, tensors, lists, [*map(self._place, made)], several, writes, []))
+        self._made.append(_Call(run, *both, tensors, lists, [*map(self._cell, made)], several, writes, []))
 
     def launched(self, one: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         one.launch(grid, *args, **constants)
@@ -251,13 +253,13 @@ class _Record(TorchDispatchMode):
 
 
 def _needed(calls: list[_Call], results: Sequence[int], given: int) -> list[_Call]:
-    """The calls that write to something, or whose results are used; with the places from ``given`` on that nothing uses
+    """The calls that write to something, or whose results are used; with the cells from ``given`` on that nothing uses
     after each."""
-    used, kept = set(results), []
+    used, needed = set(results), []
     for one in reversed(calls):
         if one.writes or not used.isdisjoint(one.results):
-            here = {*one.results, *(place for _, place in one.tensors), *chain(*(places for _, places in one.lists))}
-            one.last.extend(place for place in here - used if place >= given)
+            here = {*one.results, *(cell for _, cell in one.tensors), *chain(*(cells for _, cells in one.lists))}
+            one.last.extend(cell for cell in here - used if cell >= given)
             used |= here
-            kept.append(one)
-    return kept[::-1]
+            needed.append(one)
+    return needed[::-1]

@@ -33,13 +33,13 @@ def upload_together(values: Sequence[torch.Tensor], device: torch.device) -> lis
     if device.type != "cuda":
         return [*values]
     packed = torch.zeros(sum(-(-x.nbytes // _ALIGNED) * _ALIGNED for x in values), dtype=torch.uint8)
-    first, places = 0, []
+    first, starts = 0, []
     for x in values:
         packed[first : first + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        places.append(first)
+        starts.append(first)
         first += -(-x.nbytes // _ALIGNED) * _ALIGNED
     there = upload(packed, device)
-    both = zip(values, places, strict=True)
+    both = zip(values, starts, strict=True)
     return [there[at : at + x.nbytes].view(x.dtype).view(x.shape) for x, at in both]
 
 

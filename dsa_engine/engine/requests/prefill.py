@@ -76,7 +76,8 @@ def choose_owner(
     tokens, future = load.tokens.tolist(), load.future_pages.tolist()
     for rank, pages in (absent or {}).items():
         tokens[rank] += capacity.page_size * pages
-    keys = [(left - later < need, seen, -left) for left, later, seen in zip(free, future, tokens, strict=True)]
+    each = zip(free, future, tokens, strict=True)
+    keys = [(pages - later < need, seen, -pages) for pages, later, seen in each]
     return min(ranks, key=keys.__getitem__)
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine import LLM
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.steps import batch
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.kernels.runtime.pieces import Pieces
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
 
@@ -119,15 +121,15 @@ def test_what_a_prefill_costs_the_host(make: Callable[[FakeDevice], Engine]) -> 
     gates = [at for at, one in enumerate(kinds) if one[1] == "route_kernel"]
     assert len(gates) == 2 * 5, "layers with experts, micro-batches"
     begin, end = gates[-4], gates[-2]  # of the first micro-batch, in the last layers
-    found = {
+    counts = {
         "functions before": before[first],
         "operations before": first,
         "functions": (before[end] - before[begin]) / 2,
         "operations": (end - begin) / 2,
     }
-    for name, count in found.items():
+    for name, count in counts.items():
         print(f"{name:20} {BEFORE[name]:6} -> {count:6g}  ({count / BEFORE[name]:.0%})")
-    assert all(count <= LIMITS[name] for name, count in found.items()), found
+    assert all(count <= LIMITS[name] for name, count in counts.items()), counts
 
 
 def test_layers_launch_the_same_with_and_without_records(
@@ -157,3 +159,34 @@ def test_layers_launch_the_same_with_and_without_records(
     used = {pieces: pieces.replays for pieces in replays}
     assert min(used.values()) > 30 and all(record is not None for one in used for record in one._records.values())
     assert added_again <= 1.01 * added
+
+
+@pytest.mark.parametrize("dispatch", [None, "all_to_all"])
+def test_the_same_tokens_with_records(dispatch: Any, demo_cache: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, by the references: PyTorch's operations, with numbers. Chunks of a prompt, prompts of several sizes and
+    eager decode steps, in two micro-batches where there is a dispatch."""
+    monkeypatch.setenv("DSA_ENGINE_DBO_ROWS", "2,16")
+    whole, made = batch._whole, list[Pieces]()
+
+    def recorded(*given: Any) -> Any:
+        one = whole(*given)
+        one.pieces = Pieces()
+        made.append(one.pieces)
+        return one
+
+    prompts = [[(number * at) % 190 + 3 for at in range(number)] for number in (5, 70, 300)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = {"kernels": "reference", "load_format": "dummy", "max_num_batched_tokens": 64}
+    if dispatch is not None:
+        ranks = EmulatedConfig(emulate_world=2, moe_dispatch=dispatch, decode_dispatch=dispatch)
+        options |= {"parallel": ranks, "enable_dbo": True}
+    answers = []
+    for make in (whole, recorded):
+        monkeypatch.setattr(batch, "_whole", make)
+        with LLM(
+            "demo-random", device="cpu", dtype="float32", progress=False, max_model_len=512,
+            hf_overrides={"num_hidden_layers": 6}, **options,
+        ) as llm:  # fmt: skip
+            answers.append([(out.token_ids, repr(out.logprobs)) for out in llm.generate(prompts, params)])
+    assert answers[0] == answers[1]
+    assert sum(one.replays for one in made) > 20 * len(made)

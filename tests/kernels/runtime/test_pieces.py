@@ -34,11 +34,11 @@ Function = Callable[..., list[Any]]
 def computed(layer: Layer, batch: Any, x: torch.Tensor, residual: torch.Tensor | None, scale: float) -> list[Any]:
     """Views, writes in place and into a given tensor, several results, a list of tensors, an unused result."""
     y = x @ layer.weight.t() if layer.kind else torch.mm(x, layer.weight.t())
-    left, right = y.split((2, 4), dim=1)
+    head, right = y.split((2, 4), dim=1)
     out = y.new_empty(len(y), 4)
     torch.add(right, layer.others[0], out=out[:, :4])
     out[:, 1:3] *= scale
-    joined = torch.cat((left, out + batch.shift[: len(y)]), dim=1)
+    joined = torch.cat((head, out + batch.shift[: len(y)]), dim=1)
     y.sum()
     if residual is not None:
         residual.add_(layer.hidden["table"])

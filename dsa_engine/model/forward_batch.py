@@ -3,7 +3,8 @@
 A request of 128K tokens has 2,048 pages, and nearly all of them stay the same from one decode step to the next. So each
 list of pages that a step uses has a row in a table on the host and in its copy on the device, and only changes travel:
 new pages of a list, and lists without a row. Then the rows of a decode step's requests are copied, on the device, to
-its table; a prefill's come with its other tensors. A request that ends need not be reported: a new list takes the row that has been unused the longest.
+its table; a prefill's come with its other tensors. A request that ends need not be reported: a new list takes the row
+that has been unused the longest.
 
 A pass through the layers is a generator: it launches stages, and yields the name of a stage whose transfer it has just
 started and whose result it needs next. Each micro-batch runs up to its next transfer, then the other one does. In an

@@ -23,8 +23,7 @@ for link in (PACKAGE, PACKAGE / "kernels", PACKAGE / "parallel"):
             "clone with symbolic links enabled (git config core.symlinks true)"
         )
 
-# Its launcher, and its sequence layer for scripts/studies/context_parallel. It comes as source only, to be
-# built by the setuptools that there is: pip install --no-build-isolation.
+# Its launcher. It comes as source only, to be built by the setuptools that there is: pip install --no-build-isolation.
 DEEPSPEED = "deepspeed>=0.19"
 
 # The HTTP server and its channel to the engine's process.

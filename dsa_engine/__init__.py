@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from dsa_engine.config import vllm_options
 from dsa_engine.version import __version__
 
 if TYPE_CHECKING:
@@ -56,9 +58,12 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
         return value
-    if find_spec(f"dsa_engine.{name}"):  # as if all modules had been imported
+    if vllm_options.advice(name) is None and find_spec(f"dsa_engine.{name}"):  # as if all modules had been imported
         return import_module(f"dsa_engine.{name}")
-    raise AttributeError(f"module 'dsa_engine' has no attribute {name!r}")
+    vllm_options.absent(__name__, name)
+
+
+sys.meta_path.append(vllm_options)  # the last: it is asked for what no other finds
 
 
 def __dir__() -> list[str]:

@@ -43,7 +43,6 @@ COMMANDS = {
     "chat": Command("a conversation on the terminal", "chat:run_chat"),
     "lens": Command("what each word of an answer looked at in a document, as an HTML file", "lens:run_lens"),
     "serve": Command("OpenAI's API over HTTP, for any number of clients", "serve:run_serve"),
-    "route": Command("how vllm-router is put in front of several servers", "route:run_route", imports_torch=False),
     "info": Command("parameters, bytes per dtype, cache bytes per token, and what fits", "info:run_info"),
     "plan": Command(
         "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits", "planner.command:run_plan"

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mappi
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial, wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from dsa_engine.config.fields import takes_options_of
 from dsa_engine.config.vllm_options import refuse
-from dsa_engine.engine.calls.async_calls import AsyncCalls, outputs_of
+from dsa_engine.engine.calls.async_calls import AsyncCalls, either, only_prompt, outputs_of
 from dsa_engine.engine.calls.call import Call
 from dsa_engine.engine.calls.jobs import Job, check_finite
 from dsa_engine.engine.calls.reply import Reply
@@ -23,7 +23,7 @@ from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.startup.start import start
-from dsa_engine.inputs import Prompt, either, only_prompt
+from dsa_engine.inputs import Prompt
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
@@ -36,18 +36,7 @@ from dsa_engine.text.generation_config import default_sampling
 from dsa_engine.text.tokenizer import check_tokenizer
 from dsa_engine.weights.model_folder import resolve_model
 
-P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _led_by_rank_0(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM, P], T]:
-    """A method that runs on rank 0; on every rank that calls it, it returns or raises what it does there."""
-
-    @wraps(method)
-    def call(self: LLM, *args: P.args, **named: P.kwargs) -> T:
-        return self._spmd.result(lambda _: method(self, *args, **named))
-
-    return call
 
 
 class LLM(AsyncCalls):
@@ -84,7 +73,6 @@ class LLM(AsyncCalls):
         self._spmd, trusts = self.loop.spmd, options.trust_remote_code
         super().__init__(self.loop.calls, self.engine.limits, folder, trusts, defaults, options.stream_interval)
 
-    @_led_by_rank_0
     def generate(
         self,
         prompts: Prompt | Seq[Prompt] | None = None,
@@ -113,7 +101,7 @@ class LLM(AsyncCalls):
             TypeError, ValueError, CapacityError: an argument or a prompt is not possible; nothing has run.
         """
         refuse(of_vllm)
-        return self._generate(either(prompts, prompt_token_ids), sampling_params, use_tqdm)
+        return self._led(lambda _: self._generate(either(prompts, prompt_token_ids), sampling_params, use_tqdm))
 
     def _generate(
         self,
@@ -142,7 +130,6 @@ class LLM(AsyncCalls):
         bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
         bar.update(sum(reply.ending is not None for reply in replies) - bar.n)
 
-    @_led_by_rank_0
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
@@ -167,21 +154,24 @@ class LLM(AsyncCalls):
             chat_template, …, tools: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
         """
         refuse(of_vllm)
+        how = {
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        return self._led(lambda _: self._chat(messages, sampling_params, use_tqdm, how))
+
+    def _chat(self, messages: Any, sampling_params: Any, use_tqdm: bool, how: Mapping[str, Any]) -> list[RequestOutput]:
         form = self.conversation_format
         several, prompts = conversations(messages), []
         for conversation in several:
-            text = form.render(
-                conversation,
-                chat_template=chat_template,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-            )
+            text = form.render(conversation, **how)
             # The text contains the special tokens.
             ids = self.encode_prompt(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        params: Any = sampling_params
+        params = sampling_params
         if isinstance(params, SamplingParams) and params.structured_outputs:
             params = [params] * len(prompts)
         if isinstance(params, (list, tuple)):
@@ -190,7 +180,7 @@ class LLM(AsyncCalls):
             ]
         outputs = self._generate(prompts, params, use_tqdm)
         for output, conversation in zip(outputs, several, strict=True):
-            form.add_messages(output, conversation, tools)
+            form.add_messages(output, conversation, how["tools"])
         return outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
@@ -200,6 +190,9 @@ class LLM(AsyncCalls):
         request ends when the iterator is closed or interrupted. A program that leaves a loop over it early closes it
         at once by ``contextlib.closing``. Raises what :meth:`generate` raises.
         """
+        if self._spmd is None:
+            self._calls.check()
+            return self._pieces(prompt, sampling_params)
         self._spmd.check()
         return self._spmd.pieces(lambda _: self._pieces(prompt, sampling_params))
 
@@ -262,7 +255,14 @@ class LLM(AsyncCalls):
             with Call(self._calls) as call:
                 return call.run(job, tokens, number)
 
-        return self._spmd.result(run)
+        return self._led(run)
+
+    def _led(self, work: Callable[[int | None], T]) -> T:
+        """What ``work`` returns or raises on rank 0, on every rank that calls: see :meth:`.SpmdCalls.result`."""
+        if self._spmd is not None:
+            return self._spmd.result(work)
+        self._calls.check()
+        return work(None)
 
     def follow(self) -> None:
         """Serves rank 0's calls on another rank; returns when rank 0 has closed its LLM::
@@ -277,6 +277,8 @@ class LLM(AsyncCalls):
             RuntimeError: this is rank 0, or the only rank.
             Exception: a step failed.
         """
+        if self._spmd is None or self.engine.mesh.is_front:
+            raise RuntimeError("rank 0 is the rank that the others follow(); it calls, and closes the LLM at the end")
         self._spmd.follow()
         self.loop.wait()
 
@@ -290,8 +292,8 @@ class LLM(AsyncCalls):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.loop.close(wait=kind is not KeyboardInterrupt)
 
     @property
     def conversation_format(self) -> ConversationFormat:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 from dsa_engine.config.checks import NOT_EMPTY, Fraction, PositiveInt, Seed, TokenId, at_least, check_text, shown
 from dsa_engine.config.fields import Options, documented, option
 from dsa_engine.config.structured_outputs import StructuredOutputsParams
-from dsa_engine.config.vllm_options import answer
+from dsa_engine.config.vllm_options import absent, answer
 
+__getattr__ = partial(absent, __name__)
 __all__ = ["SamplingParams", "StructuredOutputsParams"]
 MAX_OUTPUTS = 4096  # for one prompt
 _MAX_SELECTION = 256  # tokens; a token of a large model takes a megabyte

@@ -6,6 +6,7 @@ Texts go through the store of the run: ranks that differ could wait for each oth
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.failure import run_store
+from dsa_engine.parallel.failure import SIGN_OF_LIFE, run_store
 
 T = TypeVar("T")
 _meetings_held: Counter[str] = Counter()  # by the ranks that took part
@@ -50,6 +51,7 @@ class Meeting:
         self._rank = rank
         self._store = store_of_run()
         self._number = _meetings_held[str(self._ranks)]
+        self._silent_s = math.inf
 
     def say(self, text: str) -> None:
         self._store.set(self._key(self._rank), text)
@@ -75,12 +77,12 @@ class Meeting:
         self._delete_last()
         return verdict
 
-    def all_succeed(self, work: Callable[[], T], wait_s: float) -> T:
+    def all_succeed(self, work: Callable[[], T], wait_s: float, silent_s: float = math.inf) -> T:
         """Returns what ``work`` returns on this rank, when it has returned on all ranks. If it raises, the error of the
         first rank to fail is raised on every rank; a rank whose ``work`` fails waits for no other. ``wait_s``: as in
-        :func:`compare`, after this rank's ``work``."""
+        :func:`compare`, after this rank's ``work``; ``silent_s``: longest wait for a rank without a sign of life."""
         self.leave()
-        verdict = self._key("verdict")
+        self._silent_s, verdict = silent_s, self._key("verdict")
 
         def check() -> None:
             if self._store.check([verdict]):
@@ -112,10 +114,16 @@ class Meeting:
         return f"agreement {self._number if number is None else number} of {self._ranks}: {name}"
 
     def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None] = lambda: None) -> str:
-        key, begun, pause = self._key(name), time.monotonic(), _FIRST_PAUSE_S
+        key, lives, sign, pause = self._key(name), SIGN_OF_LIFE.format(rank), b"", _FIRST_PAUSE_S
+        begun = heard = time.monotonic()
         while not self._store.check([key]):
             check()
-            if time.monotonic() - begun > wait_s:
+            now = time.monotonic()
+            if self._store.check([lives]) and (new := self._store.get(lives)) != sign:
+                sign, heard = new, now
+            if sign and now - heard > self._silent_s:
+                raise TimeoutError(f"no sign of life from rank {rank} for {self._silent_s:g} s: ended, or stopped")
+            if now - begun > wait_s:
                 raise TimeoutError(f"rank {rank} has not come to the start of the run for {wait_s:g} seconds")
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)

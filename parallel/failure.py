@@ -37,6 +37,8 @@ _OWN_S = 0.5  # time for a main thread that has failed too to end the process
 _AFTER_S = 0.3  # the others end after the first rank: torchrun reports the process whose end it sees first
 _LAST_S = 30.0  # limit for an end that is itself held up (by a full pipe, or a store that cannot be reached)
 
+SIGN_OF_LIFE = "rank {} lives"  # the key of a number that a rank raises as long as it lives, whatever it does
+
 _reporter: _Reporter | None = None
 
 
@@ -139,6 +141,7 @@ class _Reporter:
         try:
             store = _connect(_ANSWER_S)  # the other connection may be in use by the main thread
             while not store.check(["first"]):
+                store.add(SIGN_OF_LIFE.format(self._rank), 1)
                 if self._left.wait(_POLL_S):
                     return
             first = store.get("first").decode()

@@ -215,7 +215,9 @@ class Mesh:
     def together(self, work: Callable[[], T], wait_s: float) -> T:
         """See :meth:`.Meeting.all_succeed`, over ``run_ranks``; it uses no collective, which might time out sooner."""
         alone = self.host.alone and not self.has_counterpart
-        return work() if alone else Meeting(self.run_ranks, self.run_rank).all_succeed(work, wait_s)
+        return (
+            work() if alone else Meeting(self.run_ranks, self.run_rank).all_succeed(work, wait_s, self.config.timeout)
+        )
 
     def experts_per_token(self, top_k: int) -> int:
         """Number of experts of a token: those that its router chooses, and the shared one if that is routed."""
@@ -224,7 +226,7 @@ class Mesh:
     @property
     def static_decode(self) -> bool:
         """Whether the shapes of a decode step are independent of the routing, so that the host need not wait for it."""
-        return self.experts.dispatcher(decodes=True).static_shapes
+        return self.experts.dispatchers[True].static_shapes
 
     def cp_ranks(self, cp_group: int) -> range:
         """The ranks of one context-parallel group."""

@@ -1,4 +1,4 @@
-"""Long-context prefill benchmark: torchrun --nproc-per-node N scripts/bench_prefill.py --seq-len 8192,32768
+"""Long-context prefill benchmark: torchrun --nproc-per-node N scripts/bench_prefill.py --input-len 8192,32768
 
 One rank of many on one device: python scripts/bench_prefill.py --emulate-world 64 --load-format dummy --model FOLDER
 """

@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--prompt-file", metavar="PATH", help=text + "sources of Python's standard library")
     parser.add_argument("--tokens", type=int, default=8192, help="maximum number of tokens, of document and facts")
     parser.add_argument("--depth", type=float, default=0.3, help="which fact is asked for: 0 the first, 1 the last")
-    parser.add_argument("--max-tokens", type=int, default=16, help="maximum number of tokens of the answer")
     add_json_argument(parser)
     parser.add_argument("--reference", metavar="PATH", help=argparse.SUPPRESS)  # logits of the single process (.npy)
     args = parser.parse_args()
@@ -60,7 +59,7 @@ def start(args: argparse.Namespace) -> None:
     """Prefills the document in this process, for the reference, and then runs this script under torchrun."""
     llm = load(args)
     asked = question(llm.tokenizer, args)
-    print(f"document: {len(asked.prompt):,} tokens, {asked.about}; reference prefill in one process …", flush=True)
+    print(f"document: {len(asked.prompt):,} tokens; reference prefill in one process …", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         reference = str(Path(folder, "single.npy"))
         np.save(reference, prefill(llm.engine, asked.prompt).numpy())
@@ -78,7 +77,8 @@ def parallel(args: argparse.Namespace) -> None:
     engine, asked = llm.engine, question(llm.tokenizer, args)
     prompt = asked.prompt
     result = measure_prefill(engine, prompt, warmup=0, repeat=1)
-    (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
+    (seconds,) = result.ttft
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16))
     if engine.mesh.rank != 0:
         return
     reference = torch.from_numpy(np.load(args.reference))
@@ -86,23 +86,18 @@ def parallel(args: argparse.Namespace) -> None:
     relative = ((result.logits - reference).norm() / reference.norm()).item()
     right = None if asked.fact is None else output.text.strip() == asked.fact
     if args.json:
-        where = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
         figures = {"largest_difference": difference, "relative_difference": relative, "output_ids": output.token_ids}
         figures |= {"answer": output.text, "fact": asked.fact, "right": right}
-        write_json(args.json, {**where, **result.to_json(), **figures})
+        about = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
+        write_json(args.json, about | result.to_json() | figures)
     print(f"\nprefill of {len(prompt):,} tokens on {engine.mesh.world_size} ranks\n")
-    (seconds,) = result.ttft
     summary = [
+        ("prefill", f"{seconds:.2f} s, {len(prompt) / seconds:,.0f} tokens/s"),
         ("peak memory of a rank", format_bytes(max(result.peak_memory_bytes))),
-        ("TTFT", f"{seconds:.2f} s"),
-        ("prefill", f"{len(prompt) / seconds:,.0f} tokens/s"),
         ("attention imbalance (max/mean)", f"{result.imbalance:.5f}"),
         ("largest difference from one process's logits", f"{difference:.2e}"),
         ("largest logit", f"{reference.abs().max().item():.2f}"),
-        ("generated", f"{len(output.token_ids)} tokens"),
     ]
-    if output.metrics.tpot_s is not None:
-        summary.append(("time per output token", f"{output.metrics.tpot_s * 1e3:.1f} ms"))
     print("\n" + format_table(("", "value"), summary))
     print(f"\nquestion: {asked.question}\nanswer:   {output.text.strip()}")
     if asked.fact is None:
@@ -129,7 +124,6 @@ class Question(NamedTuple):
     question: str
     fact: str | None
     where: str
-    about: str
 
 
 def question(tokenizer: Tokenizer, args: argparse.Namespace) -> Question:
@@ -150,7 +144,7 @@ def question(tokenizer: Tokenizer, args: argparse.Namespace) -> Question:
         )
     answers = [(i, line) for i, line in enumerate(lines, 1) if lines[-1] == asked_for(line)]
     number, fact = answers[-1] if answers else (0, None)
-    return Question(prompt, lines[-1], fact, f"in line {number} of the text", "which end in a question of its own")
+    return Question(prompt, lines[-1], fact, f"in line {number} of the text")
 
 
 def added_question(tokenizer: Tokenizer, text_lines: list[str], args: argparse.Namespace) -> Question:
@@ -173,8 +167,7 @@ def added_question(tokenizer: Tokenizer, text_lines: list[str], args: argparse.N
     asked = round(args.depth * (len(facts) - 1))
     content = "\n".join([*lines, asked_for(facts[asked])])
     prompt = ConversationFormat(tokenizer).token_ids([{"role": "user", "content": content}])
-    where = f"after line {(asked + 1) * every} of the text"
-    return Question(prompt, asked_for(facts[asked]), facts[asked], where, f"{len(facts)} facts in it")
+    return Question(prompt, asked_for(facts[asked]), facts[asked], f"after line {(asked + 1) * every} of the text")
 
 
 def asked_for(fact: str) -> str:

@@ -7,7 +7,7 @@ one node reach each other without the slow link. Linux, util-linux and iproute2 
 needs user namespaces. Latency is that of the computer.
 
 Example:
-    python scripts/emulate_nodes.py --ranks 2 --slow-link 1gbit -- scripts/bench_prefill.py --seq-len 512
+    python scripts/emulate_nodes.py --ranks 2 --slow-link 1gbit -- scripts/bench_prefill.py --input-len 512
     python scripts/emulate_nodes.py --nodes 4 --ranks 1 -- -m dsa_engine generate --prompt Hello --max-tokens 8
     python scripts/emulate_nodes.py --lose cut --lose-at tokens: --lost-node 1 -- scripts/bench_prefill.py
 """

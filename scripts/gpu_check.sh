@@ -9,19 +9,13 @@
 #                                            of DeepSeek-V3.2-Exp as one rank of 64, and what each overlap gains; within 10 minutes
 #   scripts/gpu_check.sh ranks [FOLDER]      several ranks, which compute what one computes: one on each GPU, or four on
 #                                            one, with two machines played on this one. On 2 GPUs or more also doctor, graphs,
-#                                            micro-batches with 8 and 32 hardware queues, and prefill apart from decode
-#                                            last, as it hangs if anything does; within 13 minutes
+#                                            TTFT with micro-batches and without, and prefill apart from decode last, as it
+#                                            hangs if anything does; within 12 minutes
 #
 # Less time: scripts/gpu_15.sh.
 . "$(dirname "$0")/gpu_parts.sh"
 what=${1:-}
-case $what in
-all | kernels | latency | ranks) ;;
-*)
-	echo "usage: scripts/gpu_check.sh all|kernels|latency|ranks [FOLDER], not '$what'" >&2
-	exit 2
-	;;
-esac
+[[ $what =~ ^(all|kernels|latency|ranks)$ ]] || { echo "usage: scripts/gpu_check.sh all|kernels|latency|ranks [FOLDER], not '$what'" >&2; exit 2; }
 out=$(realpath -m "${2:-benchmarks/results}")
 find_gpus
 mkdir -p "$out" || exit 2
@@ -45,19 +39,17 @@ latency() {
 
 layers=("${rank_of_64[@]:0:4}" "${depth[@]}" --output-len 8 --repeat 2)
 ranks() {
-	local queues
+	local dbo
 	part 60 one_process "$python" scripts/check_ranks.py "$out/one_process.json"
 	part 110 compare bash -c 'compare_ranks "$@"' bash "$out/one_process.json"
 	((gpus > 1)) || return # what follows takes the memory of a GPU for each rank
 	part 130 doctor_ranks bash -c 'together "$@"' bash 1 -c "$module" dsa_engine doctor --json "$out/doctor_ranks.json"
 	part 100 graphs_ranks bash -c 'together "$@"' bash 1 scripts/measure_tpot.py "${layers[@]}" --input-len 32768 \
 		--batch-size "$ranks" --fill-cache random --json "$out/graphs_ranks.json"
-	for queues in 8 32; do
-		CUDA_DEVICE_MAX_CONNECTIONS=$queues part 80 "dbo_${queues}_queues" bash -c 'together "$@"' bash 1 \
-			scripts/measure_ttft.py "${layers[@]}" --enable-dbo --input-len 8192,32768 --json "$out/dbo_${queues}_queues.json"
+	for dbo in enable-dbo no-enable-dbo; do
+		part 80 $dbo bash -c 'together "$@"' bash 1 scripts/measure_ttft.py "${layers[@]}" --$dbo \
+			--input-len 8192,32768 --json "$out/$dbo.json"
 	done
-	part 80 no_dbo bash -c 'together "$@"' bash 1 scripts/measure_ttft.py "${layers[@]}" --no-enable-dbo \
-		--input-len 8192,32768 --json "$out/no_dbo.json"
 	part 80 two_machines bash -c 'together "$@"' bash 2 scripts/measure_ttft.py "${layers[@]}" --input-len 8192 \
 		--json "$out/two_machines.json"
 	part 60 apart bash -c 'together "$@"' bash 1 scripts/measure_ttft.py "${layers[@]}" --prefill-ranks $((ranks / 2)) \

@@ -8,17 +8,12 @@ calls, reading tokens. Pinning memory and launching on a CUDA device are not.
 
 from __future__ import annotations
 
-import pickle
-import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -199,28 +194,6 @@ class HostWorld(AbstractContextManager["HostWorld"]):
                 sys.setprofile(None)
         return count / steps
 
-    def parts(self, steps: int, before: Callable[[], object] = float) -> dict[str, float]:
-        """Seconds of processor time in each part of a step that the engine names for profilers, medians; "rest" is what
-        no part has, and the launch itself is in none."""
-        taken: list[dict[str, float]] = []
-
-        @contextmanager
-        def timed(name: str) -> Iterator[None]:
-            begun = time.thread_time()
-            try:
-                yield
-            finally:
-                taken[-1][name] += time.thread_time() - begun
-
-        with mock.patch("dsa_engine.engine.engine.profiled_range", timed):
-            for _ in range(steps):
-                before()
-                taken.append(defaultdict(float))
-                seconds = self.step()
-                taken[-1]["launch"] -= self.launch_seconds
-                taken[-1]["rest"] = seconds - sum(taken[-1].values())
-        return {name: statistics.median(one[name] for one in taken) for name in dict.fromkeys(chain(*taken))}
-
     def turns(self, steps: int) -> list[float]:
         """Seconds of processor time of the loop's thread between two launches, with a caller here for as many requests
         as a rank owns: messages, ``Engine.step``, tokens handed over. Ends the world."""
@@ -246,14 +219,6 @@ class HostWorld(AbstractContextManager["HostWorld"]):
         while request.finish_reason is None:
             self.engine.step()
         return seconds
-
-    def queue(self, prompts: int, length: int) -> None:
-        """Queues prompts as a rank does that receives them in messages."""
-        params = SamplingParams(max_tokens=16)
-        for number in range(prompts):
-            (add,) = new_requests(self.prompt(length), params, None, self.engine.limits)
-            add.id = number
-            self.running.append(self.engine.queue(pickle.loads(pickle.dumps(add))))
 
 
 def greedy(max_tokens: int) -> SamplingParams:

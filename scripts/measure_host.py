@@ -5,18 +5,16 @@ Each row is a fresh process: an emulated rank, with a model that computes nothin
 is a turn of the loop: the step, messages, and tokens handed over to callers here, as many as a rank has requests.
 
 Examples:
-    python scripts/measure_host.py --plot host.png
+    python scripts/measure_host.py --json host.json
     python scripts/measure_host.py --worlds 64 --requests 8,32,96 --drafts 1 --arrivals
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,8 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsa_engine.commands.arguments import add_json_argument, argument_parser, run
-from dsa_engine.measure.plots import check_plot, load_pyplot, save
+from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, run
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from host_world import PAGE_SIZE, HostWorld
@@ -36,37 +33,33 @@ WARM_UP = 8  # steps before any is measured
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--worlds", default="1,2,8,64,256,1024", help="numbers of ranks")
-    parser.add_argument("--requests", default="32", help="requests that decode on each rank")
+    parser.add_argument("--worlds", type=lengths, default=[1, 2, 8, 64, 256, 1024], help="numbers of ranks")
+    parser.add_argument("--requests", type=lengths, default=[32], help="requests that decode on each rank")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that an MTP module drafts in a step")
     parser.add_argument("--prefix-caching", action="store_true", help="name full pages, as by default in serving")
     parser.add_argument("--arrivals", action="store_true", help="before each step a request ends and another comes")
     parser.add_argument("--steps", type=int, default=64, help="steps of which each time is the median")
-    parser.add_argument("--prefill", default="131072,524288", help="prompts whose prefill is measured, at world 64")
-    parser.add_argument("--waiting", default="512x131072", help="prompts that wait, and their length; measures memory")
-    parser.add_argument("--plot", metavar="PNG", help="draw the times of decode steps over the number of ranks")
+    prefill = "prompts whose prefill is measured, at world 64"
+    parser.add_argument("--prefill", type=lengths, default=[131_072, 524_288], help=prefill)
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one measurement, in this process
     add_json_argument(parser)
     args = parser.parse_args()
-    if min(args.steps, *numbers(args.worlds), *numbers(args.requests)) < 1:
-        raise ValueError("--worlds, --requests and --steps must be at least 1")
+    if args.steps < 1:
+        raise ValueError(f"--steps must be at least 1, not {args.steps}")
     if args.case is not None:
         logging.disable(logging.INFO)
         case, options = json.loads(args.case)
         print(json.dumps(CASES[case](**options)))
         return
-    check_outputs(args.json, args.plot)
-    check_plot(args.plot)
+    check_outputs(args.json)
     given = {name: getattr(args, name) for name in ("steps", "drafts", "prefix_caching", "arrivals")}
-    prompts, length = map(int, args.waiting.split("x"))
     measured = {
         "decode": [
             measure("decode", world=world, requests=requests, **given)
-            for requests in numbers(args.requests)
-            for world in numbers(args.worlds)
+            for requests in args.requests
+            for world in args.worlds
         ],
-        "prefill": [measure("prefill", world=64, tokens=tokens) for tokens in numbers(args.prefill)],
-        "memory": [measure("memory", world=64, prompts=prompts, length=length)],
+        "prefill": [measure("prefill", world=64, tokens=tokens) for tokens in args.prefill],
     }
     for name, (title, columns) in TABLES.items():
         rows = [tuple(result.get(column, "") for column in columns) for result in measured[name]]
@@ -78,12 +71,6 @@ def main() -> None:
     print(f"{report['device']}, commit {report['commit']}, load of the machine {report['load']:.1f}")
     if args.json:
         write_json(args.json, report | {"options": vars(args)} | measured)
-    if args.plot:
-        draw(measured["decode"], args.plot)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
 
 
 def measure(case: str, **options: Any) -> dict[str, Any]:
@@ -110,7 +97,6 @@ def decode(world: int, requests: int, steps: int, drafts: int, prefix_caching: b
         # The garbage collector passes over all objects now and then: the maximum has it, the median has not.
         middle = statistics.mean(sorted(taken)[: len(taken) * 15 // 16]) if arrivals else statistics.median(taken)
         result = {"step_ms": middle * 1e3, "max_ms": max(taken) * 1e3, "calls": host.calls(steps, before)}
-        result |= {f"{name}_ms": seconds * 1e3 for name, seconds in host.parts(steps, before).items()}
         if not arrivals:
             result["turn_ms"] = statistics.median(host.turns(steps // 2)) * 1e3
     return result
@@ -132,39 +118,17 @@ def prefill(world: int, tokens: int) -> dict[str, Any]:
     return result
 
 
-def memory(world: int, prompts: int, length: int) -> dict[str, Any]:
-    """Resident bytes that waiting prompts take on a rank."""
-    large: dict[str, Any] = {
-        "hf_overrides": {"vocab_size": 129280},
-        "pages": length // PAGE_SIZE + 2,
-    }  # tokens as of a released model
-    with HostWorld(world, 0, 0, **large) as host:
-        host.queue(1, length)
-        gc.collect()
-        before = resident_bytes()
-        host.queue(prompts, length)
-        gc.collect()
-        return {"gigabytes": (resident_bytes() - before) / 1e9}
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
-CASES: dict[str, Any] = {"decode": decode, "prefill": prefill, "memory": memory}
+CASES: dict[str, Any] = {"decode": decode, "prefill": prefill}
 # Of each table the title and the columns.
 TABLES = {
     "decode": (
-        "decode step: thread's processor time; launch without the launch itself; max with garbage collection",
-        ("world", "requests", "step_ms", "turn_ms", "max_ms", "calls")
-        + ("schedule_ms", "launch_ms", "read tokens_ms", "rest_ms"),
+        "decode step: thread's processor time, without the launch itself; max with garbage collection",
+        ("world", "requests", "step_ms", "turn_ms", "max_ms", "calls"),
     ),
     "prefill": (
         "prefill step, before the first launch; with digests of the prompt's pages; with pages to evict too",
         ("world", "tokens", "before_launch_ms", "with_digests_ms", "with_evictions_ms"),
     ),
-    "memory": ("waiting prompts", ("world", "prompts", "length", "gigabytes")),
 }
 
 
@@ -185,19 +149,6 @@ def law(measured: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
                 sizes[:, seconds.argmin()] *= seconds.min() >= 0
             parts[name] = [float(f"{part:.3g}") for part in seconds]
     return parts
-
-
-def draw(results: list[dict[str, Any]], path: str) -> None:
-    """Draws host time over the number of ranks, a line for each number of requests."""
-    figure, axes = load_pyplot().subplots(figsize=(7, 4.5), layout="constrained")
-    for requests in dict.fromkeys(result["requests"] for result in results):
-        of = [result for result in results if result["requests"] == requests]
-        axes.plot([r["world"] for r in of], [r["step_ms"] for r in of], "o-", label=f"{requests} requests a rank")
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="host time of a decode step (ms)")
-    axes.set_xticks([r["world"] for r in results], [str(r["world"]) for r in results])
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dsa_engine
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.config.vllm_options import _ANSWERS, advice
 from dsa_engine.model.kv_cache import cache_dtype
@@ -76,6 +77,30 @@ def test_the_recipe_of_the_released_model() -> None:
             EngineOptions("no such folder", **{name: value})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'guided_decoding'; use structured_outputs="):
         SamplingParams(guided_decoding={"choice": ["a"]})  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "module, name, instead",
+    [
+        ("", "AsyncLLM", "llm.astream"),
+        ("", "EngineArgs", "EngineOptions"),
+        ("", "PoolingParams", "only generate"),
+        ("", "LoRARequest", "merge the adapter"),
+        (".sampling_params", "GuidedDecodingParams", "StructuredOutputsParams"),
+        (".sampling_params", "BeamSearchParams", "cumulative_logprob"),
+        (".lora.request", "LoRARequest", "merge the adapter"),
+        (".engine.arg_utils", "AsyncEngineArgs", "EngineOptions"),
+        (".v1.engine.async_llm", "AsyncLLM", "llm.astream"),
+    ],
+)
+def test_an_import_of_what_is_not_there_has_an_answer(module: str, name: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=f"^(dsa_engine.* has no {name}|there is no module .*): .*{instead}"):
+        exec(f"from dsa_engine{module} import {name}")
+
+
+@pytest.mark.parametrize("name", ["no_such", "NoSuch", "priority", "sleep", "__wrapped__"])
+def test_a_name_of_nothing_is_no_error_of_imports(name: str) -> None:
+    assert not hasattr(dsa_engine, name) and not hasattr(dsa_engine.sampling_params, name)
 
 
 def test_the_first_example(demo_cache: Path) -> None:

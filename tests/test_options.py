@@ -90,6 +90,13 @@ def test_the_rank_that_deepspeed_gives_is_no_option(monkeypatch: pytest.MonkeyPa
         (("--max-len", "5"), "--max-len 5; did you mean --max-model-len?; see "),
         (("--zzz",), "--zzz; see "),
         (("--tensor-parallel-size=2",), "--tensor-parallel-size=2; start the program with torchrun"),
+        (("-tp", "8", "--uds", "x"), "-tp 8; start the program with torchrun --nproc-per-node N: all ranks serve one"),
+        (("-tp", "8", "--uds", "x"), ", and --uds x; put a proxy before the server; see "),
+        (("--no-enable-prefix-cashing",), "--no-enable-prefix-cashing; did you mean --no-enable-prefix-caching?"),
+        (("--enable-prefix-cashing", "7"), "--enable-prefix-cashing 7; see "),  # no option of this name takes a value
+        (("--max-num-sequences", "--seed", "1"), "--max-num-sequences; see "),
+        (("--enable-log-requests",), "--enable-log-requests; requests are not logged"),
+        (("--hf-overrides", "{}", "--hf-overrides.a", "1"), "--hf-overrides is given whole and by keys"),
     ],
 )
 def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
@@ -97,6 +104,23 @@ def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str], words: t
         run(lambda: print(parsed(*words)))
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and message in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_command_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    """What is done anyway is left out, with one line in the log; names and objects may have vLLM's forms."""
+    done = "-tp 1 --enable-chunked-prefill --enable_expert_parallel --enable-auto-tool-choice --disable-log-requests "
+    done += "--no-enable-log-requests --block-size=64 --tokenizer-mode deepseek_v32"
+    dotted = "--hf_overrides.rope_parameters.factor 4 --hf-overrides.rope_parameters.kind=yarn --max_num_seqs 3"
+    caplog.set_level("INFO", logger="dsa_engine")
+    parser = argument_parser("A command.")
+    add_engine_arguments(parser)
+    parser.add_argument("tag", nargs="?")
+    args = parser.parse_args([*done.split(), "folder", *dotted.split()])
+    options = engine_options(args)
+    assert (args.tag, options["max_num_seqs"]) == ("folder", 3)
+    assert options["hf_overrides"] == {"rope_parameters": {"factor": 4, "kind": "yarn"}}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"left out, as it is done anyway: {done}"
 
 
 def test_parameters_are_assigned() -> None:

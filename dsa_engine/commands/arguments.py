@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -15,11 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_
 
 from dsa_engine.config.checks import shown
 from dsa_engine.config.fields import options_of
-from dsa_engine.config.vllm_options import advice
+from dsa_engine.config.overrides import merge_overrides
+from dsa_engine.config.vllm_options import advice, answer, is_switch
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
+from dsa_engine.system.interrupts import exit_interrupted
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.output_files import drop_stdout, keep_stdout, restore_stdout
 
@@ -93,15 +99,54 @@ class Parser(argparse.ArgumentParser):
         args = sys.argv[1:] if args is None else list(args)
         if "LOCAL_RANK" in os.environ and args and args[0] == f"--local_rank={os.environ['LOCAL_RANK']}":
             del args[0]
+        args = args if self._subparsers else self._translated(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if str(getattr(parsed, "json", None)) == "-":
             keep_stdout()
         if unknown:
-            word = next((word for word in unknown if word.startswith("--")), unknown[0]).partition("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            instead = advice(word.lstrip("-").replace("-", "_")) or (f"did you mean {near[0]}?" if near else "")
-            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {instead}" if instead else ""))
+            at = next((at for at, word in enumerate(unknown) if word.startswith("--")), 0)
+            valued = "=" in unknown[at] or any(not word.startswith("-") for word in unknown[at + 1 : at + 2])
+            alike = [flag for flag, action in self._option_string_actions.items() if (action.nargs != 0) == valued]
+            near = difflib.get_close_matches(unknown[at].partition("=")[0], alike, n=1, cutoff=0.7)
+            instead = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{instead}")
         return parsed, unknown
+
+    def _translated(self, args: Sequence[str]) -> list[str]:
+        """The words of a vLLM command as this parser takes them: hyphens for underscores, JSON for
+        ``--option.key value``, and without what is done anyway, of which a line in the log tells."""
+        words, kept, dropped, refused = deque(args), list[str](), list[str](), list[str]()
+        objects: dict[str, dict[str, Any]] = {}
+        while words:
+            word = words.popleft()
+            flag, equals, text = word.partition("=")
+            flag, _, keys = flag.partition(".")
+            name, own, off = flag.lstrip("-").replace("-", "_"), flag.replace("_", "-"), flag[:5] in ("--no-", "--no_")
+            name, known = name.removeprefix("no_"), own in self._option_string_actions
+            if not flag.startswith("-") or (not keys if known else advice(name) is None):
+                kept.append(own + equals + text if known else word)
+                continue
+            if not (equals or off or is_switch(name)) and words and not words[0].startswith("-"):
+                text = words.popleft()
+                word = f"{word} {text}"
+            value: Any = not off and (text or True)
+            with suppress(ValueError):
+                value = json.loads(text)
+            if known:
+                for key in reversed(keys.split(".")):
+                    value = {key: value}
+                objects[own] = merge_overrides(objects.get(own, {}), value)
+            elif instead := answer(name, value):
+                refused.append(f"{word}; {instead}")
+            else:
+                dropped.append(word)
+        if refused:
+            self.error(f"unrecognized arguments: {', and '.join(refused)}")
+        if dropped:
+            logging.getLogger(__name__).info("left out, as it is done anyway: %s", " ".join(dropped))
+        if both := objects.keys() & {word.partition("=")[0] for word in kept}:
+            self.error(f"{both.pop()} is given whole and by keys; give it in one way")
+        return kept + [word for own, value in objects.items() for word in (own, json.dumps(value))]
 
 
 def argument_parser(description: str | None) -> Parser:
@@ -231,6 +276,8 @@ def run(main: Callable[[], None]) -> None:
     report_failures(brief=correctable)
     try:
         set_up_logging()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
         main()
         print(end="", flush=True)  # also without a standard output
     except BrokenPipeError:
@@ -241,6 +288,6 @@ def run(main: Callable[[], None]) -> None:
             raise  # one line for the whole run, see parallel/failure.py
         interrupted = isinstance(error, KeyboardInterrupt)
         print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)
-        sys.exit(130 if interrupted else 2)
+        exit_interrupted() if interrupted else sys.exit(2)
     finally:
         restore_stdout()

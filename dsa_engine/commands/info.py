@@ -13,14 +13,12 @@ from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import available_bytes, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    import torch
-
-    from dsa_engine.config.quantization import QuantizationConfig
+    from dsa_engine.config.model import ModelConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(RELEASED_CONFIGS)
-    parser.add_argument("model", metavar="MODEL", help=f"a folder with a config.json, 'demo', or one of {names}")
+    parser.add_argument("model", metavar="MODEL", help=f"a folder, a hub id, 'demo', or one of {names}")
     parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
     parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
@@ -32,11 +30,6 @@ def run_info(args: argparse.Namespace) -> None:
     """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them."""
     import torch
 
-    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
-    from dsa_engine.model.layout import parameter_counts
-    from dsa_engine.model.rank_weights import rank_model, weight_bytes
-    from dsa_engine.weights.convert.schemes import stored_as
-    from dsa_engine.weights.formats import quantization_name
     from dsa_engine.weights.model_folder import model_config
 
     check_outputs(args.json)
@@ -45,66 +38,77 @@ def run_info(args: argparse.Namespace) -> None:
     config = model_config(args.model, json_object(args.hf_overrides, "--hf-overrides"))
     if args.ranks > config.n_routed_experts:
         raise ValueError(f"--ranks {args.ranks} is more than the {config.n_routed_experts} routed experts")
-    counts = parameter_counts(config)
     memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else available_bytes()
     memory = parse_bytes(args.memory, "--memory") if args.memory else memory
-    stored = config.quantization or released_fp8()
-    forms: list[tuple[str, QuantizationConfig | None, torch.dtype]] = [
-        (quantization_name(stored) or "as stored", stored, torch.bfloat16)
-    ]
-    for name in ("int8", "int4-experts"):
-        with suppress(ValueError):  # raised for sizes that groups of 128 do not divide
-            if name != forms[0][0]:
-                forms.append((name, stored_as(name, config), torch.bfloat16))
-    forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
-    fp8 = None
-    with suppress(ValueError):  # raised for sizes that have no FP8 format
-        fp8 = cache_bytes_per_token(config, cache_format(config, cache_dtype("fp8", torch.bfloat16)))
-
-    def needed(stored: QuantizationConfig | None, dtype: torch.dtype, modules: int = 0) -> tuple[int, int]:
-        """Bytes of the weights of a rank, and of a token in the caches."""
-        weights = weight_bytes(rank_model(config, stored, dtype, args.ranks, args.tp_size, modules))
-        return weights, cache_bytes_per_token(config.with_mtp(modules), cache_format(config, dtype))
-
-    rows: list[dict[str, Any]] = []
-    for name, quantization, dtype in forms:
-        weights, per_token = needed(quantization, dtype)
-        free = max(0, memory - weights)
-        row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
-        row |= {"tokens_that_fit": free // per_token, "tokens_that_fit_in_fp8_caches": free // fp8 if fp8 else None}
-        rows.append(row)
-    module = None  # what one adds
-    if counts.mtp:
-        weights, per_token = needed(*forms[0][1:], modules=1)
-        module = weights - rows[0]["weight_bytes"], per_token - rows[0]["cache_bytes_per_token"]
+    counted = figures(config, args.ranks, args.tp_size, memory)
     if args.json:
-        result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
-        result |= {
-            "mtp_parameters": counts.mtp,
-            "mtp_modules": config.num_nextn_predict_layers,
-            "bytes_of_an_mtp_module": module and {"weights": module[0], "cache_per_token": module[1]},
-            "ranks": args.ranks,
-            "tp_size": args.tp_size,
-            "memory_bytes": memory,
-            "per_format": rows,
-        }
-        write_json(args.json, result)
-    modules = f"{config.num_nextn_predict_layers} MTP module(s), with their copies of embedding and head"
-    mtp = f", and {counts.mtp:,} in {modules}" if counts.mtp else ""
+        write_json(args.json, counted)
+    modules = f"{counted['mtp_modules']} MTP module(s), with their copies of embedding and head"
+    mtp = f", and {counted['mtp_parameters']:,} in {modules}" if counted["mtp_parameters"] else ""
     print(
-        f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counts.total:,} parameters, "
-        f"{counts.active:,} active per token{mtp}\n"
+        f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counted['parameters']:,} parameters, "
+        f"{counted['active_parameters']:,} active per token{mtp}\n"
         f"on each of {args.ranks} rank(s) with {format_bytes(memory)}, activations not counted:\n"
     )
     table = []
-    for name, size, per_token, fit, in_fp8 in (row.values() for row in rows):
+    for name, size, per_token, fit, in_fp8 in (row.values() for row in counted["per_format"]):
         cached = (f"{per_token:,} B", f"{fit:,}", "-" if in_fp8 is None else f"{in_fp8:,}")
         table.append((name, format_bytes(size), *cached))
     columns = ("weights", "per rank", "cache per token", "cached tokens that fit", "with kv_cache_dtype fp8")
     print(format_table(columns, table))
     what = "as the checkpoint stores them" if config.quantization else "if dsa-engine convert made it so"
-    print(f"\n{rows[0]['weights']}: {what}; what is never quantised, W_UK and W_UV count in bfloat16")
-    if module is not None:
-        each = f"{format_bytes(module[0])} of weights and {module[1]:,} B a cached token more"
-        print(f"each MTP module that drafts (speculative_config) takes {each}, {rows[0]['weights']}")
+    print(f"\n{table[0][0]}: {what}; what is never quantised, W_UK and W_UV count in bfloat16")
+    if module := counted["bytes_of_an_mtp_module"]:
+        each = f"{format_bytes(module['weights'])} of weights and {module['cache_per_token']:,} B a cached token more"
+        print(f"each MTP module that drafts (speculative_config) takes {each}, {table[0][0]}")
     print("int8, int4-experts: what dsa-engine convert --quantize makes of it")
+
+
+def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int) -> dict[str, Any]:
+    """Parameters and bytes of the rank with the most experts, as ``dsa-engine plan`` counts them too."""
+    import torch
+
+    from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
+    from dsa_engine.model.layout import parameter_counts
+    from dsa_engine.model.rank_weights import WeightBytes
+    from dsa_engine.weights.convert.schemes import stored_as
+    from dsa_engine.weights.formats import quantization_name
+
+    stored, counts, bfloat16 = config.quantization or released_fp8(), parameter_counts(config), torch.bfloat16
+    forms: list[tuple[str, Any, torch.dtype]] = [(quantization_name(stored) or "as stored", stored, bfloat16)]
+    for name in ("int8", "int4-experts"):
+        with suppress(ValueError):  # raised for sizes that groups of 128 do not divide
+            if name != forms[0][0]:
+                forms.append((name, stored_as(name, config), bfloat16))
+    forms += [("bfloat16", None, bfloat16), ("float32", None, torch.float32)]
+    fp8 = None
+    with suppress(ValueError):  # raised for sizes that have no FP8 format
+        fp8 = cache_bytes_per_token(config, cache_format(config, cache_dtype("fp8", bfloat16)))
+    rows = list[dict[str, Any]]()
+    for name, quantization, dtype in forms:
+        size = round(WeightBytes.of_rank(config, quantization, dtype, ranks, tp_size).total(config, drafts=False))
+        per_token = cache_bytes_per_token(config, cache_format(config, dtype))
+        free = max(0, memory - size)
+        row = {"weights": name, "weight_bytes": size, "cache_bytes_per_token": per_token}
+        row |= {"tokens_that_fit": free // per_token, "tokens_that_fit_in_fp8_caches": free // fp8 if fp8 else None}
+        rows.append(row)
+    module = None  # what one adds
+    if counts.mtp:
+        with_one = WeightBytes.of_rank(config, stored, bfloat16, ranks, tp_size).total(config, drafts=True)
+        cached = cache_bytes_per_token(config.with_mtp(1), cache_format(config, bfloat16))
+        module = {
+            "weights": round(with_one) - rows[0]["weight_bytes"],
+            "cache_per_token": cached - rows[0]["cache_bytes_per_token"],
+        }
+    return {
+        "model_type": config.model_type,
+        "parameters": counts.total,
+        "active_parameters": counts.active,
+        "mtp_parameters": counts.mtp,
+        "mtp_modules": config.num_nextn_predict_layers,
+        "bytes_of_an_mtp_module": module,
+        "ranks": ranks,
+        "tp_size": tp_size,
+        "memory_bytes": memory,
+        "per_format": rows,
+    }

@@ -59,7 +59,7 @@ def run_lens(args: argparse.Namespace) -> None:
         return
     with llm:
         params = replace(sampling_params(args, llm.default_sampling), selection=args.selection)
-        (output,) = llm.generate([ids], params, use_tqdm=False)
+        (output,) = llm.generate([ids], params)
         if output.selection is None:
             raise RuntimeError(f"there is no answer to look at: {output.error}")
         asked = (document.rstrip(), args.question, Path(args.prompt_file).name)

@@ -206,7 +206,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises :class:`CheckpointError` if there is none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")

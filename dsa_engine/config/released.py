@@ -113,6 +113,15 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Hub ids with these configurations; the first of each is its FP8 checkpoint in commands.
+_OF_DEEPSEEK_V3 = "V3 V3-Base V3-0324 V3.1 V3.1-Base V3.1-Terminus R1 R1-Zero R1-0528"
+HUB_IDS = {
+    **{f"deepseek-ai/DeepSeek-V3.2{last}": "deepseek_v32" for last in ("", "-Exp", "-Exp-Base", "-Speciale")},
+    **{f"deepseek-ai/DeepSeek-{name}": "deepseek_v3" for name in _OF_DEEPSEEK_V3.split()},
+    **dict.fromkeys(("zai-org/GLM-5-FP8", "zai-org/GLM-5"), "glm_moe_dsa"),
+}
+
+
 def released_fp8() -> QuantizationConfig:
     """The FP8 format of releases, for a model whose checkpoint is in plain numbers."""
     read = QuantizationConfig.from_keys(Keys({"quantization_config": RELEASED_QUANTIZATION}))
@@ -121,7 +130,11 @@ def released_fp8() -> QuantizationConfig:
 
 
 def released_config(name: str) -> dict[str, Any]:
-    """A copy of the raw configuration of a released model."""
-    if name not in RELEASED_CONFIGS:
+    """A copy of the raw configuration of a released model, by its name here or its hub id."""
+    known = HUB_IDS.get(name, name)
+    if known not in RELEASED_CONFIGS:
         raise ValueError(f"no released configuration {name!r}; there are {', '.join(RELEASED_CONFIGS)}")
-    return copy.deepcopy(RELEASED_CONFIGS[name])
+    config = copy.deepcopy(RELEASED_CONFIGS[known])
+    if name == "zai-org/GLM-5":
+        del config["quantization_config"]
+    return config

@@ -6,22 +6,21 @@ The grammar is checked where a request is made; ``engine/sampling/grammar.py`` m
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
 from dsa_engine.config.checks import NOT_EMPTY, check_text, shown
 from dsa_engine.config.fields import Options, documented, option
+from dsa_engine.config.grammar_check import GrammarCheck
 
 MAX_CHARACTERS = 2**17  # a grammar of so many takes up to a quarter of a second to read
 MAX_CHOICES = 10_000
-MAX_RULES = 512  # and references in a JSON schema: the library follows them by recursion, some 1,700 end the process
-MAX_MULTIPLE = 10_000  # of multipleOf: the library makes a state for each remainder
 # At each place: a weak model may write nothing else, up to its last token, where it may go on with blank lines.
 WHITE_SPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"
 _MADE = '{"grammars"'  # a grammar in the library's own form
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_check = GrammarCheck()
 
 Text = Annotated[str, NOT_EMPTY]
 
@@ -85,10 +84,6 @@ def checked_grammar(kind: str, text: str, compact: bool = False) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     if kind == "json":
-        _check_size("references", text.count('"$ref"'))
-        multiples = re.findall(r'"multipleOf"\s*:\s*([-+.\deE]+)', text)
-        if largest := [one for one in multiples if float(one) > MAX_MULTIPLE]:
-            raise ValueError(f"multipleOf is {largest[0]}, of at most {MAX_MULTIPLE}")
         spaces = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITE_SPACE}
         source = LLMatcher.grammar_from_json_schema(text, defaults=spaces)
     elif kind == "regex":
@@ -97,25 +92,17 @@ def checked_grammar(kind: str, text: str, compact: bool = False) -> str:
         options = "|".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         source = lark_grammar(f"start: CHOICE\nCHOICE: {options}")
     elif text.startswith(_MADE):
-        _check_size("rules", text.count("\\n") + text.count('"$ref"'), 2 * MAX_RULES)
         source = text
     else:
         try:
-            lark = any_to_lark(text)
-            _check_size("rules", len(re.findall(r"(?m)^\s*[?!]?\w+[^:\n]*:", lark)))
-            source = lark_grammar(lark)
+            source = lark_grammar(any_to_lark(text))
         except RecursionError:
             raise ValueError("it is nested too deep") from None
         except GbnfToLarkError as error:
             raise ValueError(f"{error}; Lark's syntax has a rule start: …, and GBNF a rule root ::= …") from None
-    if refusal := LLMatcher.validate_grammar(source):
+    if refusal := _check.refusal(source):
         raise ValueError(" ".join(refusal.split())[:400])
     return source
-
-
-def _check_size(what: str, count: int, limit: int = MAX_RULES) -> None:
-    if count > limit:
-        raise ValueError(f"it has {count} {what}, of at most {limit}")
 
 
 def lark_grammar(text: str, *others: Any) -> str:

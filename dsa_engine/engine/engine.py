@@ -47,6 +47,8 @@ class Engine:
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0.
         num_prefilled_tokens: tokens of prompts computed by steps so far.
         longest_prefill: the same of the fullest context-parallel group of each step.
+        counted_tokens: tokens of prompts and outputs of the steps so far that have been read.
+        steps_by_tokens: numbers of these steps, by how many such tokens they had: at most 1, 2, 4, 8, …
         after_launch: each is called with a step's chunks when it has been launched.
         ids: numbers the requests of :meth:`add`; a request without a seed gets one made from its number.
     """
@@ -70,6 +72,7 @@ class Engine:
         self.config, self.graphs = self.model.config, self.runner.graphs
         self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
         self.launched_ahead = self.num_prefilled_tokens = self.longest_prefill = self._num_taken = 0
+        self.counted_tokens, self.steps_by_tokens = 0, [0] * 32
         self.ids = count()
         turns = [one.turn for one in (self.rebalancing, self.recorder) if one is not None]
         stored = [] if self.cache_steps.stores is None else [self.cache_steps.stores.launched]
@@ -127,9 +130,10 @@ class Engine:
     def make_request(self, add: Add) -> Request:
         seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
         params, words, salt = add.params, add.bad_words, add.cache_salt
-        if params.structured_outputs is not None and self.runner.grammars is not None:
-            self.runner.grammars.load()
-        return Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
+        request = Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
+        if params.structured_outputs is not None and (grammars := self.runner.grammars) is not None:
+            grammars.begun[request] = grammars.compiled(params.structured_outputs)
+        return request
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """Queues a request with one output."""
@@ -191,6 +195,8 @@ class Engine:
         with profiled_range("read tokens"), self._failing(step.samples):
             read = step.read()
         taken = [self._take(sampled) for sampled in self.scheduler.decoding.take(read)]
+        before, self.counted_tokens = self.counted_tokens, self.num_prefilled_tokens + self.num_generated_tokens
+        self.steps_by_tokens[max(0, self.counted_tokens - before - 1).bit_length()] += 1
         return [one for one in taken if one.tokens or one.request.finish_reason is not None]
 
     def _take(self, sampled: RequestTokens) -> RequestTokens:

@@ -31,6 +31,7 @@ from dsa_engine.engine.calls.call import (
     Abort,
     CallQueue,
     CallResult,
+    Compiled,
     Message,
     PrefillLimit,
     Shutdown,
@@ -44,6 +45,7 @@ from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.prefill import PrefillPace
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import RequestTokens
+from dsa_engine.system.interrupts import ABANDONED
 
 _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
 _CLOSE_S = 30.0  # longest wait for a running step when the loop is closed
@@ -57,18 +59,19 @@ class EngineLoop:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.error: BaseException | None = None  # what ended the loop; None while it runs, and if it was closed
-        self._several = not engine.mesh.host.alone or engine.mesh.has_counterpart
         self.steps = 0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
-        self.calls = CallQueue(engine.mesh.is_front or not self._several)
-        self.spmd = SpmdCalls(engine.mesh, self.calls)
+        several = not engine.mesh.host.alone or engine.mesh.has_counterpart
+        self.calls = CallQueue(engine.mesh.is_front or not several)
+        self.spmd = SpmdCalls(engine.mesh, self.calls) if several else None
         self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
         capacity, tokens = engine.scheduler.capacity, engine.scheduler.max_prefill_tokens
         self._pace = PrefillPace(engine.options.max_tpot, tokens, capacity.page_size * capacity.cp_size)
         self._streams: set[int] = set()  # ids of requests whose callers take tokens as they come
         self._unread = False  # whether a step launched here has not been read
         self._backlog: deque[Add | Run] = deque()  # messages not begun yet; a Run holds up those after it
+        self._compiling: dict[int, Add] = {}  # by id: new requests that wait for their grammars
         self._job: Generator[None, None, torch.Tensor] | None = None  # the Run that has begun: the head of the backlog
         self._closing = False  # a message of rank 0 ends all loops
         self._leaving = False  # this rank's loop ends alone, at the exit of its program
@@ -96,10 +99,12 @@ class EngineLoop:
         if self.calls.here:
             self.calls.put((Shutdown(), None))
 
-    def close(self) -> None:
-        """Calls :meth:`stop` and waits for the end."""
+    def close(self, wait: bool = True) -> None:
+        """Calls :meth:`stop` and waits for the end; without ``wait``, after Ctrl-C, not for a step."""
         self.stop()
-        if threading.current_thread() is not self.thread:
+        if not wait and self.spmd is None:
+            self.thread.name = ABANDONED
+        elif threading.current_thread() is not self.thread:
             self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
 
     def _leave(self) -> None:
@@ -153,6 +158,7 @@ class EngineLoop:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, CallResult):
+            assert self.spmd is not None  # which makes them
             self.spmd.take(message)
         elif isinstance(message, Shutdown):
             self._closing = True
@@ -160,11 +166,30 @@ class EngineLoop:
             self._abort(message.ids)
         elif isinstance(message, PrefillLimit):
             self.engine.scheduler.max_prefill_beside = message.tokens
+        elif isinstance(message, Compiled):
+            if (add := self._compiling.pop(message.id, None)) is not None:
+                self._compile(add, now=True)
+        elif isinstance(message, Add) and message.params.structured_outputs is not None:
+            self._compile(message)
         else:
             self._backlog.append(message)
 
+    def _compile(self, add: Add, now: bool = False) -> None:
+        """Lets a request begin ``now``, or when its grammar is compiled: no step waits for that."""
+        form, grammars = add.params.structured_outputs, self.engine.runner.grammars
+        assert form is not None and grammars is not None
+        compiled = grammars.compiled(form)
+        if now or form.grammar in grammars.ready:
+            grammars.ready.add(form.grammar)
+            self._backlog.append(add)
+        else:
+            self._compiling[add.id] = add
+            if self._sends:
+                compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
+
     def _abort(self, ids: Sequence[int]) -> None:
         for number in ids:
+            self._compiling.pop(number, None)
             if number in self._requests:
                 self.engine.finish(self._requests.pop(number), "abort")
         if self._job is not None and self._backlog[0].id in ids:
@@ -199,7 +224,7 @@ class EngineLoop:
         try:
             sampled = self.engine.step()
         except BaseException as error:
-            if self._several:
+            if self.spmd is not None:
                 raise  # the other ranks are in the middle of the step
             failed = [request for request in self._requests.values() if request.exception is error]
             if not failed:
@@ -243,13 +268,13 @@ class EngineLoop:
         except StopIteration as end:
             result = end.value
         except BaseException as error:
-            if self._several:
+            if self.spmd is not None:
                 raise
             result = error
         self._job = None
         self._backlog.popleft()
         self.calls.last(run.id, result)
-        if run.call is not None:
+        if self.spmd is not None and run.call is not None:
             self.spmd.take(CallResult(run.call, result))
 
     def _end(self) -> None:
@@ -276,9 +301,9 @@ class EngineLoop:
         atexit.unregister(self._leave)
         refusal = self.error or RuntimeError(CLOSED)
         self.calls.end(refusal)
-        self.spmd.end(refusal)
-        if self.error is not None and self._several:
+        if self.spmd is not None:
+            self.spmd.end(refusal)
             with suppress(Exception):  # the store may be gone
-                if self.spmd.all_follow:
+                if self.error is not None and self.spmd.all_follow:
                     time.sleep(_ANSWER_S)
                     sys.excepthook(type(self.error), self.error, self.error.__traceback__)

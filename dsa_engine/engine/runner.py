@@ -13,13 +13,14 @@ from dsa_engine.engine.requests.samples import DecodeStep, StepResult
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.sampling.sampler import Sampler, prompt_logprobs
-from dsa_engine.engine.sampling.selections import recorded, recorder_of, records
+from dsa_engine.engine.sampling.selections import recorded, recorder_of
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
+from dsa_engine.engine.steps.context_buckets import bucket_of
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
-from dsa_engine.engine.steps.plan import StepPlan, bucket_of
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.model.kv_cache import KVCache
@@ -43,7 +44,9 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self._config, self._mesh = self.model.config, self.model.runtime.mesh
         self._sampler = Sampler(self._config, self._mesh, self.relaxed, self.grammars)
-        self.drafter = Drafter(self.model, self.cache, self.hooks, self.relaxed) if self.model.mtp else None
+        self.drafter = None
+        if self.model.mtp:
+            self.drafter = Drafter(self.model, self.cache, self.hooks, self._sampler.counts, self.relaxed)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,14 +58,14 @@ class ModelRunner:
             max_rows = 1 + self.num_drafts
             cuts = None if self.micro_batches is None else self.micro_batches.cuts(step.chunks, max_rows)
             plan = StepPlan.of(step.chunks, rank, world, config, max_rows, cuts)
-            if self.graphs is not None and not self.num_drafts and self._is_static(plan) and not records(plan):
+            if self.graphs is not None and not self.num_drafts and self._is_static(plan) and not plan.records:
                 plan = plan.padded(config, self.graphs.contexts)
         else:
             bucket = None
             if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step.decode):
                 bucket = bucket_of(step.decode, self.graphs.contexts, self.num_drafts)
             plan = StepPlan.of_decode(step.decode, rank, world, config, bucket)
-        if self.micro_batches is not None and not records(plan):
+        if self.micro_batches is not None and not plan.records:
             plan = self.micro_batches.cut(plan, config)
         for hook in self.hooks:
             hook(plan)
@@ -81,7 +84,7 @@ class ModelRunner:
         grammar none can, as the host makes masks for them. A prefill waits, even of one token: if its request has lost
         its pages under the step in flight, the token of that step is not to be taken.
         """
-        if plan.decode is None or not self._is_static(plan) or records(plan):
+        if plan.decode is None or not self._is_static(plan) or plan.records:
             return False
         if self.graphs is None:
             return self.num_drafts == 0
@@ -160,7 +163,7 @@ class ModelRunner:
         if self.graphs is not None and plan.bucket is not None:
             return None, self.graphs.forward(plan, sampled)
         batch = self._batch(plan, sampled)
-        if records(plan) and isinstance(batch, ForwardBatch):
+        if plan.records and isinstance(batch, ForwardBatch):
             batch.recorder = recorder_of(plan, self.cache, self._config.index_topk, self._mesh.device)
         return batch, self.model(batch, self.cache)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.measure.report import logger
 from dsa_engine.system.output_files import whole_file
 
 
@@ -34,5 +35,6 @@ def save(figure: Any, path: str) -> None:
     try:
         with whole_file(path) as file:
             figure.savefig(file, dpi=120)
+        logger.info("the plot is in %s", path)
     finally:
         load_pyplot().close(figure)

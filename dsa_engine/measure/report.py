@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,9 @@ from dsa_engine.version import __version__
 if TYPE_CHECKING:
     import torch
 
-    from dsa_engine.llm import LLM
+    from dsa_engine.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 def versions(*packages: str) -> dict[str, Any]:
@@ -44,10 +47,9 @@ def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> di
     }
 
 
-def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def run_report(engine: Engine, given: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """The facts needed to compare a run with another one, or to repeat it, of ``world_size`` processes. ``given``: the
     options as they were typed; "options_in_force" has all, defaults included."""
-    engine = llm.engine
     shape = {name: v for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
     return {
         **environment(engine.mesh.device, engine.dtype, world_size),
@@ -87,6 +89,8 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 def write_json(path: str | Path, result: dict[str, Any]) -> None:
     """Writes the result whole or not at all; "-" is standard output. Values that JSON does not know become texts."""
     write_text(path, json.dumps(result, indent=2, default=lambda value: str(value).removeprefix("torch.")) + "\n")
+    if result.get("complete", True) and str(path) != "-":
+        logger.info("the figures are in %s", path)
 
 
 def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[Any], *, complete: bool) -> None:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.formats.quantize import quantized_words
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
@@ -28,6 +26,34 @@ from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.counts import count_topk_ids
 from dsa_engine.parallel.experts.dispatch import Dispatch, Routed, StepSizes
+
+
+class Router(Weighted):
+    """Equations 13 to 16: which experts a token goes to, and with which weights."""
+
+    def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime):
+        super().__init__(runtime)
+        self.config, experts = config, config.n_routed_experts
+        self.gate = Float32OutputLinear(f"{prefix}.weight", experts, config.hidden_size, runtime)
+        self.bias = self.weight(f"{prefix}.e_score_correction_bias", experts, dtype=torch.float32)
+        self.counts: torch.Tensor | None = None  # to which `topk_ids` are added, see ExpertCounter
+
+    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x [T, hidden]`` -> int32 experts and float32 weights ``[T, k]``; −1 for tokens outside the mask."""
+        config = self.config
+        topk_ids, topk_weights = route(
+            self.gate(x),
+            self.bias,
+            top_k=config.num_experts_per_tok,
+            groups=config.n_group,
+            top_groups=config.topk_group,
+            normalise=config.norm_topk_prob,
+            factor=config.routed_scaling_factor,
+            token_mask=token_mask,
+        )
+        if self.counts is not None:
+            count_topk_ids(topk_ids, self.counts)
+        return topk_ids, topk_weights
 
 
 class MoE(Weighted):
@@ -46,77 +72,45 @@ class MoE(Weighted):
         self.streams = streams
         prefix = f"model.layers.{layer}.mlp"
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
-        self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
+        self.router = Router(f"{prefix}.gate", config, runtime)
         mesh, shared, top_k = runtime.mesh, f"{prefix}.shared_experts", config.num_experts_per_tok
-        self.dispatcher = mesh.experts.dispatcher
+        self.dispatchers = mesh.experts.dispatchers  # of prefill and of decode steps
         routed = mesh.config.route_shared_expert
         if routed and config.n_shared_experts != 1:
             raise ValueError(
                 "route_shared_expert needs a shared expert of the size of a routed one, n_shared_experts 1; this model "
                 f"has {config.n_shared_experts}"
             )
-        self.counts: torch.Tensor | None = None  # to which `topk_ids` are added, see ExpertCounter
         self.shared_load = 1 / top_k if routed else 0.0  # of the shared expert, over that of all others together
         self.expert_parallel = mesh.experts.of_layer(
             experts, layer, config.n_group, self.shared_load, config.topk_group
         )
         held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
-        if mesh.config.moe_combine_dtype == "fp8":
-            words = quantized_words(hidden)
-            if words is None:
-                raise ValueError(
-                    f"moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4; this model has {hidden}"
-                )
-            self.expert_parallel.quantized_sum_bytes = 4 * words
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size
         self.max_pairs = runtime.max_tokens * mesh.experts_per_token(top_k) if chunk is None else chunk
         self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
     def route(self, x: torch.Tensor, batch: ForwardBatch) -> Results:
-        """``x [T, hidden]`` as it travels to experts; its ``topk_ids`` and ``topk_weights``."""
-        config = self.config
+        """``x [T, hidden]`` as it travels to experts, and its ``topk_ids`` and ``topk_weights``."""
         with stage("MoE gate"):
-            topk_ids, topk_weights = route(
-                self.gate(x),
-                self.bias,
-                top_k=config.num_experts_per_tok,
-                groups=config.n_group,
-                top_groups=config.topk_group,
-                normalise=config.norm_topk_prob,
-                factor=config.routed_scaling_factor,
-                token_mask=batch.token_mask,
-            )
-            if self.counts is not None:
-                count_topk_ids(topk_ids, self.counts)
+            topk_ids, topk_weights = self.router(x, batch.token_mask)
             if self.shared is None:
-                topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, config.n_routed_experts)
+                topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, self.config.n_routed_experts)
         with stage("MoE dispatch"):
-            words = self.dispatcher(batch.decodes).takes_words(self.experts.blockwise)
-            return [self.experts.quantize_for_dispatch(x) if words else x, topk_ids, topk_weights]
+            product = self.experts.product
+            to_words = product.to_words if self.dispatchers[batch.decodes].takes_words(product.blockwise) else None
+            return [x if to_words is None else to_words(x), topk_ids, topk_weights]
 
-    def forward(self, x: torch.Tensor, routed: Any, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
-        """``x [T, hidden]`` and what :meth:`route` gives for it -> the routed experts' sums and, if it is not among
-        them, the shared expert's output, ``[T, hidden]`` each, which are to be added. The shared expert is launched
-        when the tokens are on their way, so that they do not wait for it, or while their counts are.
+    def forward(self, x: torch.Tensor, routed: Results, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
+        """``x [T, hidden]`` and what :meth:`route` gives for it -> the terms of equation 12, ``[T, hidden]`` each: the
+        sums of the routed experts, and the output of the shared expert, if it is not one of them. That is launched when
+        the tokens are on their way, so that they do not wait for it, or while their counts are. ``routed`` is emptied.
         """
-        config, (tokens, topk_ids, topk_weights) = self.config, routed
+        topk_ids, topk_weights = routed[1:]
         with stage("MoE dispatch"):
-            dispatcher = self.dispatcher(batch.decodes)
-            # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
-            max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
-            sum_bytes, copies, shape = x.shape[1] * x.element_size(), 1, topk_ids.shape
-            weights_of_pairs: torch.Tensor | None = None
-            if config.batch_invariant:
-                copies, weights_of_pairs = shape[1], topk_weights
-                tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
-                topk_weights = topk_weights.new_ones(topk_ids.shape)
-            sizes = StepSizes(batch.ep_rows * copies, max_pairs, sum_bytes, batch.piece)
-            dispatch = dispatcher.start(
-                self.expert_parallel, Routed(tokens, topk_ids, topk_weights), sizes, batch.unsent
-            )
-            del routed, tokens, topk_ids, topk_weights  # the dispatch holds what it reads
+            dispatch = self._start(x, Routed(*routed), batch)
+        routed.clear()
         shared = None
         if self.shared is not None:
             with stage("MoE shared"):
@@ -129,14 +123,26 @@ class MoE(Weighted):
         yield "MoE combine"
         with stage("MoE combine"):
             sums = dispatch.combine()
-            if weights_of_pairs is not None:
-                pair_rows = torch.arange(len(sums), dtype=torch.int32, device=sums.device).view(shape)
-                sums = combine(sums, pair_rows, weights_of_pairs)
+            if self.config.batch_invariant:
+                pair_rows = torch.arange(len(sums), dtype=torch.int32, device=sums.device).view(topk_ids.shape)
+                sums = combine(sums, pair_rows, topk_weights)
             return [sums, *(shared() if shared else [])]
 
     def _shared_output(self, batch: ForwardBatch, x: torch.Tensor) -> Results:
         assert self.shared is not None
         return [self.shared(x)]
+
+    def _start(self, x: torch.Tensor, routed: Routed, batch: ForwardBatch) -> Dispatch:
+        copies, (tokens, topk_ids, topk_weights) = 1, routed
+        if self.config.batch_invariant:
+            copies = topk_ids.shape[1]
+            tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
+            topk_weights = topk_weights.new_ones(topk_ids.shape)
+        # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
+        max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
+        sizes = StepSizes(batch.ep_rows * copies, max_pairs, x.shape[1] * x.element_size(), batch.piece)
+        routed = Routed(tokens, topk_ids, topk_weights)
+        return self.dispatchers[batch.decodes].start(self.expert_parallel, routed, sizes, batch.unsent)
 
     def _run_round(self, dispatch: Dispatch, number: int, batch: ForwardBatch) -> None:
         with stage("MoE dispatch"):

@@ -800,15 +800,16 @@ class Engine:
     def draft(self, batch: Batch, states: Tensor, sampled: dict[int, list[int]]) -> None:
         """The MTP module runs over the rows of the step, with the tokens after them, which fills its caches. Of 10
         known tokens row 8, which sees token 9, gives draft 1. Then the module runs over its own state and draft: on the
-        rank with row 8, row 9 sees draft 1 and gives draft 2. Rows from 9 on are void; the next step redoes them."""
+        rank with row 8, row 9 sees draft 1 and gives draft 2. Rows from 9 on are void; the next step redoes them.
+        A draft is drawn with the random numbers of its position, as its token will be: so draws often agree too."""
         for number in range(self.scheduler.num_drafts if sampled else 1):  # none: chunks of unfinished prompts
             states = self.model.mtp(self.ids(batch, after=1), states, batch)
             last = {one: len(one.tokens) + number - 2 for one in batch.requests if one.number in sampled}
             rows = [row for row, (request, p) in enumerate(batch.rows(self.world.rank)) if last.get(request) == p]
             going = [[(one, [last[one] + 1]) for one, some in own if last.get(one) in some] for own in batch.of_ranks]
             batch, states = Batch(going, prefill=False), states[rows]
-            likely = self.model.logits(states, mtp=True).argmax(-1).tolist()
-            guesses = self.world.union({one.number: id for (one, _), id in zip(batch.rows(self.world.rank), likely)})
+            own = zip(batch.rows(self.world.rank), self.model.logits(states, mtp=True))
+            guesses = self.world.union({one.number: sample(logits, one, p + 1) for (one, p), logits in own})
             for request in batch.requests:
                 request.drafts.append(guesses[request.number])
 

@@ -202,6 +202,7 @@ def _api(server: Server) -> APIRouter:
         return server.card(server.model(name))
 
     @api.get("/server_info")
+    @api.get("/get_server_info")
     @api.get("/model_info")
     @api.get("/get_model_info")
     async def about() -> dict[str, Any]:

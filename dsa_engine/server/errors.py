@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from collections.abc import Collection
@@ -50,6 +51,9 @@ class ApiError(HTTPException):
     @property
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status_code, self.headers)
+
+
+SHUTTING_DOWN = ApiError(503, "the server ends, and has cut what was running; try again later", code="shutdown")
 
 
 class EngineError(RuntimeError):
@@ -157,4 +161,7 @@ class BodyLimit:
                 raise ApiError(413, f"the body is larger than {format_bytes(MAX_BODY_BYTES)}; send less")
             return message
 
-        await self._app(scope, limited, send)
+        try:
+            await self._app(scope, limited, send)
+        except asyncio.CancelledError:  # the server ends, and waits no longer for the rest of a body
+            await SHUTTING_DOWN.response(scope, receive, send)

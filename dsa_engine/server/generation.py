@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsa_engine.engine.calls.async_calls import PreparedPrompt
 from dsa_engine.server.client import EngineClient
-from dsa_engine.server.errors import ApiError, bad_request, failed
+from dsa_engine.server.errors import SHUTTING_DOWN, ApiError, bad_request, failed
 from dsa_engine.server.forms.form import Form, to_json
 from dsa_engine.server.forms.parts import StreamUsage, failure_of, usage_of
 from dsa_engine.server.forms.protocol import StreamOptions
@@ -83,6 +83,7 @@ class Generation(Response):
         self._llm, self._form, self._prepared, self._admission, self._metrics = llm, form, prepared, admission, metrics
         self._timeout_s = timeout_s
         self._unfinished = len(form.prompts) * form.params.n  # outputs
+        self._lengths: list[list[int]] = [[] for _ in prepared]  # tokens of outputs that have ended, of each prompt
         self._started = False  # whether the status of a stream has been sent
         self.background = None
 
@@ -94,6 +95,8 @@ class Generation(Response):
                 body = await self._or_departure(work, receive)
         except ClientLeft:
             return
+        except asyncio.CancelledError:
+            error = SHUTTING_DOWN
         except ApiError as refusal:
             error = refusal
         except (ValueError, TypeError) as refusal:
@@ -140,9 +143,9 @@ class Generation(Response):
 
     async def _whole(self) -> bytes:
         outputs = await self._llm.outputs_of(self._prepared)
-        for one in outputs:
-            for number, output in enumerate(one.outputs):
-                self._finished(output, 0 if number else len(one.prompt_token_ids), len(output.token_ids))
+        for number, one in enumerate(outputs):
+            for output in one.outputs:
+                self._finished(number, output.index, output, len(output.token_ids))
         if reason := failure_of(output for one in outputs for output in one.outputs):
             raise ApiError(500, f"an output failed: {reason}")
         return to_json(self._form.whole(outputs) | {"usage": self._form.usage(usage_of(outputs))})
@@ -166,8 +169,7 @@ class Generation(Response):
                         self._metrics.came(len(piece.token_ids), now - times[piece.index])
                     times[piece.index] = now
                     if piece.finish_reason is not None:
-                        prompt_tokens = 0 if piece.index % n else len(prompts[piece.index // n])
-                        self._finished(piece, prompt_tokens, usage.output_tokens[piece.index])
+                        self._finished(*divmod(piece.index, n), piece, usage.output_tokens[piece.index])
                     for chunk in form.chunks(piece) if piece.finish_reason != "error" else ():
                         if continuous:
                             begins = "role" in chunk["choices"][0].get("delta", ())  # before the first token
@@ -182,9 +184,14 @@ class Generation(Response):
                     raise ApiError(500, f"an output failed: {reason}")
         return b""
 
-    def _finished(self, output: Any, prompt_tokens: int, output_tokens: int) -> None:
+    def _finished(self, number: int, index: int, output: Any, tokens: int) -> None:
+        """Counts output ``index`` of prompt ``number``."""
         self._unfinished -= 1
-        self._metrics.finished(output.metrics, output.finish_reason, prompt_tokens, output_tokens)
+        add, lengths = self._prepared[number].adds[0], self._lengths[number]
+        self._metrics.finished(output.metrics, output.finish_reason, 0 if index else len(add.prompt_ids), tokens)
+        lengths.append(tokens)
+        if len(lengths) == self._form.params.n:
+            self._metrics.answered(add.params.max_tokens or 0, lengths)
 
 
 async def _departure(receive: Receive) -> None:

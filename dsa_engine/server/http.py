@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dsa_engine.server.app import Server, make_app
 from dsa_engine.server.client import EngineClient
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 STOP = b"."
 ENGINE_ENDED = 1  # exit status; the process has said so
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BACKLOG = 2048  # connections that wait for a process to take them
+_SILENT_S = 30  # after which a client that has sent a part of a request, or nothing, is no longer awaited
+_LAST_WORDS_S = 2  # for the events that end streams which outlast the time to finish
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -51,22 +55,6 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def same_address(bound: socket.socket, count: int) -> list[socket.socket]:
-    """A socket of :func:`bind` and ``count`` - 1 others at its address; all listen and share the connections that come.
-
-    Only the first was bound without ``SO_REUSEPORT``: so an address in use was an error.
-    """
-    sockets = [bound]
-    while len(sockets) < count:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sockets.append(socket.socket(bound.family, bound.type, bound.proto))
-        sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sockets[-1].bind(bound.getsockname())
-    for one in sockets:  # before the first connection, which otherwise may all go to the process that is ready first
-        one.listen(2048)
-    return sockets
-
-
 def url_of(bound: socket.socket) -> str:
     """``http://127.0.0.1:8000``"""
     host, port = bound.getsockname()[:2]
@@ -79,14 +67,42 @@ def hosts_of(bound: socket.socket, host: str) -> list[str]:
     return sorted({"localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host.lower()}) if here else []
 
 
+class _Connection(HttpToolsProtocol):
+    """A connection with a limit of time for what is half sent, and without chunks in HTTP/1.0, which has none."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_more()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if (cycle := self.cycle) is None or cycle.scope is not self.scope or cycle.more_body:
+            self._await_more()
+
+    def _await_more(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(_SILENT_S, self.timeout_keep_alive_handler)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if (cycle := self.cycle).scope["http_version"] == "1.0":
+
+            async def send(message: Any) -> None:
+                cycle.expected_content_length = len(message.get("body", b""))  # the end is that of the connection
+                await RequestResponseCycle.send(cycle, message)
+
+            cycle.chunked_encoding, cycle.send = False, send  # type: ignore[method-assign]
+
+
 class HttpServer(uvicorn.Server):
     """Serves an engine. On SIGTERM or Ctrl-C running requests have ``shutdown_timeout`` to end; if the engine ends, so
     does the server, which has then ``failed``. ``bound``: a socket of :func:`bind`."""
 
     def __init__(self, server: Server, bound: socket.socket):
         options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}
-        options |= {"lifespan": "off", "http": "httptools", "ws": "none", "server_header": False}
+        options |= {"lifespan": "off", "http": _Connection, "ws": "none", "server_header": False}
         options |= {"access_log": False, "log_config": None, "log_level": "error"}
+        options |= {"backlog": 1}  # connections that a process takes at once, as others may have the next ones
         super().__init__(uvicorn.Config(make_app(server, hosts_of(bound, server.options.host)), **options))
         self.app_server, self._bound, self.url = server, bound, url_of(bound)
         self.failed = False
@@ -117,6 +133,7 @@ class HttpServer(uvicorn.Server):
         self.app_server.llm.connect()
         self._receiving = asyncio.ensure_future(self._receive())
         await super().startup(sockets)
+        self._bound.listen(BACKLOG)
         self._say("%s is served at %s", ", ".join(self.app_server.names), self.url)
 
     async def _receive(self) -> None:
@@ -125,6 +142,10 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         self._say("shutting down: running requests have %g seconds to end", self.app_server.options.shutdown_timeout)
         await super().shutdown(sockets)
+        for task in (tasks := self.server_state.tasks.copy()):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
         self._receiving.cancel()
         self.app_server.llm.close()
 

@@ -113,12 +113,17 @@ class EngineState(msgspec.Struct, tag=True, array_like=True):
     prefix_queries: int  # tokens of admitted requests
     prefix_hits: int  # those of them whose pages were found
     preemptions: int
+    deferred: int  # of those that wait, see :class:`.scheduler.Scheduler`
+    counted_tokens: int  # this and the next: see :class:`.engine.Engine`
+    steps_by_tokens: list[int]
 
     @classmethod
     def of(cls, engine: Engine) -> EngineState:
         scheduler, cache = engine.scheduler, engine.scheduler.prefix_cache
         running, waiting = len(scheduler.running), len(scheduler.waiting)
-        return cls(running, waiting, scheduler.cache_usage, cache.queries, cache.hits, scheduler.preemptions)
+        counts = (cache.queries, cache.hits, scheduler.preemptions, min(scheduler.num_deferred, waiting))
+        steps = (engine.counted_tokens, engine.steps_by_tokens)
+        return cls(running, waiting, scheduler.cache_usage, *counts, *steps)
 
 
 ToEngine = list[NewRequest | AbortRequests | AskState | ResetCache]

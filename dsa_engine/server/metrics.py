@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from dsa_engine.outputs import RequestMetrics
@@ -18,13 +19,15 @@ _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 _E2E = (0.1, 0.3, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920, 7680)
 _LENGTHS = tuple(2**power for power in range(21))
+_LABELS = ["model_name", "engine"]
+_ENGINE = "0"  # the number of the one engine, which vLLM's dashboards ask for
 
 
 class Metrics:
     """What has been served, and what the engine is doing.
 
     Of several processes, which have ``PROMETHEUS_MULTIPROC_DIR``, any gives the sums over all. Memory and times of
-    the engine's process are metrics too; ``model_name`` is a label of every metric.
+    the engine's process are metrics too; every other metric has the labels ``model_name`` and ``engine``.
     """
 
     def __init__(self, facts: EngineFacts, model_name: str):
@@ -35,14 +38,15 @@ class Metrics:
         ProcessCollector(pid=lambda: facts.pid, registry=self._shown)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, about, ["model_name"], buckets=buckets, registry=self.registry)
-            return made.labels(model_name)
+            made = Histogram(name, about, _LABELS, buckets=buckets, registry=self.registry)
+            return made.labels(model_name, _ENGINE)
 
         def counter(name: str, about: str) -> Counter:
-            return Counter(name, about, ["model_name"], registry=self.registry).labels(model_name)
+            return Counter(name, about, _LABELS, registry=self.registry).labels(model_name, _ENGINE)
 
         def counters(name: str, about: str, label: str) -> Callable[[str], Counter]:
-            return partial(Counter(name, about, ["model_name", label], registry=self.registry).labels, model_name)
+            made = Counter(name, about, [*_LABELS, label], registry=self.registry)
+            return partial(made.labels, model_name, _ENGINE)
 
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to the first token, with queueing", _TTFT)
         self._tpot = histogram(
@@ -56,6 +60,10 @@ class Metrics:
         self._itl = histogram("vllm:inter_token_latency_seconds", "Time between tokens of a stream", _TPOT)
         self._prompts = histogram("vllm:request_prompt_tokens", "Tokens of a prompt", _LENGTHS)
         self._outputs = histogram("vllm:request_generation_tokens", "Tokens of an output", _LENGTHS)
+        self._n = histogram("vllm:request_params_n", "Outputs asked for", (1, 2, 5, 10, 20))
+        self._longest = histogram("vllm:request_max_num_generation_tokens", "Tokens of the longest of them", _LENGTHS)
+        self._max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that an output may have", _LENGTHS)
+        self._preemptions = histogram("vllm:request_num_preemptions", "Times it lost its pages", (0, 1, 2, 5, 10))
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts")
         self._output_tokens = counter("vllm:generation_tokens", "Generated tokens")
         self._ended = counters("vllm:request_success", "Outputs that have ended, by reason", "finished_reason")
@@ -73,6 +81,7 @@ class Metrics:
     def finished(self, metrics: RequestMetrics, reason: str, prompt_tokens: int, output_tokens: int) -> None:
         """Counts an output that has ended; ``prompt_tokens`` is 0 for all outputs of a prompt but one."""
         self._ended(reason).inc()
+        self._preemptions.observe(metrics.preemptions)
         self._prompt_tokens.inc(prompt_tokens)
         self._output_tokens.inc(output_tokens)
         self._outputs.observe(output_tokens)
@@ -95,6 +104,12 @@ class Metrics:
             for position, accepted in enumerate(metrics.speculation.num_accepted_tokens_per_pos):
                 self._accepted_at(str(position)).inc(accepted)
 
+    def answered(self, max_tokens: int, output_tokens: Sequence[int]) -> None:
+        """Counts a prompt whose outputs, which might have had so many tokens each, have all ended."""
+        self._n.observe(len(output_tokens))
+        self._longest.observe(max(output_tokens))
+        self._max_tokens.observe(max_tokens)
+
     def came(self, tokens: int, seconds: float) -> None:
         """Counts the tokens of a piece of a stream that came so many seconds after the one before."""
         for _ in range(tokens):
@@ -114,9 +129,9 @@ class _StateCollector:
     state: EngineState | None = None
 
     def __init__(self, facts: EngineFacts, model_name: str):
-        self._model_name = model_name
+        self._labels = [model_name, _ENGINE]
         pages = {"block_size": str(facts.capacity.page_size), "num_gpu_blocks": str(facts.capacity.pages)}
-        self._cache = {"model_name": model_name, "cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
+        self._cache = dict(zip(_LABELS, self._labels)) | {"cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
         self._cache["enable_prefix_caching"] = facts.cache.get("enable_prefix_caching", "")
 
     def collect(self) -> Iterator[Metric]:
@@ -140,6 +155,16 @@ class _StateCollector:
             (CounterMetricFamily, "prefix_cache_hits", "Those of them whose pages were found", state.prefix_hits),
             (CounterMetricFamily, "num_preemptions", "Times that a request has lost its pages", state.preemptions),
         ):
-            family = kind(f"vllm:{name}", about, labels=["model_name"])
-            family.add_metric([self._model_name], value)
+            family = kind(f"vllm:{name}", about, labels=_LABELS)
+            family.add_metric(self._labels, value)
             yield family
+        about = "Requests that wait: for pages (capacity), or for what others compute or the disk (deferred)"
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", about, labels=[*_LABELS, "reason"])
+        waiting.add_metric([*self._labels, "capacity"], state.waiting - state.deferred)
+        waiting.add_metric([*self._labels, "deferred"], state.deferred)
+        yield waiting
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step of the engine", labels=_LABELS)
+        below = list(accumulate(state.steps_by_tokens))
+        buckets = [*zip(map(str, map(float, _LENGTHS)), below), ("+Inf", below[-1])]
+        steps.add_metric(self._labels, buckets, state.counted_tokens)
+        yield steps

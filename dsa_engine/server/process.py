@@ -30,7 +30,7 @@ from dsa_engine.engine.calls.reply import Receiver, RequestRecord
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.request import Ending, SampledToken
 from dsa_engine.llm import LLM
-from dsa_engine.server.http import ENGINE_ENDED, SIGNALS, STOP, Start, same_address
+from dsa_engine.server.http import BACKLOG, ENGINE_ENDED, SIGNALS, STOP, Start
 from dsa_engine.server.messages import (
     AbortRequests,
     CacheReset,
@@ -46,7 +46,7 @@ from dsa_engine.server.messages import (
 from dsa_engine.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
-_SILENT_S = 120  # an HTTP process that has said nothing for so long is stopped for good, and killed
+_SILENT_S = 30  # an HTTP process that has said nothing for so long is stopped for good, and killed
 
 
 class Relay:
@@ -122,9 +122,12 @@ class Relay:
         with self._requests:
             try:
                 while True:
-                    messages = to_engine(self._requests.recv())
+                    frame = self._requests.recv()
                     self.silent = 0
-                    self._take(messages)
+                    try:
+                        self._take(to_engine(frame))
+                    except Exception:
+                        logger.exception("a message of an HTTP process is dropped: %.80r", frame)
             except zmq.ContextTerminated:
                 pass
 
@@ -190,7 +193,7 @@ class _Reset:
 
 
 class HttpProcesses:
-    """Processes that serve an engine of this one at one address; the system gives each new connection to one of them.
+    """Processes that serve an engine of this one at one socket; a new connection goes to one of those that are free.
 
     If one ends, for whatever reason, so do the others. ``relays``, one for each, and ``bound`` are closed here.
     """
@@ -206,17 +209,20 @@ class HttpProcesses:
             Path(self._shared.name, "counts").write_bytes(bytes(8 * len(relays)))
         self._handlers = {number: signal.signal(number, lambda *_: self.stop()) for number in SIGNALS}
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a process inherits it, and takes signals when it can
-        for number, (relay, listening) in enumerate(zip(relays, same_address(bound, len(relays)))):
-            start = Start(relay.facts, relay.folder, asdict(options), listening.fileno(), self._shared.name, number)
-            with listening:
-                # Its own session: Ctrl-C reaches it through this process only, and once.
-                process = subprocess.Popen(
-                    [sys.executable, "-c", "from dsa_engine.server.http import main; main()"], env=environment,
-                    pass_fds=[listening.fileno()], stdin=subprocess.PIPE, bufsize=0, start_new_session=True,
-                )  # fmt: skip
+        bound.listen(BACKLOG)
+        # It imports what this process does, and nothing that only lies in the working folder.
+        program = f"import sys; sys.path[:] = {sys.path}; from dsa_engine.server.http import main; main()"
+        for number, relay in enumerate(relays):
+            start = Start(relay.facts, relay.folder, asdict(options), bound.fileno(), self._shared.name, number)
+            # Its own session: Ctrl-C reaches it through this process only, and once.
+            process = subprocess.Popen(
+                [sys.executable, "-c", program], env=environment, pass_fds=[bound.fileno()], stdin=subprocess.PIPE,
+                bufsize=0, start_new_session=True,
+            )  # fmt: skip
             # Not by the command line, which others can read: there may be a key.
             process.stdin.write(msgspec.json.encode(start) + b"\n")  # type: ignore[union-attr]
             self._processes.append(process)
+        bound.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if self._stopping:  # a signal came before the last of them
             self.stop()

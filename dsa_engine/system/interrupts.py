@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
+
+ABANDONED = "dsa_engine, interrupted"  # the name of a thread whose work nobody wants any longer
 
 
 @contextmanager
@@ -28,6 +32,15 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if received and callable(before):
             before(*received[-1])
+
+
+def exit_interrupted() -> NoReturn:
+    """Ends the process after Ctrl-C with status 130."""
+    if any(thread.name == ABANDONED for thread in threading.enumerate()):  # for which an orderly exit would wait
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(130)
+    sys.exit(130)
 
 
 @contextmanager

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsa_engine.config.checks import shown
 
-_ROLES = {"system", "user", "assistant", "tool"}  # which templates read
-_MARK = "marked 9f2c1e7a"  # in no template
+_ROLES = {"system", "developer", "user", "assistant", "tool"}  # "developer" is "system" where it has no words
 # How templates read messages: arguments of calls as objects, else as texts; a missing content as None, else as "".
 _READS_OBJECTS = re.compile(r"\.items\(|\|\s*items\b|arguments\W{0,4}\|\s*tojson|function\W{0,4}\|\s*tojson")
 _ASKS_FOR_NONE = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none")
@@ -41,7 +40,8 @@ def render(
         raise ValueError(f"{folder} has no chat template; use generate() with a prompt of your own making")
     given = "that was given" if chat_template is not None else f"of {folder}"
 
-    def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    try:
+        template = tokenizer.get_chat_template(chat_template, tools)
         # Not apply_chat_template: it drops contents that are None, for which the templates of DeepSeek-V3 ask.
         (text,), _ = render_jinja_template(
             conversations=[[_as_read(one, template) for one in messages]],
@@ -51,12 +51,6 @@ def render(
             continue_final_message=continue_final_message,
             **tokenizer.special_tokens_map | dict(chat_template_kwargs or {}),
         )
-        return str(text)
-
-    try:
-        template = tokenizer.get_chat_template(chat_template, tools)
-        text = text_of(messages)
-        unread = _without_words(messages, text_of)
     except Exception as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(f"the chat template {given} failed: {type(error).__name__}: {reason}") from error
@@ -65,12 +59,11 @@ def render(
             f"the chat template {given} has no words for tools, so the model would not know them; describe "
             "them in the system message, by their names, or use a chat_template that reads tools"
         )
-    if unread is not None:
-        raise ValueError(
-            f"the chat template {given} leaves out messages of the role {shown(unread)}; use system, user, assistant "
-            "or tool"
-        )
-    return text
+    for message in messages:
+        if (role := message["role"]) not in _ROLES and not _names(template, role):
+            roles = "use system, user, assistant or tool"
+            raise ValueError(f"the chat template {given} has no words for messages of the role {shown(role)}; {roles}")
+    return str(text)
 
 
 def _described(tools: Sequence[Any], messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -81,20 +74,16 @@ def _described(tools: Sequence[Any], messages: Sequence[Mapping[str, Any]]) -> b
     return all(isinstance(one, Mapping) and str(one.get("name")) in text for one in functions)
 
 
-def _without_words(messages: Sequence[Mapping[str, Any]], text_of: Callable[[Any], str]) -> str | None:
-    """The first role, besides the usual ones, of whose messages nothing is in the text."""
-    for number, message in enumerate(messages):
-        if message["role"] not in _ROLES and message.get("content"):
-            marked = {**message, "content": _MARK}
-            if _MARK not in text_of([*messages[:number], marked, *messages[number + 1 :]]):
-                return str(message["role"])
-    return None
+def _names(template: str, role: str) -> bool:
+    return re.search(f"['\"]{re.escape(role)}['\"]", template) is not None
 
 
 def _as_read(given: Mapping[str, Any], template: str) -> dict[str, Any]:
     """A message as the template reads it: the arguments of calls as an object or as its JSON, and a missing content as
     None only for a template that asks for that."""
     message = {key: value for key, value in given.items() if value is not None}
+    if message["role"] == "developer" and not _names(template, "developer"):
+        message["role"] = "system"
     message.setdefault("content", None if _ASKS_FOR_NONE.search(template) else "")
     if isinstance(calls := message.get("tool_calls"), (list, tuple)):
         message["tool_calls"] = [_call_as_read(call, bool(_READS_OBJECTS.search(template))) for call in calls]

@@ -51,6 +51,8 @@ class Tokenizer:
             if "trust_remote_code" in str(error) and not trust_remote_code:
                 advice = "; it wants to run Python code of that folder: if you trust it, give trust_remote_code=True"
             raise ValueError(f"the tokenizer in {folder} cannot be read: {reason}{advice}") from error
+        # The library's warning of texts beyond the model's length, which `Limits.check` refuses in words of its own.
+        self.hf.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         # What the library adds to its Rust code takes longer than that; a tokenizer that changes texts needs it.
         kind, library = type(self.hf), PreTrainedTokenizerFast
         plain = isinstance(self.hf, library) and kind.decode is library.decode and kind._decode is library._decode

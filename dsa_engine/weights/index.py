@@ -29,6 +29,8 @@ _OTHER_FORMATS = {
 
 def open_shard(path: Path) -> Any:
     """A safetensors file, mapped into memory (a ``safetensors.safe_open``); its tensors are views of the mapping."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+        raise CheckpointError(f"{path} is no file; put the checkpoint's file there")
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
@@ -112,6 +114,9 @@ def _others(folder: Path) -> str:
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        return {name: index.parent / file for name, file in read_object(index)["weight_map"].items()}
+        file_of = {name: Path(file) for name, file in read_object(index)["weight_map"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} has no 'weight_map' from tensor names to file names") from error
+    if outside := [file for file in file_of.values() if file.is_absolute() or ".." in file.parts]:
+        raise CheckpointError(f"{index}: 'weight_map' names {outside[0]}, outside of the folder; name files in it")
+    return {name: index.parent / file for name, file in file_of.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.config.released import RELEASED_CONFIGS, released_config
+from dsa_engine.config.released import HUB_IDS, RELEASED_CONFIGS, released_config
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.runtime.cpu import user_cache
 from dsa_engine.system.output_files import write_text
@@ -51,10 +51,14 @@ def resolve_model(model: str | Path, dummy: bool = False) -> Path:
 
 
 def model_config(model: str, overrides: dict[str, Any]) -> ModelConfig:
-    """The configuration of a model: one that :func:`resolve_model` finds, or a released one by its name."""
-    if model in RELEASED_CONFIGS and not Path(model).is_dir():
+    """The configuration of a model: one that :func:`resolve_model` finds, or a released one by its name or hub id."""
+    try:
+        folder = resolve_model(model)
+    except CheckpointError:
+        if model not in HUB_IDS and model not in RELEASED_CONFIGS:
+            raise
         return ModelConfig.from_dict(released_config(model), overrides)
-    return ModelConfig.from_pretrained(resolve_model(model), overrides)
+    return ModelConfig.from_pretrained(folder, overrides)
 
 
 def _released_folder(name: str) -> Path:

@@ -53,8 +53,6 @@ class Tilings(NamedTuple):
     full: Tiles  # rows of 4 bytes a number
 
 
-# Compiled for each chip (inspect_kernels.py), not yet measured on a device. On sm_90 none spills and all fit.
-#
 # sm_90, half: 64 x 64 is the largest tile for which the 64 x 512 float32 accumulator (128 of a thread's 255 registers,
 # with 8 warps) and two buffers of rows (2 x 72 KB, beside 72 KB of queries) fit. The third stage is no third buffer: it
 # reads the numbers of the rows a step ahead, so that their copies wait for nothing. With 32 rows there would be room

@@ -18,7 +18,7 @@ from dsa_engine.kernels.runtime.launch import chip_of, config_for
 
 LARGEST = 128  # a program holds all signs of the transform, in float32 too
 
-# Rows of a tile by compute capability, compiled for each (inspect_kernels.py), not yet measured on a device.
+# Rows of a tile by compute capability.
 # 64 are a warpgroup's product, and too many registers where there is none. The product with a matrix of signs is exact,
 # each product being ±x, and moves no value between threads, as butterflies would.
 ROWS = {80: 32, 90: 64, 120: 32}

@@ -120,7 +120,7 @@ def quantize_rows_int8(
         scales = torch.empty(rows, dtype=torch.float32, device=values.device)
     if codes.numel():
         values = values if values.stride(1) == 1 else values.contiguous()
-        # 16 to 32 values a thread. Compiled for sm_90, not yet measured on a device.
+        # 16 to 32 values a thread.
         block = min(_LONGEST, next_power_of_2(width))
         step = 4 if codes.stride(0) % 4 == 0 else 1  # that the compiler knows: it stores words
         quantize_rows_int8_kernel[(rows,)](

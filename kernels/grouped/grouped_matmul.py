@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.kernel import kernel
@@ -67,7 +67,6 @@ def grouped_matmul_kernel(
 # By capability: the first with room for a group's rows is taken, else the last. Few rows: reading the weights takes
 # the time, so programs are small and each has 48 KB of weights in flight. Many: 128 × 256, the largest tile
 # that 8 warps can sum up in registers, with products by warpgroup (Hopper).
-# Compiled for sm_90 and sm_120 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
     80: (Tiles(16, 64, 128, 4, 4, 2), Tiles(64, 128, 64, 4, 3, 3), Tiles(128, 128, 64, 8, 3, 1)),
     90: (Tiles(16, 64, 128, 4, 4, 2, swapped=True), Tiles(64, 128, 64, 4, 4, 2), Tiles(128, 256, 64, 8, 4, 1)),
@@ -137,3 +136,10 @@ def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, groups: Groups) 
     out = F.grouped_mm(x, weight.transpose(1, 2), offs=groups.row_ends)
     del x  # the gathered rows are not held while the results are gated
     return silu_mul(out) if groups.gated else out
+
+
+def _as_they_are(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x,)
+
+
+PLAIN = ProductFormat(_as_they_are, check, grouped_matmul, matmul_reference, copies=2)

@@ -10,7 +10,8 @@ is a byte. Bits of a row: as of :mod:`.grouped_matmul`.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -18,8 +19,9 @@ import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import quantize_tile
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
+from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales, quantize_rows, quantize_tokens, quantized_words
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, config_for
@@ -189,7 +191,6 @@ def block_scaled_experts_kernel(
 # As in block_scaled_matmul.py. Gated, a tile is a block of gate and one of up in one product: its warpgroups take 128
 # columns each and read the rows half as often as for one weight after the other. On sm_90 128 rows, with a product for
 # each weight, read 0.6 of the bytes that 64 do for a result.
-# Compiled for sm_90, sm_100 and sm_120 (inspect_kernels.py), not yet measured on a device.
 _GATED = {
     89: (Tiles(16, 256, 128, 8, 2, 1), Tiles(64, 256, 128, 8, 3, 1)),
     90: (
@@ -260,3 +261,36 @@ def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         )
     if not weight.is_contiguous() or not weight_scale.is_contiguous():
         raise ValueError("weight and scales must be contiguous")
+
+
+def _check(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+    check_weight(weight, weight_scale)
+    if x.shape[1] != weight.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
+
+
+@cache
+def block_fp8(power_of_two: bool, hidden: int) -> ProductFormat:
+    """FP8 by blocks, for experts.
+
+    Args:
+        power_of_two: round the scales of activations up to powers of two.
+        hidden: numbers of a token.
+    """
+    words = quantized_words(hidden)
+
+    def quantize(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(x, tuple):  # by the gated product
+            return x
+        if x.dtype != torch.int32:
+            return quantize_rows(x, BLOCK, power_of_two)
+        if x.shape[1] != words:
+            raise ValueError(f"quantised tokens of {hidden} numbers are not {tuple(x.shape)}")
+        return codes_and_scales(x, hidden)
+
+    product = partial(grouped_matmul_fp8, power_of_two=power_of_two)
+    to_words = None if words is None else partial(quantize_tokens, power_of_two=power_of_two)
+    return ProductFormat(
+        quantize, _check, product, matmul_fp8_reference, gate_dtype=torch.float32, native=4,
+        codes=FP8, power_of_two=power_of_two, to_words=to_words, blockwise=True,
+    )  # fmt: skip

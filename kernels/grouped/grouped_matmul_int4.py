@@ -15,13 +15,24 @@ Bits of a row: as of :mod:`.grouped_matmul`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.int4 import check_groups, dequantize_int4, planes_for, unpack_codes, unpack_numbers
+from dsa_engine.kernels.formats.int4 import (
+    GROUP_SIZES,
+    check_groups,
+    dequantize_int4,
+    planes_for,
+    unpack_codes,
+    unpack_numbers,
+)
+from dsa_engine.kernels.formats.int8 import int8_words
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import rows_int8
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.grouped.skeleton import multiply_groups
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, config_for, dot_precision
 
@@ -116,7 +127,7 @@ def grouped_matmul_int4_kernel(
 
 
 # By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns,
-# whatever the depth says. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+# whatever the depth says.
 _CONFIGS = {
     80: (Tiles(16, 64, 1, 4, 4, 2), Tiles(64, 64, 1, 4, 3, 2), Tiles(128, 64, 1, 8, 3, 1)),
     90: (Tiles(16, 64, 1, 4, 4, 2), Tiles(64, 128, 1, 8, 3, 1), Tiles(128, 128, 1, 8, 3, 1)),
@@ -184,3 +195,19 @@ def check_int4(
             f"x {tuple(x.shape)}, weight {tuple(packed.shape)}, its scales {tuple(scale.shape)} do not fit"
         )
     check_groups(x.shape[1], x.shape[1] // max(1, scale.shape[2]))
+
+
+def _with_no_scales(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+    return x, None
+
+
+def _fits(codes: torch.Size, scales: torch.Size) -> bool:
+    return codes[:-1] == scales[:-1] and 8 * codes[-1] in [size * scales[-1] for size in GROUP_SIZES]
+
+
+_INT4 = partial(
+    ProductFormat, check=check_int4, product=grouped_matmul_int4, reference=matmul_int4_reference, packed=8,
+    codes=torch.int32, fits=_fits,
+)  # fmt: skip
+W4A16 = _INT4(_with_no_scales, native=5)
+W4A8 = _INT4(rows_int8, native=6, to_words=int8_words)

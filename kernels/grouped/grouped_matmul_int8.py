@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.formats.int8 import codes_and_scale, int8_words, quantize_rows_int8
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
-from dsa_engine.kernels.grouped.tiles import Groups, Tiles, empty_product, launch_grouped
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import chip_of, config_for
@@ -70,7 +71,7 @@ def grouped_matmul_int8_kernel(
 
 
 # By capability: the first with room for a group's rows is taken, else the last. A byte a weight: twice the depth of
-# bfloat16 keeps as many bytes in flight. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+# bfloat16 keeps as many bytes in flight.
 _CONFIGS = {
     80: (Tiles(16, 64, 256, 4, 4, 2), Tiles(64, 128, 128, 4, 3, 3), Tiles(128, 128, 128, 8, 3, 1)),
     90: (Tiles(16, 64, 256, 4, 4, 2, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 256, 128, 8, 4, 1)),
@@ -121,3 +122,14 @@ def check_int8(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, sca
             f"x {tuple(x.shape)}, its scales {tuple(x_scale.shape)}, weight {tuple(weight.shape)}, "
             f"its scales {tuple(scale.shape)} do not fit"
         )
+
+
+def rows_int8(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of rows, or of words (:func:`.int8.int8_words`)."""
+    return codes_and_scale(x) if x.dtype == torch.int32 else quantize_rows_int8(x, largest)
+
+
+INT8 = ProductFormat(
+    rows_int8, check_int8, grouped_matmul_int8, matmul_int8_reference, native=3, codes=torch.int8,
+    fits=lambda codes, scales: codes[:-1] == scales, to_words=int8_words,
+)  # fmt: skip

@@ -73,7 +73,6 @@ class _Config(NamedTuple):
     stages: int  # tiles of the operand that streams: in use and under way
 
 
-# Compiled for sm_90 (inspect_kernels.py), not yet measured on a device.
 # Tiles: bound by the tensor cores if two programs share a multiprocessor, one multiplying while the other weighs and
 # sums: 115,712 bytes and under 128 registers a thread just allow it. With 256 keys, not 128, queries come from L2 at 16
 # bytes a cycle at the tensor cores' full rate, not at 32.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.grouped.product_formats import ProductFormat, Weight, codes_of
+from dsa_engine.kernels.grouped.products import ProductFormat, Weight, codes_of
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_order import expert_order
 from dsa_engine.kernels.rows.silu_mul import silu_mul

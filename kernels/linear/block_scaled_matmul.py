@@ -31,8 +31,8 @@ from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
     block_scaled_matmul_reference,
     check_weight,
 )
+from dsa_engine.kernels.grouped.products import Tiles, fitting
 from dsa_engine.kernels.grouped.skeleton import banded
-from dsa_engine.kernels.grouped.tiles import Tiles, fitting
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -116,7 +116,6 @@ def _added(part_at, stored, splits, part_stride, ROWS: tl.constexpr, COLUMNS: tl
 # By capability: the first with room for the rows is taken, else the last. Few rows: reading the weights takes the
 # time, and a multiprocessor has 96 KB of them in flight. Many: a block's sum and the whole sum are both in
 # registers, so tiles are half of what bfloat16 takes.
-# Compiled for sm_90 and sm_100 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
     89: (Tiles(16, 64, 128, 4, 3, 3), Tiles(64, 128, 128, 8, 3, 1)),
     90: (Tiles(16, 128, 128, 4, 3, 3, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 128, 8, 4, 1)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_triton
-from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.grouped.products import Groups
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import is_batch_invariant, runs_triton
 from dsa_engine.kernels.runtime.operation import operation

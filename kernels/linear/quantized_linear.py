@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.grouped.product_formats import INT8, ProductFormat, Weight, codes_of
-from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat, Weight, codes_of
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, run_native
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import INTERPRETED, is_batch_invariant, runs_triton

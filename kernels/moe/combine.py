@@ -67,7 +67,7 @@ def combine(y: torch.Tensor, pair_rows: torch.Tensor, topk_weights: torch.Tensor
     tokens, k = pair_rows.shape
     out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
     if out.numel():
-        # 16 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
+        # 16 bytes of each row a thread.
         block = min(1024, next_power_of_2(y.shape[1]))
         if topk_weights is not None and topk_weights.stride(1) != 1:
             topk_weights = topk_weights.contiguous()

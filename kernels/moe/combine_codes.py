@@ -70,7 +70,7 @@ def combine_codes(words: torch.Tensor, pair_rows: torch.Tensor, hidden: int, dty
     out = torch.empty(tokens, hidden, dtype=dtype, device=words.device)
     if out.numel():
         codes, scales = codes_and_scales(words, hidden)
-        # 8 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
+        # 8 bytes of each row a thread.
         block = min(1024, next_power_of_2(hidden))
         combine_codes_kernel[(tokens, cdiv(hidden, block))](
             codes.view(torch.uint8), scales, pair_rows.contiguous(), out, codes.stride(0), scales.stride(0), hidden,

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from dsa_engine.kernels.grouped.grouped_matmul import PLAIN
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import dequantize_rows
-from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, ProductFormat, Weight, codes_of
-from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat, Weight, codes_of
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_order import expert_order, local_topk_ids
 from dsa_engine.kernels.rows.silu_mul import silu_mul_reference
@@ -124,7 +125,7 @@ def expert_mlp(
         topk_ids: ``[T, k]`` int32 numbers within this rank's experts, −1 for experts of other ranks.
         topk_weights: ``[T, k]`` float32.
         gate_up: parts of a weight ``[experts, 2 · intermediate, hidden]``, in FP8 ``[experts, 2, intermediate,
-            hidden]``, gate before up, as the kernel of the format takes them (:mod:`.product_formats`).
+            hidden]``, gate before up, as the kernel of the format takes them (:mod:`.grouped.products`).
         down: parts of a weight ``[experts, hidden, intermediate]``.
         dtype: of the result; default: x's.
         first: number of this rank's first expert, if experts are numbered over all ranks; −1 need not mark others then.

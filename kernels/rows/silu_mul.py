@@ -56,7 +56,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
             rows.data_ptr(), out.data_ptr(), cpu.TYPES[out.dtype], *out.shape, rows.stride(0), threads
         )
     elif out.numel():
-        # 8 elements, 16 bytes of each half, a thread. Compiled for sm_90, not yet measured on a device.
+        # 8 elements, 16 bytes of each half, a thread.
         block = min(1024, next_power_of_2(width))
         warps = max(1, block // 256)
         silu_mul_kernel[(rows.shape[0], cdiv(width, block))](

@@ -11,7 +11,7 @@ choose tiles by the number of rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -95,6 +95,36 @@ def choose(library: Library | None, operation: str, x: torch.Tensor) -> None:
     by_class.pop(class_of(x), None)
     if library is not None:
         by_class[class_of(x)] = library
+
+
+def shown(library: Library, x: torch.Tensor) -> str:
+    return f"{library.name} ({class_of(x)})"
+
+
+def choose_fastest(
+    ours: Callable[..., Any], x: torch.Tensor, others: Sequence[tuple[Library, str]], timed: Callable[..., float]
+) -> dict[str, str]:
+    """Lets the fastest adapter with right results run calls like this one, if it is faster than our kernel; returns why
+    others do not. ``others``: adapters that have run, and what is wrong with their results; ``timed``: ms of a way to
+    run the call."""
+    fastest, least = None, None
+    rejected: dict[str, str] = {}
+    for one, reason in others:
+        if not reason and is_chosen(one, x):  # by another layer
+            continue
+        if not reason:
+            least = timed(ours) if least is None else least
+            took = timed(one.run)
+            if took <= least:
+                fastest, least = one, took
+                continue
+            reason = f"it takes {took:.3g} ms, another kernel {least:.3g} ms"
+        rejected[shown(one, x)] = reason
+        if is_chosen(one, x):
+            choose(None, one.operation, x)
+    if fastest is not None:
+        choose(fastest, fastest.operation, x)
+    return rejected
 
 
 def choices() -> dict[str, str]:

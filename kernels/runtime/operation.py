@@ -202,7 +202,7 @@ def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -
     x = _first_tensor(*args, *kwargs.values())
     others = []
     for one in libraries.candidates(name, x, args, kwargs):
-        if f"{one.name} ({libraries.class_of(x)})" not in comparison.rejected and one.name not in _replaced:
+        if libraries.shown(one, x) not in comparison.rejected and one.name not in _replaced:
             comparison.before(one.name)
             others.append((one, tried(one.run)))
     with launch.references():
@@ -212,39 +212,9 @@ def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -
     if reason:
         comparison.wrong[name] = _replaced[name] = reason
     else:
-        _choose(comparison, run, x, [(one, judged(*each, one.allowance)[1]) for one, each in others], timed)
+        found = [(one, judged(*each, one.allowance)[1]) for one, each in others]
+        comparison.rejected.update(libraries.choose_fastest(run, x, found, timed))
     return wanted
-
-
-def _choose(
-    comparison: Comparison,
-    run: Callable[..., Any],
-    x: torch.Tensor,
-    others: list[tuple[libraries.Library, str]],
-    timed: Callable[[Callable[..., Any]], float],
-) -> None:
-    """Lets the fastest adapter with right results run calls like this one, if it is faster than our kernel.
-
-    Args:
-        others: adapters that have run, and what is wrong with their results.
-        timed: ms of a way to run the call.
-    """
-    fastest, least = None, None
-    for one, reason in others:
-        if not reason and libraries.is_chosen(one, x):  # by another layer
-            continue
-        if not reason:
-            least = timed(run) if least is None else least
-            took = timed(one.run)
-            if took <= least:
-                fastest, least = one, took
-                continue
-            reason = f"it takes {took:.3g} ms, another kernel {least:.3g} ms"
-        comparison.rejected[f"{one.name} ({libraries.class_of(x)})"] = reason
-        if libraries.is_chosen(one, x):
-            libraries.choose(None, one.operation, x)
-    if fastest is not None:
-        libraries.choose(fastest, fastest.operation, x)
 
 
 def _errors(

@@ -10,6 +10,7 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
+from dsa_engine.kernels.formats.quantize import quantized_words
 from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.experts import KINDS
@@ -97,13 +98,18 @@ class ExpertDivision:
     def __init__(self, mesh: Ranks):
         self._mesh = mesh
         self._made: dict[tuple[Held, int | None], ExpertParallel] = {}
-
-    def dispatcher(self, decodes: bool) -> Dispatcher:
-        return self._dispatchers[decodes]
+        self.quantized_sum_bytes: int | None = None  # see ExpertParallel
 
     def prepare(self, sizes: ModelSizes) -> None:
         """See :meth:`.Dispatcher.prepare`; called before any layer is made."""
-        for one in dict.fromkeys(self._dispatchers):
+        if self._mesh.config.moe_combine_dtype == "fp8":
+            if (words := quantized_words(sizes.hidden)) is None:
+                raise ValueError(
+                    "moe_combine_dtype 'fp8' needs a hidden_size that is a multiple of 4; this model has "
+                    f"{sizes.hidden}"
+                )
+            self.quantized_sum_bytes = 4 * words
+        for one in dict.fromkeys(self.dispatchers):
             one.prepare(sizes)
 
     def of_layer(
@@ -118,6 +124,7 @@ class ExpertDivision:
         if key not in self._made:
             made = self._make(ExpertPlacement(held, self._mesh.device, changes))
             made.groups, made.top_groups, made.side_stream = groups, top_groups, self._side_stream
+            made.quantized_sum_bytes = self.quantized_sum_bytes
             self._made[key] = made
         return self._made[key]
 
@@ -142,7 +149,8 @@ class ExpertDivision:
         return ExpertParallel(self._mesh.ep, placement)
 
     @cached_property
-    def _dispatchers(self) -> tuple[Dispatcher, Dispatcher]:
+    def dispatchers(self) -> tuple[Dispatcher, Dispatcher]:
+        """Of prefill and of decode steps."""
         prefill, decode = self._mesh.config.moe_dispatch, self._mesh.config.decode_dispatch
         made = {name: self._make_dispatcher(name) for name in (prefill, decode)}
         return made[prefill], made[decode].for_decode()

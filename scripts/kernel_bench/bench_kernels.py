@@ -5,7 +5,6 @@ After an error from which the device does not recover, the other kernels are nam
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from typing import Any
@@ -16,30 +15,24 @@ from dsa_engine.commands.arguments import add_json_argument, argument_parser, ru
 from dsa_engine.config.model import DTYPES
 from dsa_engine.kernels.runtime import launch
 from dsa_engine.kernels.runtime.operation import error_line
-from dsa_engine.measure.ceilings import Ceilings
+from dsa_engine.measure.ceilings import Ceilings, seconds
 from dsa_engine.measure.device import is_lost
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
-from kernel_cases.cases import CASES, named
-from kernel_cases.inputs import Inputs, Sizes
-from timing import measure, rows
-
-
-def parse() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, choices=("cuda", "cpu"), help="device of the kernels")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="dtype of activations and caches")
-    parser.add_argument("--small", action="store_true", help="small sizes, to try the script on a CPU")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no further case after this long")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
-    add_json_argument(parser)
-    return parser.parse_args()
+from kernel_cases import CASES, named
+from kernel_cases.inputs import Inputs, KernelCase, Sizes, referenced
 
 
 def main() -> None:
-    args = parse()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
+    known = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=known, choices=("cuda", "cpu"), help="device of the kernels")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="dtype of activations and caches")
+    parser.add_argument("--small", action="store_true", help="small sizes, to try the script on a CPU")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no further case after this long")
+    add_json_argument(parser)
+    args = parser.parse_args()
     names = named(args.only)
     check_outputs(args.json)
     if args.device == "cpu" and not args.small:
@@ -50,7 +43,6 @@ def main() -> None:
         f"ceilings: {ceilings.flops_per_s / 1e12:.4g} TFLOP/s ({args.dtype} products), "
         f"{ceilings.bytes_per_s / 1e9:.4g} GB/s (copy, read plus written)"
     )
-    about = environment(device, dtype, 1)
     results: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     left_out: list[str] = []
@@ -58,12 +50,12 @@ def main() -> None:
         if is_lost(device) or (args.time_limit and time.perf_counter() - begin > args.time_limit):
             left_out = names[i:]
             break
-        measured = measure_all(name, Inputs(device, dtype, seed=args.seed), args.small, ceilings, failed)
+        measured = measure_all(name, Inputs(device, dtype), args.small, ceilings, failed)
         print(format_table(("kernel", "shape", "ms", "rate", "share", "others' time over ours"), rows(measured)), "\n")
         results += measured
     if args.json:
         ended = {"ceilings": ceilings.to_json(), "left_out": left_out, "failed": failed, "results": results}
-        write_json(args.json, about | ended)
+        write_json(args.json, environment(device, dtype, 1) | ended)
     if left_out:
         print(f"not measured: {', '.join(left_out)}")
     for what, reason in failed.items():
@@ -94,6 +86,45 @@ def measure_all(
     except Exception as error:  # such as inputs that do not fit
         failed[name] = error_line(error)
     return measured
+
+
+def measure(case: KernelCase, ceilings: Ceilings, device: torch.device) -> dict[str, Any]:
+    """Times a case and what it is compared with; for what cannot run, the result has the reason."""
+    taken = seconds(case.run, device)
+    best = case.flops / ceilings.flops_per_s if case.product else case.bytes / ceilings.bytes_per_s
+    others: dict[str, Any] = {}
+    for name, call in {"reference": referenced(case.run), **case.baselines}.items():
+        try:
+            other = seconds(call, device)
+            others[name] = {"ms": other * 1e3, "times_ours": other / taken}
+        except Exception as error:  # an error of another library must not end the run; it is part of the result
+            others[name] = {"skipped": error_line(error, 100)}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {
+        "kernel": case.kernel,
+        "shape": case.shape,
+        "ms": taken * 1e3,
+        "tflops_per_s": case.flops / taken / 1e12,
+        "gb_per_s": case.bytes / taken / 1e9,
+        "ceiling": "matmul" if case.product else "copy",
+        "share_of_ceiling": best / taken,
+        "baselines": others,
+    }
+
+
+def rows(results: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+    """Rows of a table for people: kernel, shape, ms, rate, fraction of the ceiling, times of the others over ours."""
+    table: list[tuple[object, ...]] = []
+    for r in results:
+        product = r["ceiling"] == "matmul"
+        rate = f"{r['tflops_per_s']:.4g} TFLOP/s" if product else f"{r['gb_per_s']:.4g} GB/s"
+        others = ", ".join(
+            f"{name} {b['times_ours']:.3g}x" if "times_ours" in b else f"{name}: {b['skipped']}"
+            for name, b in r["baselines"].items()
+        )
+        table.append((r["kernel"], r["shape"], r["ms"], rate, f"{r['share_of_ceiling']:.1%} of {r['ceiling']}", others))
+    return table
 
 
 if __name__ == "__main__":

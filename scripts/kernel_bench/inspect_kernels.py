@@ -5,21 +5,17 @@ Nothing is run or timed. A kernel has a line for each way in which it is compile
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
 
 from compile_only import Resources, compile_only, resources
 from dsa_engine.commands.arguments import argument_parser, run
 from dsa_engine.kernels.runtime.operation import error_line
-from dsa_engine.measure.report import format_table, write_json
+from dsa_engine.measure.report import format_table
 from dsa_engine.system.progress import progress_bar
-from kernel_cases.cases import CASES, named
+from kernel_cases import CASES, named
 from kernel_cases.inputs import Inputs, KernelCase, Sizes
 
 # Maximum shared memory of a program, in bytes, by compute capability (CUDA programming guide, table of
@@ -35,20 +31,13 @@ class Inspection(NamedTuple):
     missing: list[str]
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument(
         "--target", type=int, nargs="+", default=[90], choices=sorted(SHARED_LIMIT), help="compute capabilities"
     )
     parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
-    parser.add_argument(
-        "--json", metavar="PATH", help="put what is counted in this file, beside other versions of Triton"
-    )
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     names = named(args.only)
     for target in args.target:
         with progress_bar(len(names), "cases", f"compiling for sm_{target}") as bar:
@@ -60,26 +49,6 @@ def main() -> None:
             for fault in faults(compiled, case.product, target):
                 print(f"{compiled.kernel} ({case.kernel}: {case.shape}) {fault}")
         print(*(f"not compiled: {reason}" for reason in missing), sep="\n")
-        if args.json:
-            add_counts(Path(args.json), target, Inspection(kernels, missing))
-
-
-def add_counts(path: Path, target: int, seen: Inspection) -> None:
-    """Adds the sums of a chip to a file with those of other chips and versions of Triton."""
-    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"triton": {}}
-    spilling = [(one, case) for one, case in seen.kernels if one.spilled]
-    report["triton"].setdefault(triton.__version__, {})[f"sm_{target}"] = {
-        "kernels": len(seen.kernels),
-        "not_compiled": seen.missing,
-        "registers": max(one.registers for one, _ in seen.kernels),
-        "shared": max(one.shared for one, _ in seen.kernels),
-        "shared_limit": SHARED_LIMIT[target],
-        "spill": [
-            {"kernel": one.kernel, "case": f"{case.kernel}: {case.shape}", "bytes": one.spilled, "in_loop": one.looped}
-            for one, case in spilling
-        ],
-    }
-    write_json(path, report)
 
 
 def inspect(

@@ -1,9 +1,9 @@
 """Forms of context parallelism compared: bytes sent, work and time of one prefill.
 
-Cache rows by all-gather with tokens head-tail (the engine's way) or contiguous, heads by all-to-all (Ulysses, through
-DeepSpeed's sequence layer), and a ring of blocks in two passes: one layer of DSA between its projections, the same
-weights and tokens. Every token selects. All outputs are compared with those of a single process before anything is
-timed. Start it on two ranks or more:
+Cache rows by all-gather with tokens head-tail (the engine's way) or contiguous, heads by all-to-all (DeepSpeed's
+Ulysses), and a ring of blocks in two passes: one layer of DSA between its projections, the same weights and tokens.
+Every token selects. All outputs are compared with those of a single process before anything is timed. Start it on two
+ranks or more:
 
     torchrun --nproc-per-node 2 scripts/studies/compare_context_parallel.py
 """
@@ -11,17 +11,14 @@ timed. Start it on two ranks or more:
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
@@ -31,7 +28,6 @@ from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.group import Group
 from dsa_engine.reference import dsa
 from dsa_engine.system.output_files import check_outputs
-from dsa_engine.system.sizes import format_bytes
 from random_layer import SIZES, Size
 
 # Relative errors: of all rows together, and of the median row. Rounding sometimes changes the last selected token at a
@@ -113,6 +109,8 @@ class HeadTail:
     gather is issued first and overlaps with work on local tokens.
     """
 
+    divides_heads = False
+
     def __init__(self, layer: Layer, group: Group, length: int):
         self.layer, self.group, self.length = layer, group, length
         of_ranks = [self.of_rank(rank) for rank in range(group.size)]
@@ -142,13 +140,13 @@ class HeadTail:
 
     def work(self) -> list[float]:
         """Operations of each rank: two for a multiply-add."""
-        return [scored + attended for scored, attended in zip(*self.scored_and_attended(), strict=True)]
-
-    def scored_and_attended(self) -> tuple[list[float], list[float]]:
         s, seen = self.layer.size, [positions + 1 for positions in self.positions]
         scored = [2.0 * int(of.sum()) * s.index_heads * s.index_dim for of in seen]
         pair = 2.0 * s.heads * (self.layer.latent + s.kv_rank)
-        return scored, [int(of.clamp(max=s.topk).sum()) * pair for of in seen]
+        attended = [int(of.clamp(max=s.topk).sum()) * pair for of in seen]
+        if self.divides_heads:
+            attended = [statistics.mean(attended)] * len(attended)
+        return [sum(both) for both in zip(scored, attended, strict=True)]
 
 
 class Contiguous(HeadTail):
@@ -166,49 +164,23 @@ class Ulysses(HeadTail):
     numbers of 4 bytes, more than the token's cache row. Queries are sent before W_UK is absorbed, results after W_UV.
     """
 
+    divides_heads = True
+
     def __init__(self, layer: Layer, group: Group, length: int):
         super().__init__(layer, group, length)
         each, rest = divmod(layer.size.heads, group.size)
         if rest:
             raise ValueError(f"ulysses divides heads: {layer.size.heads} heads, {group.size} ranks; name other --forms")
         self.heads = slice(group.index * each, (group.index + 1) * each)
-        if group.alone:
-            return
-        device = layer.w_uk.device.type
-        os.environ.setdefault("DS_ACCELERATOR", device)  # otherwise it searches for every known device, and warns
-        try:
-            import deepspeed
-            from deepspeed.sequence.layer import DistributedAttention
-        except ImportError as error:
-            raise ValueError(
-                "ulysses needs DeepSpeed's sequence layer, which is not installed; install it with: "
-                "pip install --no-build-isolation 'dsa-engine[deepspeed]', or name other --forms"
-            ) from error
-        # On a CPU it would first compile an all-reduce in C++ for minutes, which is not used here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        backend = "nccl" if device == "cuda" else "gloo"  # it takes the existing process group
-        deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
-        self.over_ranks = partial(DistributedAttention, sequence_process_group=group.handle, gather_idx=0)
 
     def run(self, tokens: Tokens) -> Tensor:
         latent, own = self.latent_and_slots(tokens, self.group.all_gather(padded(tokens[1], self.rows)))
-        slots = self.group.all_gather(padded(own.int(), self.rows, -1))
-
-        def some_heads(q: Tensor, *_: Tensor) -> Tensor:
-            """``[ranks * rows, 1, heads / ranks, nope + rope]``, of all tokens, to the same with ``value`` columns."""
-            out, _lse = self.layer.attend(self.layer.absorb(q[:, 0], self.heads), latent, slots)
-            return self.layer.values(out, self.heads)[:, None]
-
-        q = padded(tokens[0], self.rows)[:, None]
-        if self.group.alone:
-            return some_heads(q)[:, 0]
-        nothing = q[..., :0]  # keys and values have been sent as latent rows
-        return self.over_ranks(some_heads)(q, nothing, nothing, 1)[: len(self.own), 0]
-
-    def work(self) -> list[float]:
-        """Scores of its own tokens, and some heads of all tokens."""
-        scored, attended = self.scored_and_attended()
-        return [own + sum(attended) / len(attended) for own in scored]
+        slots, ranks = self.group.all_gather(padded(own.int(), self.rows, -1)), self.group.size
+        by_heads = padded(tokens[0], self.rows).unflatten(1, (ranks, -1)).transpose(0, 1)
+        q = self.group.all_to_all(by_heads.flatten(0, 1))  # [ranks * rows, heads / ranks, nope + rope], of all tokens
+        out, _lse = self.layer.attend(self.layer.absorb(q, self.heads), latent, slots)
+        back = self.group.all_to_all(self.layer.values(out, self.heads)).unflatten(0, (ranks, -1))
+        return back.transpose(0, 1).flatten(1, 2)[: len(self.own)]  # [T, heads, value]
 
 
 class Ring(HeadTail):
@@ -243,6 +215,7 @@ class Ring(HeadTail):
         for step in range(size):
             moving = []
             if step < size - 1:
+                self.group.bytes_sent += here.nbytes
                 send = dist.P2POp(dist.isend, here, group=handle, group_peer=(index + 1) % size)
                 receive = dist.P2POp(dist.irecv, coming, group=handle, group_peer=(index - 1) % size)
                 moving = dist.batch_isend_irecv([send, receive])
@@ -262,30 +235,11 @@ def padded(rows: Tensor, count: int, value: float = 0) -> Tensor:
 FORMS = {"head-tail": HeadTail, "contiguous": Contiguous, "ulysses": Ulysses, "ring": Ring}
 
 
-class SentBytes(TorchDispatchMode):
-    """Bytes that this rank sends to others within the context, counted where PyTorch dispatches collectives: the
-    payload, not what an algorithm sends over a wire."""
-
-    def __init__(self, ranks: int):
-        super().__init__()
-        self.ranks, self.total = ranks, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, others = func.name(), self.ranks - 1
-        if name == "c10d::_allgather_base_":
-            self.total += args[1].nbytes * others
-        elif name == "c10d::alltoall_base_":
-            self.total += args[1].nbytes // self.ranks * others
-        elif name == "c10d::send":
-            self.total += sum(tensor.nbytes for tensor in args[0])
-        return func(*args, **(kwargs or {}))
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=("v3.2", "small"), help="of the layer (default: v3.2; small on a CPU)")
-    parser.add_argument("--seq-len", type=lengths, default=[2048, 4096, 8192], help="tokens of the sequence")
+    parser.add_argument("--input-len", type=lengths, default=[2048, 4096, 8192], help="tokens of the sequence")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="some of them (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each, in turn")
     add_json_argument(parser)
@@ -297,26 +251,18 @@ def main() -> None:
     dtype, size = (torch.bfloat16, "v3.2") if mesh.device.type == "cuda" else (torch.float32, "small")
     args.size = args.size or size
     layer = Layer(SIZES[args.size], dtype, mesh.device)
-    results = [result for length in args.seq_len for result in compare(layer, mesh, length, args)]
+    results = [result for length in args.input_len for result in compare(layer, mesh, length, args)]
     if not mesh.is_leader:
         return
     if args.json:
         about = environment(mesh.device, dtype, mesh.world_size)
         write_json(args.json, about | {"options": reported(args), "results": results})
-    print(f"One layer of size {args.size}, {mesh.world_size} ranks; values of the slowest rank:\n")
-    rows = [
-        (
-            f"{r['length']:,} {r['form']}",
-            statistics.median(r["seconds"]) * 1e3,
-            f"{r['ratio']:.2f}",
-            format_bytes(r["sent_bytes"]),
-            f"{r['imbalance']:.3f}",
-            f"{r['relative_error']:.1e}",
-        )
-        for r in results
-    ]
-    header = ("tokens, form", "median ms", f"/ {args.forms[0]}", "sends", "imbalance of work", "difference")
-    print(format_table(header, rows))
+    print(f"One layer of size {args.size}, {mesh.world_size} ranks; values of the slowest rank.")
+    print(
+        f"ratio: to {args.forms[0]}; sent_bytes: of a rank; imbalance: of work; error: the difference to one process\n"
+    )
+    columns = ("length", "form", "median_ms", "ratio", "sent_bytes", "imbalance", "relative_error")
+    print(format_table(columns, [[r[column] for column in columns] for r in results]))
 
 
 def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -335,8 +281,9 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
         form = FORMS[name](layer, mesh.world, length)
         tokens = tuple(tensor[form.own] for tensor in whole)
         expected = of_whole[form.own]
-        with SentBytes(mesh.world_size) as sent:
-            out = form.run(tokens)
+        sent = -mesh.world.bytes_sent
+        out = form.run(tokens)
+        sent += mesh.world.bytes_sent
         difference, norm = (x.flatten(1).norm(dim=1) for x in (out.double() - expected, expected))
         errors = [sum(of_all(float(x.square().sum()))) for x in (difference, norm)]
         error, median = (errors[0] / errors[1]) ** 0.5, float((difference / norm).median()) if len(norm) else 0.0
@@ -344,7 +291,7 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
         if not (error <= allowed and max(of_all(median)) <= allowed_median):
             raise RuntimeError(f"{name} differs from the single process by {error:.1e} at {length} tokens: not timed")
         result: dict[str, Any] = {"form": name, "length": length, "seconds": [], "relative_error": error}
-        result |= {"sent_bytes": int(max(of_all(sent.total)))}
+        result |= {"sent_bytes": int(max(of_all(sent)))}
         results.append(result | {"imbalance": max(form.work()) / statistics.mean(form.work())})
         runs.append((form, tokens))
     for _ in range(args.repeat):
@@ -356,7 +303,8 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
                 torch.cuda.synchronize(mesh.device)
             result["seconds"].append(max(of_all(time.perf_counter() - begin)))
     for result in results:
-        result["ratio"] = statistics.median(result["seconds"]) / statistics.median(results[0]["seconds"])
+        result["median_ms"] = statistics.median(result["seconds"]) * 1e3
+        result["ratio"] = result["median_ms"] / results[0]["median_ms"]
     return results
 
 

@@ -148,10 +148,10 @@ def main() -> None:
     device, size = torch.device(args.device), SIZES[args.size]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     counts = {name: count(name, size) for name in FORMS}
-    rows: list[tuple[Any, ...]] = []
-    for name, c in counts.items():
-        weights_read = format_bytes(int(c["weight_bytes"]))
-        rows.append((name, f"{c['cache_bytes'] / 1e3:.3f}", f"{c['flops'] / 1e6:.2f}", weights_read))
+    rows = [
+        (name, f"{c['cache_bytes'] / 1e3:.3f}", f"{c['flops'] / 1e6:.2f}", format_bytes(int(c["weight_bytes"])))
+        for name, c in counts.items()
+    ]
     header = ("form", "cache kB a token", "MFLOP a cached token", "weights read")
     print("Counted, one layer, bfloat16:\n\n" + format_table(header, rows))
     weights = size.weights(dtype, device)
@@ -159,14 +159,10 @@ def main() -> None:
     results = []
     for batch in args.batch_size:
         for context in args.context:
-            measured = measure(forms, batch, context, args.repeat)
-            results += measured
-            rows = [
-                (r["form"], r["median_ms"], f"{r['ratio_to_engine']:.2f}", f"{r['relative_error']:.1e}")
-                for r in measured
-            ]
-            print(f"\nMeasured, batch {batch}, {context:,} cached tokens each:\n")
-            print(format_table(("form", "median ms", "/ engine", "difference to CD"), rows))
+            results += measure(forms, batch, context, args.repeat)
+    columns = ("batch_size", "context", "form", "median_ms", "ratio_to_engine", "relative_error")
+    print("\nMeasured; context: cached tokens of each sequence; error: the difference to CD\n")
+    print(format_table(columns, [[r[column] for column in columns] for r in results]))
     if args.json:
         about = environment(device, dtype, 1) | {"options": reported(args), "counted": counts, "results": results}
         write_json(args.json, about)
@@ -217,11 +213,10 @@ def measure(forms: dict[str, Absorbed], batch: int, context: int, repeat: int) -
             if like.is_cuda:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
-    ms, about = {name: statistics.median(of) * 1e3 for name, of in seconds.items()}, {"batch_size": batch}
+    ms = {name: statistics.median(of) * 1e3 for name, of in seconds.items()}
     return [
-        {"form": name, "context": context, "relative_error": errors[name], "seconds": seconds[name]}
-        | {"median_ms": ms[name], "ratio_to_engine": ms[name] / ms["engine"]}
-        | about
+        {"batch_size": batch, "context": context, "form": name, "relative_error": errors[name]}
+        | {"seconds": seconds[name], "median_ms": ms[name], "ratio_to_engine": ms[name] / ms["engine"]}
         for name in forms
     ]
 

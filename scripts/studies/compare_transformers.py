@@ -21,7 +21,6 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, run
-from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.measure.device import peak_bytes, reset_peak
@@ -42,7 +41,7 @@ Work = Callable[[], float]  # returns the timed seconds
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", default="demo", help="a Hugging Face model folder, or 'demo' (default)")
-    parser.add_argument("--seq-len", type=lengths, default=[4096], help="prompt lengths for prefill")
+    parser.add_argument("--input-len", type=lengths, default=[4096], help="prompt lengths for prefill")
     parser.add_argument("--context", type=lengths, default=[2048], help="context lengths for decode")
     parser.add_argument("--batch-size", type=lengths, default=[1, 8], help="batch sizes for decode")
     parser.add_argument("--output-len", type=int, default=16, help="tokens to decode")
@@ -58,26 +57,18 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     decodes = list(itertools.product(args.context, args.batch_size))
     model = resolve_model(args.model)
-    check_memory(ModelConfig.from_pretrained(model), [(n, 1) for n in args.seq_len] + decodes)
+    check_memory(ModelConfig.from_pretrained(model), [(n, 1) for n in args.input_len] + decodes)
     llm, theirs = load(model, args)
-    fractions = PeakFractions(llm.engine)
     results = []
-    with progress_bar(2 * args.repeat * (len(args.seq_len) + len(decodes)), "runs", "comparing") as bar:
-        for n in args.seq_len:
-            result = compare_prefill(llm, theirs, n, args.repeat, bar)
-            results.append(result | fractions.prefill(n, n / result["engine"]))
+    with progress_bar(2 * args.repeat * (len(args.input_len) + len(decodes)), "runs", "comparing") as bar:
+        for n in args.input_len:
+            results.append(compare_prefill(llm, theirs, n, args.repeat, bar))
         for context, batch in decodes:
             results.append(compare_decode(llm, theirs, context, batch, args.output_len, args.repeat, bar))
     if args.json:
-        about = environment(CPU, torch.float32, 1) | {"ceilings": fractions.ceilings.to_json()}
-        write_json(args.json, about | {"model": args.model, "results": results})
+        write_json(args.json, environment(CPU, torch.float32, 1) | {"model": args.model, "results": results})
     header = ("", "dsa_engine", "transformers", "ratio", "dsa_engine memory", "transformers memory", "difference")
     print(format_table(header, [row(r) for r in results]))
-    print_peak_fractions([r["name"] for r in results], results, fractions.ceilings)
-    print(
-        "\nRatios are of medians over runs in turn. They grow with the prompt and the batch: transformers scores and\n"
-        "attends to every pair of tokens and runs every expert by itself; of one short request little is saved."
-    )
 
 
 def check_memory(config: ModelConfig, cases: list[tuple[int, int]]) -> None:
@@ -92,7 +83,7 @@ def check_memory(config: ModelConfig, cases: list[tuple[int, int]]) -> None:
         f"{length:,} tokens; {format_bytes(available_bytes())} are available"
     )
     if needed > available_bytes():
-        raise ValueError(f"{said}: give a shorter --seq-len or --context, or a smaller --batch-size")
+        raise ValueError(f"{said}: give a shorter --input-len or --context, or a smaller --batch-size")
     print(said, flush=True)
 
 
@@ -103,7 +94,7 @@ def load(folder: Path, args: argparse.Namespace) -> tuple[LLM, Any]:
 
     logging.set_verbosity_error()  # it lists the MTP module's tensors, which it does not use
     logging.disable_progress_bar()
-    longest = max(args.seq_len + [c + args.output_len for c in args.context])
+    longest = max(args.input_len + [c + args.output_len for c in args.context])
     options = {"max_num_seqs": max(args.batch_size), "max_model_len": longest, "enable_prefix_caching": False}
     with tempfile.TemporaryDirectory() as temporary:
         if ModelConfig.from_pretrained(folder).weight_block_size is not None:

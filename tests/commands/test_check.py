@@ -32,8 +32,9 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_model_len": 
 
 
 def checked(llm: LLM, tokens: int = TOKENS) -> dict[str, Finding]:
-    llm.wait_idle()
-    results = findings(llm, *text_ids(llm, None, tokens), range(llm.engine.config.num_hidden_layers))
+    config = llm.engine.config
+    ids = text_ids(llm.tokenizer if llm.has_tokenizer else None, config.vocab_size, None, tokens)
+    results = findings(llm.engine, llm.folder, ids, llm.has_tokenizer, range(config.num_hidden_layers))
     return {one.check: one for one in results if isinstance(one, Finding)}
 
 
@@ -73,13 +74,15 @@ def test_the_demo_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     cases = {"prefill", "decode", "prefix hit", "preempted", "drafts"}
     assert {one["case"] for one in report["agreements"]} == cases and report["complete"]
     names = {one["check"] for one in report["results"] if one["ok"]}
-    assert names == cases | {"tensors", "sparsity", "text"} | {f"recall, layer {layer}" for layer in range(3)}
+    assert names == {"tensors", "sparsity", "ties", "text"} | {f"layer {layer}" for layer in range(3)}
     at = {position for one in report["agreements"] for position in one["positions"]}
     assert {254, 255, 256, 257, 383, 384, 697, 698} <= at, "around index_topk and a page's border, and the last ones"
     for one in report["agreements"]:
         assert max(one["attention"], one["feed_forward"]) < 1e-4 and one["experts"] == (1.0 if one["layer"] else None)
         assert one["mass"] is None or one["selection"] > 0.999 and one["mass"] > max(0.97, one["random"])
-    assert "what to do" not in captured.out and re.search(r"^2 +\d\.\de-0\d ", captured.out, re.MULTILINE)
+    assert "what to do" not in captured.out
+    (line,) = re.findall("layer 2 .*", captured.out)
+    assert all(words in line for words in ("in attention", "of the selection", "of the experts", "attention's mass"))
     assert "WARNING" not in captured.err, "the check preempts requests itself"
 
 
@@ -90,6 +93,7 @@ COMPILED = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler, or
     "model_type, keys, options",
     [
         ("deepseek_v32", {}, {}),
+        ("deepseek_v32", {"index_n_heads": 4}, {}),
         ("deepseek_v32", {}, {"dtype": "bfloat16"}),
         pytest.param("deepseek_v32", {}, {"batch_invariant": True}, marks=COMPILED),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}, {}),
@@ -104,8 +108,10 @@ def test_random_checkpoints(
     assert failures(results) == {}
     assert results["text"].ok is None and "tokenizer" in results["text"].seen
     assert results["sparsity"].ok is (None if model_type == "deepseek_v3" else True)
-    assert results["prefix hit"].ok
-    assert ("recall, layer 1" in results) is (model_type == "deepseek_v32"), "layer 1 of GLM shares a selection"
+    if model_type == "deepseek_v32":  # a random model's scores are often exactly 0, with few heads of the indexer
+        share = float(results["ties"].seen.partition("%")[0])
+        assert share > 1 if keys else share < 1
+    assert ("mass" in results["layer 1"].seen) is (model_type == "deepseek_v32"), "layer 1 of GLM shares a selection"
 
 
 @pytest.mark.parametrize("format", ["int8", "int4-experts", "FP8 caches"])
@@ -118,7 +124,7 @@ def test_formats(format: str, tmp_path: Path, run_script: Callable[..., Any]) ->
         assert run_script("convert", trained_folder(), folder, "--quantize", format).returncode == 0
     with LLM(folder, **OPTIONS | options) as llm:
         results = checked(llm, 400)
-    assert failures(results) == {} and results["tensors"].ok and results["prefix hit"].ok
+    assert failures(results) == {} and results["tensors"].ok
 
 
 @pytest.mark.parametrize(
@@ -148,7 +154,7 @@ def test_a_fault_of_the_engine(fault: str, where: str, named: str, demo: LLM, mo
             monkeypatch.setattr(experts, name, (getattr(experts, name)[0].roll(3, dims=0),))
     else:
         changed = {
-            "router": layer.moe.bias,
+            "router": layer.moe.router.bias,
             "head weights": attention.indexer.weights_proj.matrix,
             "latent norm": attention.kv_a_norm,
         }[fault]
@@ -159,8 +165,7 @@ def test_a_fault_of_the_engine(fault: str, where: str, named: str, demo: LLM, mo
         wrong = failures(checked(demo))
         if changed is not None and before is not None:
             changed.copy_(before)
-    assert where in wrong and f"layer 1: {named}" in wrong[where], wrong
-    assert "layer 0" not in "".join(wrong.values())
+    assert f"{where}: {named}" in wrong["layer 1"] and "layer 0" not in wrong, wrong
 
 
 def test_scales_that_the_engine_does_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +175,7 @@ def test_scales_that_the_engine_does_not_apply(monkeypatch: pytest.MonkeyPatch) 
     )
     with LLM("demo", **OPTIONS) as llm:
         wrong = failures(checked(llm))
-    assert re.search(r"layer 0: attention: .*e\+\d+ times as large", wrong["prefill"]), wrong
+    assert re.search(r"prefill: attention: .*e\+\d+ times as large", wrong["layer 0"]), wrong
 
 
 def test_pages_that_lose_their_index_keys(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +191,9 @@ def test_pages_that_lose_their_index_keys(demo: LLM, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(names, "admitted", forgotten)
     wrong = failures(checked(demo))
-    assert "prefill" not in wrong and "layer 1: selection: " in wrong["prefix hit"], wrong
-    assert "the prefill is right, so it is the cache or the form of the step" in wrong["prefix hit"]
+    assert "the prefill is right, so it is the cache or the form of the step; prefix hit: sel" in wrong["layer 1"], (
+        wrong
+    )
 
 
 def test_an_indexer_that_config_json_hides(checkpoint: Callable[..., Path]) -> None:
@@ -205,7 +211,7 @@ def test_damaged_tensors_of_the_indexer(checkpoint: Callable[..., Path]) -> None
 
     with LLM(checkpoint(zero_keys), **OPTIONS) as llm:
         wrong = failures(checked(llm, 1400))
-    assert set(wrong) == {"recall, layer 1"}, wrong
+    assert set(wrong) == {"layer 1"} and "of dense attention's mass" in wrong["layer 1"], wrong
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,5 +235,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     report = json.loads((tmp_path / "c.json").read_text())
     ok = {one["check"]: one["ok"] for one in report["results"]}
-    assert report["world_size"] == 2 and ok["prefix hit"] and ok["preempted"] and ok["tensors"]
-    assert {one["layer"] for one in report["agreements"]} == {0, 1, 2} and done.stdout.count("prefill ") == 1
+    assert report["world_size"] == 2 and ok["tensors"] and done.stdout.count("layer 2 ") == 1
+    compared = {(one["layer"], one["case"]) for one in report["agreements"]}
+    assert compared == {
+        (layer, case) for layer in range(3) for case in ("prefill", "decode", "prefix hit", "preempted")
+    }

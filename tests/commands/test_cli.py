@@ -59,9 +59,9 @@ def test_the_first_line_comes_before_torch() -> None:
     lines = done.stderr.splitlines()
     assert lines[1::2] == ["torch"] * len(slow) and len(lines) == 2 * len(slow), done.stderr
     assert all(line.endswith(" importing PyTorch") for line in lines[::2]) and done.stdout == ""
-    quick = ["route", "cache list /nowhere"]
+    quick = ["cache list /nowhere"]
     done = subprocess.run([sys.executable, "-c", FIRST, *quick], capture_output=True, text=True, timeout=60)
-    assert "torch" not in done.stderr.lower() and "vllm-router" in done.stdout, done.stderr
+    assert "torch" not in done.stderr.lower(), done.stderr
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import pytest
 from dsa_engine import LLM, SamplingParams, __version__
 from dsa_engine.cli import main
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.config.released import RELEASED_CONFIGS
+from dsa_engine.config.released import HUB_IDS, RELEASED_CONFIGS
 from dsa_engine.demo import demo_folder
 from dsa_engine.errors import CheckpointError
+from dsa_engine.weights import model_folder
 from dsa_engine.weights.model_folder import model_config, resolve_model
 
 
@@ -121,7 +123,7 @@ def unloadable(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["generate", "--prompt", "x" * 200], "", "length is 200 tokens, and the prompt has 201"),
         (["generate", "--prompt", "x", "--chat"], "", "has no chat template; use generate() with a prompt"),
         (["chat"], "hello", "has no chat template; use generate() with a prompt"),
-        (["bench", "prefill", "--seq-len", "50,201"], "", "length is 200 tokens, and the prompt has 201"),
+        (["bench", "prefill", "--input-len", "50,201"], "", "length is 200 tokens, and the prompt has 201"),
         (
             ["bench", "tpot", "--input-len", "150", "--output-len", "51"],
             "",
@@ -145,7 +147,7 @@ def test_what_is_known_is_said_before_weights_are_loaded(
 
 def test_bench(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--device", "cpu", "--repeat", "1", "--warmup", "0", "--json", "-"]
-    main(["bench", "prefill", "--seq-len", "100", *common])
+    main(["bench", "prefill", "--input-len", "100", *common])
     captured = capsys.readouterr()
     assert json.loads(captured.out)["results"][0]["input_len"] == 100 and "median TTFT ms" in captured.err
     for metric in ("ttft", "tpot"):
@@ -195,6 +197,21 @@ def test_released_sizes_by_name(demo_cache: Path) -> None:
         assert model_config(name, {"num_hidden_layers": 5}) == ModelConfig.from_dict(config, {"num_hidden_layers": 5})
         with pytest.raises(CheckpointError, match=f"'{name}' is a configuration without weights: give load_format="):
             LLM(name)
+
+
+def test_released_sizes_by_hub_id(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a download, for ``info`` and ``plan``; a folder in the local cache comes first."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert {*HUB_IDS.values()} == {*RELEASED_CONFIGS}
+    for hub_id, name in HUB_IDS.items():
+        config = model_config(hub_id, {"num_hidden_layers": 5})
+        assert (config.quantization is None) == (hub_id == "zai-org/GLM-5")
+        known = model_config(name, {"num_hidden_layers": 5})
+        assert replace(config, quantization=None) == replace(known, quantization=None)
+        with pytest.raises(CheckpointError, match=f"hf download {hub_id}$"):
+            LLM(hub_id)
+    monkeypatch.setattr(model_folder, "_in_hub_cache", lambda hub_id: resolve_model("demo"))
+    assert model_config("deepseek-ai/DeepSeek-R1", {}) == model_config("demo", {})
 
 
 def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

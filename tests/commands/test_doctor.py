@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -75,6 +76,16 @@ def test_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         main(["doctor", "--device", "cpu", "--json", str(report)])
     result = json.loads(report.read_text())
     assert ended.value.code == 130 and not result["complete"] and len(result["results"]) == 1
+
+
+def test_without_the_characters_of_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(mesh: Mesh) -> str:
+        raise NotHere("no roof")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"floor": lambda mesh: "dry, 3 × 4 m", "roof": lacks})
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), "ascii"))
+    main(["doctor", "--device", "cpu"])
+    assert written.getvalue().decode().split("\n") == ["ok floor     dry, 3 ? 4 m", "-- roof      no roof", ""]
 
 
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")

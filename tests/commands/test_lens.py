@@ -8,11 +8,13 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import call, patch
 
 import pytest
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.cli import main
+from dsa_engine.engine.startup import start
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FACTS = {1000 + 7 * number: (37 * number) % 100 for number in range(90)}
@@ -29,7 +31,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "facts.txt").write_text(DOCUMENT, encoding="utf-8")
     where = ["--prompt-file", str(folder / "facts.txt"), "--output", str(folder / "lens.html")]
     how = ["--device", "cpu", "--cache-memory", "64MiB", "--max-tokens", "8"]
-    main(["lens", "--question", f"What is key {KEY}?", *where, *how])
+    with patch.object(start, "progress_bar", wraps=start.progress_bar) as bars:
+        main(["lens", "--question", f"What is key {KEY}?", *where, *how])
+    assert call(1, "requests", "generating", True) in bars.call_args_list, "a long document takes minutes"
     return folder / "lens.html"
 
 

@@ -184,6 +184,7 @@ def test_files(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for content, message in (
         (b"{", "config.json is not valid JSON"),
+        (b'{"a":' * 100_000, "config.json is not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
         (b"[1]", "must hold a JSON object, not list"),
     ):

@@ -64,7 +64,7 @@ def test_processes_that_start_at_once_share_one_folder(folder: Path, tmp_path: P
     code = "import sys; from dsa_engine.demo import demo_folder; sys.stdin.readline(); print(demo_folder())"
     environment = os.environ | {"DSA_ENGINE_CACHE": str(tmp_path)}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes) for _ in range(4)]
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes) for _ in range(2)]
     results = []
     for process in processes:  # all have been started; the line lets each go on when it has imported everything
         assert process.stdin is not None

@@ -79,32 +79,40 @@ class DraftingOracle:
     eps: float
 
     @torch.no_grad()
-    def drafts(self, tokens: list[int], count: int) -> torch.Tensor:
-        """Logits ``[count, vocab]`` of the drafts for ``tokens``, whose module rows begin at position 0.
+    def drafts(
+        self,
+        tokens: list[int],
+        count: int,
+        choose: Callable[[torch.Tensor, list[int]], int] = lambda logits, _: int(logits.argmax()),
+    ) -> torch.Tensor:
+        """Logits ``[count, vocab]`` of the drafts for ``tokens``, whose module rows begin at position 0. ``choose`` is
+        called with those of a draft and all tokens before it, and returns the draft.
 
         The model has chosen ``tokens[-1]`` after ``tokens[:-1]``; the first draft is the next token. With one module,
         each later row is drafted from the module's own state and its last draft; with several, by the next one, whose
         rows embed the tokens one further, drafts where there are no others.
         """
         hidden = self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
-        return self._chain(tokens, hidden, count) if len(self.modules) == 1 else self._each(tokens, hidden, count)
+        drafts_by = self._chain if len(self.modules) == 1 else self._each
+        return drafts_by([*tokens], hidden, count, choose)
 
-    def _chain(self, tokens: list[int], hidden: torch.Tensor, count: int) -> torch.Tensor:
+    def _chain(self, tokens: list[int], hidden: torch.Tensor, count: int, choose: Any) -> torch.Tensor:
         rows = self._rows(0, tokens[1:], hidden[:-1])
         logits = []
         for _ in range(count):
             out = self._run(0, rows)[-1:]
             logits.append(self._logits(0, out)[0])
-            rows = torch.cat((rows, self._rows(0, [int(logits[-1].argmax())], out)))
+            tokens.append(choose(logits[-1], tokens))
+            rows = torch.cat((rows, self._rows(0, tokens[-1:], out)))
         return torch.stack(logits)
 
-    def _each(self, tokens: list[int], hidden: torch.Tensor, count: int) -> torch.Tensor:
+    def _each(self, tokens: list[int], hidden: torch.Tensor, count: int, choose: Any) -> torch.Tensor:
         """Equation 21 for h of module k - 1 and the embeddings of tokens k further, 22 and 23 for each module."""
-        states, tokens, logits = hidden[:-1], list(tokens), []
+        states, logits = hidden[:-1], []
         for k in range(1, count + 1):
             states = self._run(k - 1, self._rows(k - 1, tokens[k : k + len(states)], states))
             logits.append(self._logits(k - 1, states[-1:])[0])
-            tokens.append(int(logits[-1].argmax()))
+            tokens.append(choose(logits[-1], tokens))
         return torch.stack(logits)
 
     def _run(self, module: int, rows: torch.Tensor) -> torch.Tensor:

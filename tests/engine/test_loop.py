@@ -52,7 +52,8 @@ def test_threads_and_tasks_at_once(
 ) -> None:
     """Eight threads and an event loop full of tasks, cancelled at random: each token is that of a request alone."""
     monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
-    threads, files = threading.active_count(), open_files()
+    gc.collect()
+    threads, files = set(threading.enumerate()), open_files()  # those of earlier tests may still end meanwhile
     answers, cancelled = run_callers(llm, kinds, requests, tasks, THREADS)
     check_found(answers, kinds)
     ended = Counter(how for *_, how in answers)
@@ -61,7 +62,8 @@ def test_threads_and_tasks_at_once(
     assert set(ended) == {"generated", "streamed", "left"}
     scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
     assert not scheduler.has_work and scheduler.free_pages == [pages]
-    assert threading.active_count() == threads and open_files() == files
+    gc.collect()
+    assert set(threading.enumerate()) <= threads and open_files() <= files
 
 
 def test_messages_can_be_pickled() -> None:

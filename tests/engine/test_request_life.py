@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,3 +217,24 @@ def test_a_request_that_loses_its_pages_under_a_step_in_flight(llm: LLM, monkeyp
     monkeypatch.setattr(engine, "step", preempting)
     assert [out.token_ids for out in llm.generate(prompts, params)] == expected
     assert not lengths
+
+
+def test_a_command_does_not_wait_for_an_interrupted_step() -> None:
+    """Ctrl-C in a step that never ends: an orderly end waits for it for 90 seconds."""
+    program = """
+import os, signal, threading
+from dsa_engine import LLM
+from dsa_engine.commands.arguments import run
+
+def command():
+    with LLM("demo", device="cpu", max_model_len=100) as llm:
+        begun, never = threading.Event(), threading.Event()
+        llm.engine.step = lambda: begun.set() or never.wait()
+        threading.Thread(target=lambda: begun.wait() and os.kill(os.getpid(), signal.SIGINT)).start()
+        llm.generate([[5, 6, 7]])
+
+print("begins")
+run(command)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=80)
+    assert done.returncode == 130 and done.stderr.endswith("interrupted\n") and done.stdout == "begins\n"

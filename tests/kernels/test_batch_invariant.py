@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
-from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16, block_fp8
+from dsa_engine.kernels.grouped.grouped_matmul import PLAIN
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8, W4A16
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries

@@ -127,7 +127,7 @@ def test_experts_get_equal_parts(method: Any, max_pairs: int, tokens: int, paddi
     chosen = torch.zeros(count, 4, dtype=torch.int32)
     chosen[tokens:] = -1
     routed = Routed(torch.randn(count, 6), chosen, torch.rand(count, 4))
-    dispatch = mesh.experts.dispatcher(decodes=False).start(parallel, routed, StepSizes(count, max_pairs))
+    dispatch = mesh.experts.dispatchers[False].start(parallel, routed, StepSizes(count, max_pairs))
     counts = torch.zeros(3, dtype=torch.int64)
     for number in range(dispatch.rounds):
         here = dispatch.receive(number)

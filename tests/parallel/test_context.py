@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsa_engine import SamplingParams
+from dsa_engine.commands.bench.prefill_benchmark import attention_pairs
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
@@ -94,6 +95,6 @@ def test_attention_work_of_a_chunked_prefill(ranks: int, length: int, step: int,
     work = [0] * ranks
     for first in range(0, length, step):
         chunk = Chunk(sequence, first, min(step, length - first), range(ranks))
-        pairs_of_ranks = StepPlan.of([chunk], 0, ranks, config).attention_pairs()
+        pairs_of_ranks = attention_pairs(StepPlan.of([chunk], 0, ranks, config))
         work = [a + b for a, b in zip(work, pairs_of_ranks, strict=True)]
     assert sum(work) == length * (length + 1) // 2 and imbalance(work) < 0.01

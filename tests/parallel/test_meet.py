@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel import Mesh, ParallelConfig, agreement
+from dsa_engine.parallel.failure import SIGN_OF_LIFE
 from dsa_engine.parallel.group import Group
 
 
@@ -131,3 +132,24 @@ def test_the_store_keeps_the_keys_of_the_last_meeting_only(
         verdicts = list(pool.map(run, meshes))
     assert verdicts == [[repr([(r, f"{n} {r}") for r in range(3)]) for n in range(20)]] * 3
     assert store.num_keys() - before == 4, "three texts and a verdict"
+
+
+def test_a_rank_that_shows_no_sign_of_life_is_not_waited_for(meshes: list[Rank], store: dist.Store) -> None:
+    """One that lives is waited for, for longer than a silent one."""
+    store.add(SIGN_OF_LIFE.format(1), 1)
+    with pytest.raises(TimeoutError, match="no sign of life from rank 1 for 0.05 s: ended, or stopped"):
+        agreement.Meeting([0, 1], 0).all_succeed(lambda: None, 7200.0, 0.05)
+    lives, silent_s = threading.Event(), 3.0
+
+    def live() -> None:
+        while not lives.wait(0.01):
+            store.add(SIGN_OF_LIFE.format(2), 1)
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(live)
+        first = pool.submit(agreement.Meeting([0, 2], 0).all_succeed, lambda: 5, 7200.0, silent_s)
+        time.sleep(1.3 * silent_s)
+        assert not first.done()
+        assert agreement.Meeting([0, 2], 2).all_succeed(lambda: 6, 7200.0) == 6
+        assert first.result() == 5
+        lives.set()

@@ -20,6 +20,7 @@ from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.device import choose_device, warn_of_old_driver
+from dsa_engine.parallel.experts import KINDS, MoeDispatch
 from dsa_engine.parallel.experts.all_gather import AllGather
 from dsa_engine.parallel.experts.all_to_all import AllToAll
 from dsa_engine.parallel.experts.by_node import ByNode
@@ -164,13 +165,17 @@ def test_every_rank_makes_the_groups_of_nodes_and_rails(made: list[tuple[int, ..
     assert all(one == made_by_rank[0] for one in made_by_rank)
     assert made_by_rank[0][3:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]
     on_cuda = Mesh(mesh.config, 4, 5, torch.device("cuda"))
-    assert on_cuda.static_decode and isinstance(on_cuda.experts.dispatcher(True), AllGather), "a graph needs them"
+    assert on_cuda.static_decode and isinstance(on_cuda.experts.dispatchers[True], AllGather), "a graph needs them"
 
 
-def test_decode_by_deep_ep_keeps_its_shapes(made: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_known_before_there_is_a_mesh(made: list[tuple[int, ...]], name: MoeDispatch) -> None:
+    assert Mesh(ParallelConfig(decode_dispatch=name), 0, 2, CPU).static_decode == KINDS[name].static_decode
+
+
+def test_decode_by_deep_ep(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(moe_dispatch="deep_ep", decode_dispatch="deep_ep"), 0, 2, CPU)
-    assert mesh.static_decode
-    assert [type(mesh.experts.dispatcher(decodes)) for decodes in (False, True)] == [DeepEP, LowLatency]
+    assert [type(one) for one in mesh.experts.dispatchers] == [DeepEP, LowLatency]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +190,7 @@ def test_one_level_of_nodes_is_logged(
         mesh = Mesh(ParallelConfig(moe_dispatch="by_node"), rank, 3, CPU)
         mesh.set_nodes(nodes)
         assert (mesh.node_groups is None) == (line is not None)
-        assert isinstance(mesh.experts.dispatcher(decodes=False), AllToAll if line else ByNode)
+        assert isinstance(mesh.experts.dispatchers[False], AllToAll if line else ByNode)
     assert caplog.messages == ([f"the dispatch 'by_node' is 'all_to_all' here, as {line}"] if line else [])
     assert Mesh(ParallelConfig(), 0, 3, CPU).node_groups is None
 

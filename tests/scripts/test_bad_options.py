@@ -13,11 +13,11 @@ Run = Callable[..., Any]
 @pytest.mark.parametrize(
     "script, options, message",
     [
-        ("bench_prefill.py", ["--seq-len", "0"], "positive numbers"),
+        ("bench_prefill.py", ["--input-len", "0"], "positive numbers"),
         ("bench_prefill.py", ["--repeat", "0"], "--repeat"),
         ("bench_prefill.py", ["--prompt-file", "/nowhere/at/all"], "No such file"),
         ("bench_prefill.py", ["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all"),
-        ("bench_prefill.py", ["--seq-len", "200000"], "length is 163840 tokens"),
+        ("bench_prefill.py", ["--input-len", "200000"], "length is 163840 tokens"),
         ("bench_prefill.py", ["--cache-memory", "1MB"], "the cache is too small"),
         ("bench_prefill.py", ["--emulate-world", "2", "--dump-logits", "x.npy"], "logits of an emulated rank"),
         ("bench_prefill.py", ["--plot", "x.pdf"], ".png"),

@@ -20,7 +20,7 @@ Run = Callable[..., Any]
 def test_bench_prefill_reports_every_length(run_alone: Run, tmp_path: Path) -> None:
     outputs = {name: tmp_path / f"out.{name}" for name in ("json", "npy", "png", "trace")}
     done = run_alone(
-        *("bench_prefill.py", "--seq-len", "300,700", "--warmup", 0, "--repeat", 2, "--json", outputs["json"]),
+        *("bench_prefill.py", "--input-len", "300,700", "--warmup", 0, "--repeat", 2, "--json", outputs["json"]),
         *("--dump-logits", outputs["npy"], "--plot", outputs["png"], "--profile", outputs["trace"]),
     )
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_bench_prefill_takes_a_text_and_a_model_of_configuration_only(run: Run, 
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     options = ["--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 2}', "--dtype", "bfloat16"]
-    done = run("bench_prefill.py", "--model", folder, "--seq-len", 300, "--warmup", 0, "--repeat", 1, *options)
+    done = run("bench_prefill.py", "--model", folder, "--input-len", 300, "--warmup", 0, "--repeat", 1, *options)
     assert done.returncode == 0, done.stderr
 
 
@@ -70,7 +70,7 @@ def test_prefill_stays_under_1500_mb(run_alone: Run, tmp_path: Path, short: int,
     for length in (short, long):
         report = tmp_path / f"{length}.json"
         options = ["--warmup", 0, "--repeat", 1, "--hf-overrides", '{"num_hidden_layers": 2}', "--json", report]
-        done = run_alone("bench_prefill.py", "--seq-len", length, *options)
+        done = run_alone("bench_prefill.py", "--input-len", length, *options)
         assert done.returncode == 0, done.stderr
         peaks[length] = json.loads(report.read_text())["results"][0]["peak_memory_bytes"][0]
     assert peaks[long] + 2 * long * (80 + 32) * 4 < 1.5e9

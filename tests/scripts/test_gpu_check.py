@@ -57,7 +57,7 @@ PARTS = {
     "latency": ["compile", "doctor", "tests_graphs", "ttft_rank_of_64", "tpot_rank_of_64"],
     "ranks": [
         *("one_process", "compare", "doctor_ranks", "graphs_ranks"),
-        *("dbo_8_queues", "dbo_32_queues", "no_dbo", "two_machines", "apart"),
+        *("enable-dbo", "no-enable-dbo", "two_machines", "apart"),
     ],
 }
 
@@ -67,7 +67,7 @@ def test_gpu_check_goes_on_after_a_part_that_fails(tmp_path: Path, what: str) ->
     process = run(tmp_path, "gpu_check.sh", what, "doctor")
     out, (text, _) = tmp_path / "results", process.communicate(timeout=120)
     first = "doctor_ranks" if what == "ranks" else "doctor"
-    assert re.findall(r"^== (\w+) \(at most \d+ s\)$", text, re.M) == PARTS[what]
+    assert re.findall(r"^== ([\w-]+) \(at most \d+ s\)$", text, re.M) == PARTS[what]
     assert f"== {first}: exit status 3" in text and f"FAILED: {first} (" in text and process.returncode == 1
     assert sorted(path.name for path in out.iterdir()) == sorted(f"{part}.log" for part in PARTS[what])
     if what == "ranks":

@@ -61,8 +61,7 @@ def test_one_rank_of_many(run: Run, tmp_path: Path) -> None:
     fewer = ["--hf-overrides", '{"num_hidden_layers": 3}', "--load-format", "dummy"]
     for script, metric in (("bench_prefill.py", "ttft"), ("measure_ttft.py", "ttft"), ("measure_tpot.py", "tpot")):
         report = tmp_path / f"{script}.json"
-        length = "--seq-len" if script == "bench_prefill.py" else "--input-len"
-        options = [length, 400, "--repeat", 1, "--warmup", 0, "--json", report]
+        options = ["--input-len", 400, "--repeat", 1, "--warmup", 0, "--json", report]
         options += ["--emulate-world", 12, "--emulate-rank", 7, *fewer]
         done = run(script, *options, *(["--output-len", 3, "--batch-size", 12] if metric == "tpot" else []))
         assert done.returncode == 0, done.stderr
@@ -101,9 +100,9 @@ def test_what_was_measured_is_not_lost_to_an_interrupt(
         return measure(*args, **named)
 
     monkeypatch.setattr(command, name, interrupted)
-    report, length = tmp_path / "out.json", "--seq-len" if script == "bench_prefill.py" else "--input-len"
+    report = tmp_path / "out.json"
     options = [] if script == "bench_prefill.py" else ["--output-len", 3]
-    done = run(script, length, "64,128", "--repeat", 1, "--json", report, *options)
+    done = run(script, "--input-len", "64,128", "--repeat", 1, "--json", report, *options)
     assert done.returncode == 130, done.stderr
     result = json.loads(report.read_text())
     assert result["complete"] is False

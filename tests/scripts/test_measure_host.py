@@ -9,12 +9,12 @@ from typing import Any
 
 
 def test_measure_host(run_script: Callable[..., Any], tmp_path: Path) -> None:
-    report, plot = tmp_path / "host.json", tmp_path / "host.png"
-    sizes = ("--worlds", 2, "--requests", 3, "--steps", 4, "--prefill", "", "--waiting", "2x200")
-    done = run_script("measure_host.py", *sizes, "--json", report, "--plot", plot)
+    report = tmp_path / "host.json"
+    sizes = ("--worlds", 2, "--requests", 3, "--steps", 4, "--prefill", 256)
+    done = run_script("measure_host.py", *sizes, "--json", report)
     assert done.returncode == 0, done.stderr
     results = json.loads(report.read_text())
-    (decode,), (memory,) = results["decode"], results["memory"]
+    (decode,) = results["decode"]
     assert decode["calls"] > 100 and 0 < decode["step_ms"] <= decode["max_ms"] and decode["turn_ms"] > 0
-    assert memory["gigabytes"] >= 0 and results["prefill"] == []
-    assert "read tokens" in done.stdout and "load of the machine" in done.stdout and plot.stat().st_size > 1000
+    assert results["prefill"][0]["with_evictions_ms"] > 0
+    assert "decode step" in done.stdout and "load of the machine" in done.stdout

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 
 from dsa_engine import LLM
-from dsa_engine.server import errors
+from dsa_engine.server import errors, http
 from dsa_engine.server.http import bind, hosts_of
 
 LONG = {"prompt": [5, 6], "max_tokens": 190, "ignore_eos": True}
@@ -177,17 +178,19 @@ def test_the_key(serve: Any, tiny: LLM) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("timeout", "signals"), [(20.0, 1), (0.2, 1), (20.0, 2)])
-def test_the_end(serve: Any, slow: LLM, timeout: float, signals: int, stream: bool) -> None:
-    """What runs ends, or is broken off after the timeout or a second signal; no client can connect any longer."""
+def test_the_end(
+    serve: Any, slow: LLM, timeout: float, signals: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What runs ends, or is ended with an error after the timeout or a second signal, as is a request that is half
+    sent; no client can connect any longer."""
     server = serve(slow, shutdown_timeout=timeout)
 
     def answer() -> str:
-        try:
-            return server.post("/v1/completions", json=LONG | {"max_tokens": 60, "stream": stream}).text
-        except httpx.TransportError:
-            return "broken"
+        return server.post("/v1/completions", json=LONG | {"max_tokens": 60, "stream": stream}).text
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", server.port), 20) as half:
+        if timeout < 1:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         running = pool.submit(answer)
         while not slow.engine.scheduler.has_work:
             time.sleep(0.01)
@@ -195,7 +198,11 @@ def test_the_end(serve: Any, slow: LLM, timeout: float, signals: int, stream: bo
             server.http.handle_exit(signal.SIGINT, None)
         await_end(server)
         whole = running.result()
-    assert ('"finish_reason":"length"' in whole) == (timeout > 1 and signals == 1)
+        assert half.recv(99)[:12] == (b"" if timeout > 1 else b"HTTP/1.1 503")
+    finished = timeout > 1 and signals == 1
+    assert ('"finish_reason":"length"' in whole, '"code":"shutdown"' in whole) == (finished, not finished)
+    assert whole.endswith("data: [DONE]\n\n") == stream
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def await_end(server: Any) -> None:
@@ -222,6 +229,34 @@ def test_an_engine_that_ends(serve: Any, tiny_llm: Callable[..., LLM], monkeypat
     with pytest.raises(RuntimeError):
         llm.close()
         llm.generate([[5]])
+
+
+def test_requests_that_are_half_sent(serve: Any, slow: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have a limit of time, as has a connection without any; an answer may take longer."""
+    monkeypatch.setattr(http, "_SILENT_S", 1.0)
+    server = serve(slow)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with ExitStack() as stack:
+        halves = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20)) for _ in range(4)]
+        for half, sent in zip(halves, (b"", b"POST", head, head + b'Content-Length: 99\r\n\r\n{"prompt"')):
+            half.sendall(sent)
+        assert [half.recv(99) for half in halves] == [b""] * 4
+        assert server.complete(**LONG)
+
+
+def test_streams_of_http_1_0(server: Any) -> None:
+    """Its clients know no chunks: the end of a stream is that of the connection."""
+    for stream in (True, False):
+        body = json.dumps({"prompt": "a", "max_tokens": 3, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
+            connection.sendall(head.encode() + body)
+            answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+        head_of_answer, _, rest = answer.partition(b"\r\n\r\n")
+        assert head_of_answer.startswith(b"HTTP/1.1 200 ") and b"chunked" not in head_of_answer
+        events = rest.removesuffix(b"\n\n").split(b"\n\n")
+        assert all(event.startswith(b"data: ") for event in events) == stream
+        assert events[-1] == b"data: [DONE]" if stream else json.loads(rest)["choices"]
 
 
 def test_what_there_is_not(serve: Any, tiny: LLM) -> None:

@@ -14,13 +14,15 @@ from dsa_engine import LLM
 
 
 def values(server: Any) -> dict[str, float]:
-    """The values of /metrics by name; of labels only "position" and "finished_reason" are in the name."""
+    """The values of /metrics by name; of labels only those that tell several values apart are in the name."""
     from prometheus_client.parser import text_string_to_metric_families
 
     read = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
-            words = [sample.name, *(v for k, v in sample.labels.items() if k in ("position", "finished_reason"))]
+            apart = ("position", "finished_reason", "reason")
+            words = [sample.name, *(v for k, v in sample.labels.items() if k in apart)]
+            assert not sample.name.startswith("vllm:") or sample.labels["engine"] == "0", sample
             if "le" not in sample.labels:
                 read[" ".join(words).removeprefix("vllm:")] = sample.value
     return read
@@ -46,6 +48,13 @@ def test_what_is_counted(serve: Any, drafting: LLM) -> None:
     reasons = ("length", "stop", "abort", "error")
     assert [counts[f"request_success_total {reason}"] for reason in reasons] == [5, 1, 0, 0]
     assert counts["request_prompt_tokens_count"] == 4 and counts["request_generation_tokens_count"] == 6
+    assert (counts["request_params_n_count"], counts["request_params_n_sum"]) == (4, 2 + 2 + 1 + 1)
+    assert counts["request_max_num_generation_tokens_sum"] == 6 + 6 + 1 + 1
+    assert (counts["request_params_max_tokens_count"], counts["request_params_max_tokens_sum"]) == (4, 6 + 6 + 1 + 1)
+    assert (counts["request_num_preemptions_count"], counts["request_num_preemptions_sum"]) == (6, 0)
+    computed = counts["prefix_cache_queries_total"] - counts["prefix_cache_hits_total"]
+    assert counts["iteration_tokens_total_count"] > 3 and counts["iteration_tokens_total_sum"] == 26 + computed
+    assert counts["num_requests_waiting_by_reason capacity"] == 0
     assert counts["time_to_first_token_seconds_count"] == counts["e2e_request_latency_seconds_count"] == 6
     assert counts["request_time_per_output_token_seconds_count"] == 4
     assert 0 < counts["time_to_first_token_seconds_sum"] <= counts["e2e_request_latency_seconds_sum"]

@@ -98,6 +98,12 @@ def test_the_tokens_of_a_step_are_one_message(tiny: LLM, other_end: OtherEnd) ->
     assert messages == 9, "eight requests of nine tokens run together"
 
 
+def test_a_malformed_message_is_dropped(other_end: OtherEnd, caplog: pytest.LogCaptureFixture) -> None:
+    other_end._requests.send(b"\xc1")
+    other_end.send(*requests(PARAMS, 5, first=1))
+    assert other_end.recv()[0].id == 1 and "is dropped" in caplog.text
+
+
 def test_an_error_of_a_step_reaches_its_caller(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = Relay(tiny)
 
@@ -135,6 +141,32 @@ def test_a_signal_to_all_processes_while_they_start(tiny: LLM, number: signal.Si
     threading.Timer(0.5, lambda: os.kill(os.getpid(), number)).start()
     assert http.wait() == 0
     tiny.wait_idle()
+
+
+def test_a_module_in_the_working_folder_is_not_imported(
+    tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fastapi.py").write_text("raise SystemExit(9)", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    http = serve(tiny, ServerOptions(), bind("127.0.0.1", 0))
+    threading.Timer(0.5, http.stop).start()
+    assert http.wait() == 0
+
+
+def test_a_process_that_is_stopped_gets_no_connections(tiny: LLM) -> None:
+    """They go to the other one, at once."""
+    bound = bind("127.0.0.1", 0)
+    url = url_of(bound)
+    http = serve(tiny, ServerOptions(api_server_count=2), bound)
+    ready(url)
+    os.kill(http.pids[0], signal.SIGSTOP)
+    try:
+        for _ in range(20):
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+    finally:
+        os.kill(http.pids[0], signal.SIGCONT)
+        http.stop()
+        assert http.wait() == 0
 
 
 def test_an_engine_that_is_stopped(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_answers_streams_and_stop_strings(url: str, tiny: LLM, served: Counter[i
 
 
 def test_clients_that_leave(url: str, tiny: LLM) -> None:
-    before = total(url, 'request_success_total{finished_reason="abort"')
+    before = total(url, 'request_success_total{engine="0",finished_reason="abort"')
 
     def leave(number: int) -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as response:
@@ -114,7 +114,7 @@ def test_clients_that_leave(url: str, tiny: LLM) -> None:
 
     at_once(8, leave)
     until_idle(tiny)
-    assert total(url, 'request_success_total{finished_reason="abort"') == before + 8
+    assert total(url, 'request_success_total{engine="0",finished_reason="abort"') == before + 8
 
 
 def test_limit_and_metrics_are_those_of_both(url: str, tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

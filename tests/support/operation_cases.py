@@ -15,7 +15,9 @@ from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.formats.row_format import IndexKeyFormat, LatentFormat
-from dsa_engine.kernels.grouped.product_formats import INT8, W4A16, block_fp8
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A16
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments
 
 for _module in pkgutil.walk_packages(dsa_engine.kernels.__path__, "dsa_engine.kernels."):  # all of OPERATIONS

@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
 SMALL = ["--device", "cpu", "--hf-overrides", json.dumps(TINY), "--max-model-len", "336", "--cache-memory", "64MiB"]
 SMALL += ["--max-num-batched-tokens", "64"]
 LENGTHS = {
-    "bench_prefill.py": ["--seq-len", "320", "--warmup", "0", "--repeat", "1"],
+    "bench_prefill.py": ["--input-len", "320", "--warmup", "0", "--repeat", "1"],
     "measure_ttft.py": ["--input-len", "320", "--warmup", "0", "--repeat", "1"],
     "measure_tpot.py": ["--input-len", "320", "--output-len", "4", "--warmup", "0", "--repeat", "1"],
 }

@@ -128,6 +128,7 @@ class Side:
         engine.recorder = engine.rebalancing = None
         engine.after_launch = ()
         engine.num_prefilled_tokens = engine.longest_prefill = engine._num_taken = engine.launched_ahead = 0
+        engine.counted_tokens, engine.steps_by_tokens = 0, [0] * 32
         side: Any = SimpleNamespace(
             prefills=prefills, sender=transport.get("sender"), receiver=transport.get("receiver")
         )

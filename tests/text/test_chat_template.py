@@ -74,8 +74,13 @@ def test_what_a_template_would_leave_out_is_an_error(form: ConversationFormat) -
     some = "{% for m in messages %}{% if m.role in ('user', 'critic') %}{{ m.content }};{% endif %}{% endfor %}"
     critic = [*HELLO, {"role": "critic", "content": "Hello"}]
     assert form.render(critic, chat_template=some) == "Hello;Hello;"
-    with pytest.raises(ValueError, match="leaves out messages of the role 'usr'"):
-        form.render([*HELLO, {"role": "usr", "content": "Hello"}], chat_template=some)
+    any_role = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    developer = [{"role": "developer", "content": "Be kind"}, *HELLO]
+    assert form.render(developer, chat_template=any_role) == "system: Be kind;user: Hello;"
+    assert form.render(developer, chat_template=any_role + "{# 'developer' #}").startswith("developer: Be kind;")
+    for unknown, template in (("usr", some), ("usr", any_role), ("usr", None)):
+        with pytest.raises(ValueError, match=f"has no words for messages of the role '{unknown}'; use system, user"):
+            form.render([*HELLO, {"role": unknown, "content": "Hello"}], chat_template=template)
 
 
 @pytest.mark.parametrize(

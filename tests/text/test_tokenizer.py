@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -166,6 +167,16 @@ def test_no_second_beginning(demo_tokenizer: Tokenizer) -> None:
     assert encode(f"{begin}ab") == once == [0, *encode("ab", add_special_tokens=False)]
     assert encode(f"{begin}{begin}ab") == [0, *once]
     assert encode(f"a{begin}b").count(0) == 2
+
+
+def test_a_long_text_has_no_warning_of_another_library(
+    demo_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine says what is too long, and how long it may be."""
+    hf = Tokenizer(demo_tokenizer.folder).hf
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(Tokenizer(demo_tokenizer.folder).encode("a key " * 100_000)) > hf.model_max_length
+    assert not caplog.records
 
 
 def test_half_a_surrogate_pair(demo_tokenizer: Tokenizer) -> None:

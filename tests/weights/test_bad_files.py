@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,28 @@ def test_index_that_disagrees_with_the_file(tmp_path: Path) -> None:
     fails(tmp_path, r"a\.safetensors does not hold 'w'.*disagree")
 
 
-@pytest.mark.parametrize("text", ["{", "\xff", "{}", "[]", '{"weight_map": ["w"]}', '{"weight_map": {"w": 3}}'])
+BAD_INDEX = ["{", "\xff", "{}", "[]", '{"weight_map": ["w"]}', '{"weight_map": {"w": 3}}', '{"a":' * 100_000]
+
+
+@pytest.mark.parametrize("text", BAD_INDEX, ids=range(7))
 def test_invalid_index(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
     fails(tmp_path, r"model\.safetensors\.index\.json (is not valid JSON|must hold a JSON object|has no 'weight_map')")
+
+
+def test_files_outside_of_the_folder_and_a_pipe(tmp_path: Path) -> None:
+    """Neither is opened: a pipe would wait for its other end."""
+    (tmp_path / "inside").mkdir()
+    write(tmp_path, {"w": torch.ones(20, 20)}, "a.safetensors")
+    index = tmp_path / "inside" / "model.safetensors.index.json"
+    for file in ("../a.safetensors", str(tmp_path / "a.safetensors"), "b/../../a.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"w": file}}))
+        fails(tmp_path / "inside", r"'weight_map' names \S*a\.safetensors, outside of the folder")
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    os.mkfifo(tmp_path / "inside" / "a.safetensors")
+    fails(tmp_path / "inside", r"inside/a\.safetensors is no file")
+    index.unlink()
+    fails(tmp_path / "inside", r"inside/a\.safetensors is no file")
 
 
 def test_one_name_in_two_files_without_an_index(tmp_path: Path) -> None:

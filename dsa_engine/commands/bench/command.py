@@ -36,10 +36,10 @@ def run_prefill(args: argparse.Namespace) -> None:
     check_plot(args.plot)
     text = read_text(args.prompt_file) if args.prompt_file else None
     early = Early(args)
-    early.check([0] * max(args.seq_len) if text is None else early.tokenizer().encode(text))
+    early.check([0] * max(args.input_len) if text is None else early.tokenizer().encode(text))
     llm = measured_llm(args)
     engine, leads = llm.engine, llm.engine.mesh.is_leader
-    prompts = [random_prompt(engine, n, args.seed) for n in args.seq_len]
+    prompts = [random_prompt(engine, n, args.seed) for n in args.input_len]
     if text is not None:
         prompts = [llm.tokenizer.encode(text)]
     engine.limits.check(max(prompts, key=len))  # before any is measured
@@ -51,8 +51,6 @@ def run_prefill(args: argparse.Namespace) -> None:
             if leads and args.dump_logits:
                 with whole_file(args.dump_logits) as path, path.open("wb") as file:
                     np.save(file, result.logits.numpy())
-            if leads and args.plot:
-                report.plot(args.plot)
         if args.profile:
             with chrome_trace(args.profile if leads else None):  # the other ranks run too
                 prefill(engine, prompts[-1])
@@ -68,7 +66,8 @@ def _run_latency(metric: str, args: argparse.Namespace) -> None:
             f"--output-len must be at least {fewest}, --repeat at least 1 and --warmup at least 0, "
             f"not {args.output_len}, {args.repeat} and {args.warmup}"
         )
-    check_outputs(args.json, args.profile)
+    check_outputs(args.json, args.profile, args.plot)
+    check_plot(args.plot)
     _acceptance(args, 0)
     fill_cache = getattr(args, "fill_cache", None) is not None
     counts = getattr(args, "num_speculative_tokens", None)

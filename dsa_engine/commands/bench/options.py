@@ -13,10 +13,11 @@ OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
 def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
+    prompt.add_argument(
+        "--input-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768"
+    )
     prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
     parser.add_argument("--dump-logits", metavar="PATH", help="write the last position's logits (.npy) here")
-    parser.add_argument("--plot", metavar="PATH", help="draw TTFT and stages here (.png)")
     _add_common_arguments(parser)
 
 
@@ -55,6 +56,7 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
     parser.add_argument("--repeat", type=int, default=3, help="runs that are")
     add_json_argument(parser)
+    parser.add_argument("--plot", metavar="PATH", help="draw times and stages here (.png)")
     parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
     add_engine_arguments(parser)
     group = parser.add_argument_group("one rank of many (in one process, without torchrun)")

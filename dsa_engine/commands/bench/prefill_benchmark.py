@@ -11,6 +11,7 @@ import torch
 from dsa_engine.commands.bench.result import Result
 from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
 from dsa_engine.measure.costs.model_costs import prefill_plans_of
 from dsa_engine.measure.device import peak_bytes, reset_peak
@@ -34,6 +35,11 @@ class PrefillResult(Result):
             "imbalance": self.imbalance,
             "watched_ms": self.watched_seconds * 1e3,
         }
+
+
+def attention_pairs(plan: StepPlan) -> list[int]:
+    """Query-key pairs of every rank under the causal mask."""
+    return [sum(s.visible_pairs for s in plan.of_rank(rank).segments) for rank in range(len(plan.rows))]
 
 
 def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3) -> PrefillResult:
@@ -60,7 +66,7 @@ def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repea
     sent += sum(group.bytes_sent for group in mesh.groups)
     stages = timer.seconds()
     plans = prefill_plans_of(engine, len(prompt))
-    pairs = [sum(step) for step in zip(*(plan.attention_pairs() for plan in plans), strict=True)]
+    pairs = [sum(step) for step in zip(*map(attention_pairs, plans), strict=True)]
     ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *mine])
     first = 3 + len(stages)
     seconds = [max(row[first + i] for row in ranks) for i in range(repeat)]  # the slowest rank's

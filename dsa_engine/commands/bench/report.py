@@ -1,4 +1,4 @@
-"""The report of a benchmark: a file with all results so far, tables of them, and the plot of prefills."""
+"""The report of a benchmark: a file with all results so far, tables of them, and a plot."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class BenchReport:
 
     def __init__(self, llm: LLM, args: argparse.Namespace, metric: str):
         engine = llm.engine
-        self._engine, self._path, self._metric = engine, args.json, metric
+        self._engine, self._path, self._plot, self._metric = engine, args.json, args.plot, metric
         self._depth = FullDepth.of(llm)
         self._fractions = PeakFractions(engine)
         load = from_all_ranks(engine, [engine.load_seconds, float(engine.bytes_read)])
         self._about = {
-            **run_report(llm, reported(args), engine.mesh.processes.size),
+            **run_report(engine, reported(args), engine.mesh.processes.size),
             **to_json(engine),
             "load_seconds": [rank[0] for rank in load],
             "weight_bytes_read": [int(rank[1]) for rank in load],
@@ -48,12 +48,11 @@ class BenchReport:
             facts["cuda_graph_memory_bytes"] = self._engine.graphs.memory_bytes if self._engine.graphs else 0
             write_so_far(self._path, self._about | facts, self._listed, complete=last)
 
-    def plot(self, path: str) -> None:
-        plot_prefill(self._results, path, caption(self._about, described(self._engine, TITLE)))
-
     def show(self) -> None:
         if not self._engine.mesh.is_leader or not self._results:
             return
+        if self._plot:
+            plot_times(self._results, self._metric, self._plot, caption(self._about, described(self._engine, TITLE)))
         if above := described(self._engine, HEADING):
             print(above + "\n")
         unit = "input tokens/s" if self._metric == "ttft" else "output tokens/s"
@@ -104,22 +103,25 @@ def _print_stages(phase: str, results: Sequence[Result]) -> None:
         print("\n" + format_table((f"{phase} stage", *columns), rows))
 
 
-def plot_prefill(results: Sequence[Result], path: str, above: str) -> None:
-    """Draws TTFT against length, and the stages of each length as a stacked bar (mean over ranks), into a PNG."""
+def plot_times(results: Sequence[Result], metric: str, path: str, above: str) -> None:
+    """Draws TTFT or TPOT against length, and the stages as stacked bars (mean over ranks), into a PNG."""
+    phase = {"ttft": "prefill", "tpot": "decode"}[metric]
+    results = [one for one in results if getattr(one, metric) and phase in one.stages]
     pyplot = load_pyplot()
     figure, (times, bars) = pyplot.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
     figure.suptitle(above, fontsize="medium")
-    lengths = [f"{r.input_len:,}" for r in results]
-    times.plot(lengths, [statistics.median(r.ttft) for r in results], marker="o")
-    times.set(xlabel="prompt tokens", ylabel="median TTFT, s", ylim=(0, None))
-    stages = [mean_stages(r.stages["prefill"]) for r in results]
+    sizes = [one.size for one in results]
+    times.plot(sizes, [statistics.median(getattr(one, metric)) for one in results], marker="o")
+    times.set(xlabel="prompt tokens × requests", ylabel=f"median {metric.upper()}, s", ylim=(0, None))
+    stages = [mean_stages(one.stages[phase]) for one in results]
     below = [0.0] * len(results)
-    for name in stages[0]:
+    for number, name in enumerate(stages[0] if stages else ()):
         seconds = [one[name] for one in stages]
         if any(seconds):
-            bars.bar(lengths, seconds, bottom=below, label=name)
+            how = {"color": f"C{number % 8}", "hatch": ("", "///")[number // 8], "edgecolor": "white"}
+            bars.bar(sizes, seconds, bottom=below, label=name, **how)
             below = [low + s for low, s in zip(below, seconds, strict=True)]
     about = "Stages, mean over ranks\n(one run more; to watch it takes time, so the sum may exceed the left)"
-    bars.set(xlabel="prompt tokens", ylabel="s", title=about)
+    bars.set(xlabel="prompt tokens × requests", ylabel="s", title=about)
     bars.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)

@@ -1,10 +1,11 @@
-"""The checks of ``dsa-engine check``: a model that is loaded, and its checkpoint. Every rank calls :func:`findings`."""
+"""The checks of ``dsa-engine check``: an engine, and its checkpoint. Every rank calls :func:`findings`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import chain
+from pathlib import Path
 
 from dsa_engine.commands.check.layer import Agreement, PageLayer
 from dsa_engine.commands.check.watch import Watch
@@ -12,8 +13,7 @@ from dsa_engine.commands.doctor.checks import Finding
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.startup.weights import why_dense
-from dsa_engine.llm import LLM
-from dsa_engine.parallel.group import Group, new_group
+from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
 
 _TRAINED = 0.85  # a trained model's loss on a text, in that of a uniform choice
@@ -21,17 +21,12 @@ _REPORT = "report it, with the JSON of this check"
 
 
 def findings(
-    llm: LLM, ids: Sequence[int], is_text: bool, layers: Sequence[int]
+    engine: Engine, folder: Path, ids: Sequence[int], is_text: bool, layers: Sequence[int]
 ) -> Generator[Finding, None, list[Agreement]]:
     """Makes all checks with requests that begin as ``ids`` do; returns what was compared."""
-    engine, mesh, base = llm.engine, llm.engine.mesh, list(ids[:-2])
+    mesh, ranks, base = engine.mesh, engine.mesh.host, list(ids[:-2])
     engine.async_scheduling = False  # steps are watched one by one
-    ranks = mesh.host
-    if mesh.world_size > 1:  # the loop's messages wait on the ranks' own group
-        ranks = Group(mesh.world.ranks, mesh.rank, new_group(mesh.world.ranks, mesh.config.timeout, "gloo"))
-        if engine.cache_steps.loads is not None:
-            engine.cache_steps.loads.group = ranks
-    yield _unread(llm, ranks)
+    yield _unread(engine, ranks)
     topk, page = engine.config.index_topk, engine.cache.page_size
     # Rows where something changes: beyond index_topk, at a page's border, at the end; and some between.
     borders = sorted({end for end in (topk, (topk // page + 2) * page) if 3 < end < len(ids) - 4} | {len(base)})
@@ -41,7 +36,7 @@ def findings(
     with watch.running():
         done = {"prefill": _run(engine, [base], 2, prompt_logprobs=0)}
         prefill = done["prefill"][0]
-        yield _sparsity(llm, prefill, len(ids))
+        yield _sparsity(engine, folder, prefill, len(ids))
         done["decode"] = _run(engine, [base[: borders[0] + step] for step in (-1, 0, 1)], 2)
         if engine.options.enable_prefix_caching:
             done["prefix hit"] = _run(
@@ -53,12 +48,16 @@ def findings(
     compared, rows = list[Agreement](), watch.take()
     with engine.progress(len(layers), "layers", "comparing with reference/dsa.py") as bar:
         for layer in list(layers)[mesh.rank :: mesh.world_size]:
-            compared += PageLayer(llm.folder, engine, layer).compare(done, rows)
+            compared += PageLayer(folder, engine, layer).compare(done, rows)
             bar.update(mesh.world_size)
     compared = sorted(chain(*ranks.all_gather_object(compared)), key=lambda one: one.layer)
-    for case in done:
-        yield _agreement(case, compared)
-    yield from _of_text(prefill, compared, is_text, math.log(engine.config.vocab_size))
+    if shares := [one.ties for one in compared if one.ties is not None]:
+        seen = "of the selections end in a tie: the smallest positions win, torch.topk may take others"
+        yield Finding("ties", True, f"{sum(shares) / len(shares):.1%} {seen}")
+    text = _text(prefill, is_text, math.log(engine.config.vocab_size))
+    yield text
+    for layer in layers:
+        yield _layer(layer, [one for one in compared if one.layer == layer], bool(text.ok))
     return compared
 
 
@@ -82,57 +81,55 @@ def _run(
     return requests
 
 
-def _unread(llm: LLM, ranks: Group) -> Finding:
-    names = sorted(set.intersection(*map(set, ranks.all_gather_object(llm.engine.model.unread))))
-    used = tuple(f"model.layers.{layer}." for layer in range(llm.engine.config.num_hidden_layers))
+def _unread(engine: Engine, ranks: Group) -> Finding:
+    names = sorted(set.intersection(*map(set, ranks.all_gather_object(engine.model.unread))))
+    used = tuple(f"model.layers.{layer}." for layer in range(engine.config.num_hidden_layers))
     names = [name for name in names if name.startswith(used) or not name.startswith("model.layers.")]
     rest = [name for name in names if not name.endswith((".inv_freq", ".weight_shape"))]
-    seen = f"nothing has read {_some(rest)}" if rest else "the model's are read"
+    seen = f"nothing has read {len(rest)}: {', '.join(rest[:4])} …" if rest else "the model's are read"
     return _judged("tensors", not rest, seen, "config.json does not imply them: compare it with the release")
 
 
-def _sparsity(llm: LLM, request: Request, tokens: int) -> Finding:
-    engine, topk, (mha, dense, sparse) = llm.engine, llm.engine.config.index_topk, request.rows_by_form
+def _sparsity(engine: Engine, folder: Path, request: Request, tokens: int) -> Finding:
+    topk, (mha, dense, sparse) = engine.config.index_topk, request.rows_by_form
     seen = f"of {mha + dense + sparse:,} rows {mha:,} are in MHA, {dense:,} in dense and {sparse:,} in sparse form"
-    if why := why_dense(llm.folder, engine.config, engine.options, engine.max_model_len):
+    if why := why_dense(folder, engine.config, engine.options, engine.max_model_len):
         return Finding("sparsity", False, f"not in use: {why}", "raise max_model_len, or get the right config.json")
     if tokens <= topk + 1 or not topk:
         return Finding("sparsity", None, f"not in use, by index_topk {topk} and --tokens {tokens}; {seen}")
     return _judged("sparsity", sparse == tokens - 1 - (0 if engine.options.batch_invariant else topk), seen, _REPORT)
 
 
-def _agreement(case: str, compared: Sequence[Agreement]) -> Finding:
-    of_case = [one for one in compared if one.case == case]
-    wrong = [f"layer {one.layer}: {text}" for one in of_case for text in one.wrong]
-    if wrong and not any(one.wrong for one in compared if one.case == "prefill"):
-        wrong.insert(0, "the prefill is right, so it is the cache or the form of the step")
-    errors = (max(getattr(one, part) for one in of_case) for part in ("attention", "feed_forward"))
-    seen = "{} rows; largest error {:.1e} in attention, {:.1e} after it".format(
-        sum(len(one.positions) for one in of_case), *errors
-    )
-    return _judged(case, not wrong, _some(wrong) or seen, _REPORT)
-
-
-def _of_text(prefill: Request, compared: Sequence[Agreement], is_text: bool, uniform: float) -> Iterator[Finding]:
-    """What a text tells of the checkpoint, if the model is trained: engine and page may share a fault of it."""
+def _text(prefill: Request, is_text: bool, uniform: float) -> Finding:
+    """Whether the model is trained, by its loss on a text: engine and page may share a fault of the checkpoint."""
     of_tokens = zip((prefill.prompt_logprobs or [])[1:], prefill.prompt[1:])
     losses = [-float(of[token]) for of, token in of_tokens if of is not None]
     loss = sum(losses) / len(losses)
     trained = is_text and loss < _TRAINED * uniform
     seen = f"{loss:.2f} nats a token, a uniform choice {uniform:.2f}" if is_text else "the model has no tokenizer"
-    yield Finding("text", trained or None, seen if trained else f"{seen}: the recall of a selection is not judged")
-    for one in compared:
+    return Finding("text", trained or None, seen if trained else f"{seen}: the mass of a selection is not judged")
+
+
+def _layer(layer: int, cases: Sequence[Agreement], trained: bool) -> Finding:
+    """All cases of a layer, by its worst numbers; the mass that a selection carries is that of the prefill."""
+    named = ((one.case, text.partition(":")[0], text) for one in cases for text in one.wrong)
+    wrong = list({(case, part): f"{case}: {text}" for case, part, text in named}.values())  # one text of each
+    if wrong and not any(one.wrong for one in cases if one.case == "prefill"):
+        wrong.insert(0, "the prefill is right, so it is the cache or the form of the step")
+    errors = (max(getattr(one, part) for one in cases) for part in ("attention", "feed_forward"))
+    seen = "errors up to {:.1e} in attention, {:.1e} after it".format(*errors)
+    for part in ("selection", "experts"):
+        if known := [share for one in cases if (share := getattr(one, part)) is not None]:
+            seen += f"; {min(known):.1%} of the {part} as the page's"
+    advice = _REPORT
+    for one in cases:
         if one.case == "prefill" and one.mass is not None and one.random and one.recent:
-            seen = f"{one.mass:.1%} of dense attention's mass; random {one.random:.1%}, the last {one.recent:.1%}"
-            ok = one.mass > max(one.recent - 0.05, one.random + 0.25 * (1 - one.random)) if trained else None
-            yield _judged(
-                f"recall, layer {one.layer}", ok, seen, "the indexer's weights are damaged: get the files again"
-            )
+            seen += f"; {one.mass:.1%} of dense attention's mass, random {one.random:.1%}, the last {one.recent:.1%}"
+            least = max(one.recent - 0.05, one.random + 0.25 * (1 - one.random))
+            if trained and one.mass <= least and not wrong:
+                wrong, advice = [seen], "the indexer's weights are damaged: get the files again"
+    return _judged(f"layer {layer}", not wrong, "; ".join(wrong) or seen, advice)
 
 
 def _judged(name: str, ok: bool | None, seen: str, advice: str) -> Finding:
     return Finding(name, ok, seen, advice if ok is False else "")
-
-
-def _some(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")

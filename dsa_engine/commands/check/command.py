@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +14,12 @@ from dsa_engine.commands.arguments import add_engine_arguments, add_json_argumen
 from dsa_engine.system.output_files import check_outputs
 
 if TYPE_CHECKING:
-    from dsa_engine.commands.check.layer import Agreement
     from dsa_engine.commands.doctor.checks import Finding
-    from dsa_engine.llm import LLM
+    from dsa_engine.config.model import ModelConfig
+    from dsa_engine.engine.engine import Engine
+    from dsa_engine.text.tokenizer import Tokenizer
 
 _TOKENS_ON_CPU = 1024
-_COLUMNS: tuple[tuple[str, Callable[[list[float]], float], str], ...] = (
-    *((name, max, ".1e") for name in ("attention", "feed_forward")),
-    *((name, min, ".1%") for name in ("selection", "mass", "random", "recent", "experts")),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,42 +34,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> None:
-    """Prints a line per finding, and a table of all layers; exit status 1 if one is wrong."""
+    """Prints a line per finding; exit status 1 if one is wrong."""
     from dsa_engine.commands.check.checks import findings
     from dsa_engine.commands.doctor.command import show_all
-    from dsa_engine.llm import LLM
-    from dsa_engine.measure.report import format_table, run_report
+    from dsa_engine.engine.startup.start import start
+    from dsa_engine.measure.report import run_report
+    from dsa_engine.options import EngineOptions
+    from dsa_engine.parallel.failure import report_failures
+    from dsa_engine.text.tokenizer import Tokenizer
+    from dsa_engine.weights.model_folder import resolve_model
 
     check_outputs(args.json)
+    report_failures()
     args.model = args.model_tag or args.model
     if args.load_format == "dummy" or args.prefill_ranks:
         raise ValueError("check needs a checkpoint, and ranks that do all: no load_format 'dummy', no prefill_ranks")
-    with LLM(**(engine_options(args) | {"enforce_eager": True, "enable_dbo": False})) as llm:
-        llm.wait_idle()
-        mesh, tokens, layers = llm.engine.mesh, _tokens(llm, args.tokens), _layers(llm, args.layers)
-        about = run_report(llm, reported(args), mesh.world_size)
+    options = EngineOptions(**(engine_options(args) | {"enforce_eager": True, "enable_dbo": False}))
+    folder = resolve_model(options.model)
+    engine = start(folder, options)[0]
+    layers, tokens = _layers(engine.config, args.layers), _tokens(engine, args.tokens)
+    tokenizer = Tokenizer(folder, options.trust_remote_code) if Tokenizer.lies_in(folder) else None
+    ids = text_ids(tokenizer, engine.config.vocab_size, args.text_file, tokens)
+    about = run_report(engine, reported(args), engine.mesh.world_size)
 
-        def compared() -> Iterator[Finding]:
-            agreements = yield from findings(llm, *text_ids(llm, args.text_file, tokens), layers)
-            about["agreements"] = [asdict(one) for one in agreements]
-            if mesh.is_leader:
-                header = ("layer", *(name for name, _, _ in _COLUMNS))
-                print(f"\n{format_table(header, [_row(layer, agreements) for layer in layers])}")
+    def compared() -> Iterator[Finding]:
+        agreements = yield from findings(engine, folder, ids, tokenizer is not None, layers)
+        about["agreements"] = [asdict(one) for one in agreements]
 
-        show_all(compared(), args.json, about, mesh.is_leader, width=16)
-
-
-def _row(layer: int, agreements: list[Agreement]) -> tuple[str, ...]:
-    """A layer's line of the table: its worst numbers of all cases."""
-    cells = [str(layer)]
-    for name, worst, how in _COLUMNS:
-        known = [getattr(one, name) for one in agreements if one.layer == layer and getattr(one, name) is not None]
-        cells.append(format(worst(known), how) if known else "-")
-    return tuple(cells)
+    try:
+        show_all(compared(), args.json, about, engine.mesh.is_leader, width=10)
+    finally:
+        engine.cache_steps.close()
 
 
-def _tokens(llm: LLM, wanted: int | None) -> int:
-    engine = llm.engine
+def _tokens(engine: Engine, wanted: int | None) -> int:
     limit = min(engine.max_model_len, engine.scheduler.capacity.limit * engine.cache.page_size)
     if wanted is None:
         on_cpu = max(_TOKENS_ON_CPU, 2 * engine.config.index_topk)
@@ -82,11 +77,11 @@ def _tokens(llm: LLM, wanted: int | None) -> int:
     return wanted
 
 
-def _layers(llm: LLM, wanted: str) -> list[int]:
+def _layers(config: ModelConfig, wanted: str) -> list[int]:
     from dsa_engine.model.rank_weights import layers_of_each_kind
 
-    count = llm.engine.config.num_hidden_layers
-    known = {"all": list(range(count)), "few": sorted({*layers_of_each_kind(llm.engine.config), count - 1})}
+    count = config.num_hidden_layers
+    known = {"all": list(range(count)), "few": sorted({*layers_of_each_kind(config), count - 1})}
     if wanted in known:
         return known[wanted]
     if not all(part.isdecimal() and int(part) < count for part in wanted.split(",")):
@@ -94,15 +89,15 @@ def _layers(llm: LLM, wanted: str) -> list[int]:
     return sorted({int(part) for part in wanted.split(",")})
 
 
-def text_ids(llm: LLM, path: str | None, tokens: int) -> tuple[list[int], bool]:
-    """Token ids of a text, and whether it is one: a model without a tokenizer gets random tokens."""
-    if not llm.has_tokenizer:
-        return random.Random(0).choices(range(2, llm.engine.config.vocab_size), k=tokens), False
+def text_ids(tokenizer: Tokenizer | None, vocab_size: int, path: str | None, tokens: int) -> list[int]:
+    """Token ids of a text; without a tokenizer random ones."""
+    if tokenizer is None:
+        return random.Random(0).choices(range(2, vocab_size), k=tokens)
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [path] if path else [str(one) for one in sources if one.stat().st_size]
     ids: list[int] = []
     for text in texts:
-        ids += llm.tokenizer.encode(read_text(text), add_special_tokens=not ids)
+        ids += tokenizer.encode(read_text(text), add_special_tokens=not ids)
         if len(ids) >= tokens:
-            return ids[:tokens], True
+            return ids[:tokens]
     raise ValueError(f"the text has {len(ids)} tokens of the {tokens} to check; give a longer one, or lower --tokens")

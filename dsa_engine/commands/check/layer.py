@@ -40,6 +40,7 @@ class Agreement:
     selection: float | None = None  # fraction of the engine's choices that are the page's too; None: there are none
     experts: float | None = None  # the same
     mass: float | None = None  # share of dense attention's mass that the selection carries
+    ties: float | None = None  # share of rows in which the last selected token and the next have one score
     random: float | None = None  # that as many random tokens carry
     recent: float | None = None  # that as many last ones carry
     wrong: list[str] = field(default_factory=list)  # what is wrong, and where
@@ -146,7 +147,8 @@ class PageLayer:
             attended.append(dsa.attend(q, latent, row, chosen, c.kv_lora_rank, c.softmax_scale))
         if measured:
             positions, tokens, gaps, *parts = torch.tensor(measured, dtype=torch.float64).T
-            result.selection, result.mass, result.random, result.recent = (float(part.mean()) for part in parts)
+            shares = (float(part.mean()) for part in parts)
+            result.ties, result.selection, result.mass, result.random, result.recent = shares
             if bool((bad := (tokens != c.index_topk) | (gaps > self._choice)).any()):
                 seen = f"{int(tokens[bad][0])} tokens, index_topk is {c.index_topk}, {result.selection:.0%}"
                 result.wrong.append(f"selection: {seen} are the page's, {_where(bad, positions)}")
@@ -154,15 +156,17 @@ class PageLayer:
 
     def _selection(self, chosen: torch.Tensor, scores: torch.Tensor, mass: torch.Tensor) -> tuple[float, ...]:
         """Of a row that sees n tokens, by its selection ``[k]`` and the page's index scores and mass of attention
-        ``[n]``: how many tokens are selected; by how many standard deviations the lowest one's score is too low; the
-        share of them that the page selects; the mass of the selection, of as many random tokens, and of the last ones.
-        """
+        ``[n]``: how many tokens are selected; by how many standard deviations the lowest one's score is too low;
+        whether its border is a tie; the share of them that the page selects; the mass of the selection, of as many
+        random tokens, and of the last ones."""
         topk, chosen = self._c.index_topk, chosen[(chosen >= 0) & (chosen < len(scores))].unique()
-        best, gap = scores.topk(topk), 0.0
+        best, gap = scores.sort(descending=True, stable=True), 0.0
+        last, after = best.values[topk - 1 : topk + 1]
         if len(chosen):
-            gap = float((best.values[-1] - scores[chosen].min()) / scores.std().clamp(min=1e-30))
-        shared = float(torch.isin(chosen, best.indices).float().mean())
-        return len(chosen), gap, shared, float(mass[chosen].sum()), topk / len(mass), float(mass[-topk:].sum())
+            gap = float((last - scores[chosen].min()) / scores.std().clamp(min=1e-30))
+        shared = float(torch.isin(chosen, best.indices[:topk]).float().mean())
+        parts = shared, float(mass[chosen].sum()), topk / len(mass), float(mass[-topk:].sum())
+        return len(chosen), gap, float(last == after), *parts
 
     def _same_experts(self, result: Agreement, x: torch.Tensor, ours: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """bool ``[P]``: rows with the page's experts. Where a little noise in ``x`` decides, others are not wrong."""

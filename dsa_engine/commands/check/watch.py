@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.model import moe
 from dsa_engine.parallel.group import Group
 
 Piece = tuple[int, torch.Tensor, torch.Tensor]  # of a forward pass: its number, positions [n], values [n, ...]
@@ -30,22 +30,12 @@ class Watch:
         self._engine, self._layers, self._wanted = engine, list(layers), torch.tensor(sorted(wanted))
         self._ranks, self._rows = ranks, Rows()
         self._step, self._plan = 0, StepPlan.of([], 0, 1, engine.config)
-        self._layer: int | None = None  # whose router is the next
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Collects what the steps within compute."""
-        handles, hooks, route = [], self._engine.runner.hooks, moe.route
-
-        def watched_route(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            ids, weights = route(*args, **options)
-            layer, self._layer = self._layer, None
-            if layer is not None:
-                self._collect("experts", layer, ids)
-            return ids, weights
-
+        handles, hooks = [], self._engine.runner.hooks
         hooks.append(self._begin)
-        vars(moe)["route"] = watched_route
         try:
             for number in self._layers:
                 layer: Any = self._engine.model.layers[number]
@@ -53,9 +43,11 @@ class Watch:
                 handles.append(layer.attention.register_forward_hook(self._attended))
                 fed = layer.mlp if layer.moe is None else layer.moe
                 handles.append(fed.register_forward_hook(lambda _, __, out, number=number: self._fed(number, out)))
+                if layer.moe is not None:
+                    hook = partial(self._routed, number)
+                    handles.append(layer.moe.router.register_forward_hook(hook))
             yield
         finally:
-            vars(moe)["route"] = route
             hooks.remove(self._begin)
             for handle in handles:
                 handle.remove()
@@ -74,13 +66,15 @@ class Watch:
     def _before(self, layer: Any, args: tuple[Any, ...]) -> None:
         delta, residual, *_ = args
         h = sum((part.float() for part in (*delta, residual) if part is not None), torch.zeros(()))
-        self._layer = None if layer.moe is None else layer.attention.layer
         self._collect("h", layer.attention.layer, h.to(self._engine.dtype))
 
     def _attended(self, attention: Any, args: tuple[Any, ...], out: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         self._collect("attended", attention.layer, out[0])
         if out[1] is not None:
             self._collect("chosen", attention.layer, out[1], first=args[1].first_sparse)
+
+    def _routed(self, layer: int, _: Any, __: Any, chosen: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._collect("experts", layer, chosen[0])
 
     def _fed(self, layer: int, out: torch.Tensor | Generator[str, None, list[torch.Tensor]]) -> Any:
         if isinstance(out, torch.Tensor):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsa_engine.commands.doctor.checks import Finding
 
 _MARKS = {True: "✓", False: "✗", None: "–"}
+_MARKS_IN_ASCII = {True: "ok", False: "NO", None: "--"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def show_all(findings: Iterable[Finding], path: str | None, about: dict[str, Any], leads: bool, width: int) -> None:
     """Prints a line per finding as it comes, and what to do, on the rank that leads; exit status 1 if one is wrong."""
     path, results = path if leads else None, []
+    unknown = b"?" in "".join(_MARKS.values()).encode(sys.stdout.encoding or "utf-8", "replace")
+    marks = _MARKS_IN_ASCII if unknown else _MARKS
     for finding in findings:
         results.append(asdict(finding))
         write_so_far(path, about, results, complete=False)  # in case a check never ends
         if leads:
-            print(f"{_MARKS[finding.ok]} {finding.check:<{width}} {finding.seen}", flush=True)
+            print(f"{marks[finding.ok]} {finding.check:<{width}} {finding.seen}", flush=True)
         if leads and finding.advice:
             print(f"  {'':<{width}} what to do: {finding.advice}", flush=True)
     write_so_far(path, about, results, complete=True)

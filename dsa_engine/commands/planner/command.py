@@ -27,7 +27,7 @@ NOT_KNOWN = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(RELEASED_CONFIGS)
-    parser.add_argument("--model", default="deepseek_v32", help=f"a folder with a config.json, or one of {names}")
+    parser.add_argument("--model", default="deepseek_v32", help=f"a folder, a hub id, or one of {names}")
     parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
     parser.add_argument(
         "--load-format", default="auto", choices=("auto", "dummy"), help="dummy: commands that need no checkpoint"

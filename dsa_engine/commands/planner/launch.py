@@ -8,25 +8,20 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from dsa_engine.commands.bench.options import OUTPUT_LEN
+from dsa_engine.config.released import HUB_IDS
 from dsa_engine.weights.formats.choose import NAMES
 
 if TYPE_CHECKING:
     from dsa_engine.commands.planner.search import Plan, Planner
 
-# FP8 checkpoints of the released configurations.
-HUB_IDS = {
-    "deepseek_v32": "deepseek-ai/DeepSeek-V3.2",
-    "deepseek_v3": "deepseek-ai/DeepSeek-V3",
-    "glm_moe_dsa": "zai-org/GLM-5-FP8",
-}
-
 
 def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy: bool) -> dict[str, list[str]]:
     """The words of each command of one instance, by name: "convert" if the checkpoint has other weights than the plan,
-    then "serve", "bench prefill", "bench ttft" and "bench tpot", for every node. ``model``: a folder, a hub id, or a
-    key of :data:`HUB_IDS`."""
+    then "serve", "bench prefill", "bench ttft" and "bench tpot", for every node. ``model``: a folder, a hub id, or the
+    name of a released configuration."""
     demand, prefill, decode, weights = planner.demand, plan.prefill, plan.decode, plan.decode.how.weights
-    model, words = model if dummy else HUB_IDS.get(model, model), {}
+    hub_ids, words = {name: hub_id for hub_id, name in reversed(HUB_IDS.items())}, {}
+    model = (HUB_IDS if dummy else hub_ids).get(model, model)
     if weights not in planner.stored:
         target = f"{model.rstrip('/').rpartition('/')[2]}-{weights}"
         words["convert"] = ["dsa-engine", "convert", model, target, "--quantize", weights]
@@ -56,7 +51,7 @@ def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy:
         alone += ["--acceptance", ",".join(map(str, demand.acceptance))]
     programs = {
         "serve": ["-m", "dsa_engine", "serve", model],
-        "bench prefill": ["scripts/bench_prefill.py", "--model", model, "--seq-len", str(demand.input_len)],
+        "bench prefill": ["scripts/bench_prefill.py", "--model", model, *lengths],
         "bench ttft": ["scripts/measure_ttft.py", "--model", model, *lengths],
         "bench tpot": ["scripts/measure_tpot.py", "--model", model, *lengths, *alone],
     }

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.config.vllm_options import advice
 from dsa_engine.engine.calls.call import Call, MessageQueue
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
-from dsa_engine.inputs import ParsedPrompt, Prompt, of_many, only_prompt, parse_prompts
+from dsa_engine.inputs import Prompt
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
+
+_FORMS = (
+    "a prompt is a text or a list of integer token ids (an integer array, {'prompt': text} and "
+    "{'prompt_token_ids': ids} will do)"
+)
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt's text or its token ids; beside token ids, the text is only reported. Requests with different cache
+    salts share no cached pages."""
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None = None
 
 
 class PreparedPrompt(NamedTuple):
@@ -128,9 +145,7 @@ class AsyncCalls:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
-        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs) or Tokenizer.lies_in(
-            self.folder
-        )
+        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs) or self.has_tokenizer
         tokenizer = self.tokenizer if texts else None
         adds = new_requests(self._encode(prompt), params, tokenizer, self._limits)
         for add in adds:
@@ -170,3 +185,84 @@ def outputs_of(prepared: Seq[PreparedPrompt], call: Call) -> list[RequestOutput]
             )
         )
     return outputs
+
+
+def parse_prompts(prompts: Any) -> list[ParsedPrompt]:
+    """All prompts; a single prompt becomes a list of one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [_parsed(prompts)]
+    prompts = _plain(prompts)
+    if not isinstance(prompts, Seq) or isinstance(prompts, bytes) or _is_id(next(iter(prompts), None)):
+        return [_parsed(prompts)]
+    parsed = []
+    for number, prompt in enumerate(prompts):
+        with of_many(number, len(prompts)):
+            parsed.append(_parsed(prompt))
+    return parsed
+
+
+def either(prompts: Prompt | Seq[Prompt] | None, token_ids: Seq[int] | Seq[Seq[int]] | None) -> Prompt | Seq[Prompt]:
+    """The one that is given; raises ``TypeError`` if none or both are."""
+    given = [one for one in (prompts, token_ids) if one is not None]
+    if len(given) != 1:
+        raise TypeError(f"{_FORMS}, not {'both prompts and prompt_token_ids' if given else None}")
+    return given[0]
+
+
+def only_prompt(prompt: Prompt) -> ParsedPrompt:
+    """The prompt of a call that takes only one."""
+    parsed = parse_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
+    if len(parsed) != 1:
+        raise TypeError(f"give one prompt, not {len(parsed)}")
+    return parsed[0]
+
+
+@contextmanager
+def of_many(number: int, count: int) -> Iterator[None]:
+    """Adds to an error the number of the prompt, if there are several."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if count > 1 and error.args and isinstance(error.args[0], str):
+            error.args = (f"prompts[{number}]: {error.args[0]}", *error.args[1:])
+        raise
+
+
+def _parsed(prompt: Any) -> ParsedPrompt:
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt, None)
+    if not isinstance(prompt, Mapping):
+        return ParsedPrompt(None, _token_ids(prompt))
+    prompt = {key: value for key, value in prompt.items() if value is not None}
+    text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    if prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"} or (text is None and ids is None):
+        raise TypeError(f"{_FORMS}, not a dictionary with the keys {', '.join(map(shown, prompt)) or '(none)'}")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"the prompt in a dictionary must be a text, not {shown(text)}")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise TypeError(f"cache_salt must be a text that is not empty, not {shown(salt)}")
+    return ParsedPrompt(text, None if ids is None else _token_ids(ids), salt)
+
+
+def _token_ids(given: Any) -> list[int]:
+    ids = _plain(given)
+    if not isinstance(ids, Seq) or isinstance(ids, (bytes, str)):
+        raise TypeError(f"{_FORMS}, not {shown(given)}")
+    if all(type(i) is int for i in ids):
+        return list(ids)
+    if not all(_is_id(i) for i in ids):
+        raise TypeError(f"{_FORMS}, not {shown(given)}")
+    return [operator.index(i) for i in ids]
+
+
+def _plain(value: Any) -> Any:
+    """The list of an array of NumPy or PyTorch; other values unchanged."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "__array__") else value
+
+
+def _is_id(value: Any) -> bool:
+    """Whether ``value`` is an integer, of NumPy and PyTorch too."""
+    if is_integer(value):
+        return True
+    scalar = _plain(value)
+    return scalar is not value and is_integer(scalar)

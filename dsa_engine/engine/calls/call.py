@@ -55,7 +55,14 @@ class PrefillLimit:
     tokens: int
 
 
-Message = Add | Abort | Run | CallResult | PrefillLimit | Shutdown
+@dataclass(frozen=True)
+class Compiled:
+    """The grammar of this new request is compiled on rank 0, where a thread has sent this; the request may begin."""
+
+    id: int
+
+
+Message = Add | Abort | Run | CallResult | Compiled | PrefillLimit | Shutdown
 Sent = tuple[Message, Mailbox | None]  # a message and the mailbox of its results: a request's is a Receiver
 
 

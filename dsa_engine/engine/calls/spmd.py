@@ -33,7 +33,7 @@ class SpmdCalls:
     def __init__(self, mesh: Mesh, calls: CallQueue):
         self._mesh, self._calls = mesh, calls
         # With prefill_ranks, results would not reach the ranks that decode: all but rank 0 must follow.
-        self._all_follow = mesh.host.alone or mesh.has_counterpart
+        self._all_follow = mesh.has_counterpart
         self._follows = False
         self._thread = threading.get_ident()
         self._numbers = count()  # given to the calls of `_thread`
@@ -104,8 +104,6 @@ class SpmdCalls:
 
     def follow(self) -> None:
         """Tells rank 0 that this rank makes no more calls."""
-        if self._mesh.is_front:
-            raise RuntimeError("rank 0 is the rank that the others follow(); it calls, and closes the LLM at the end")
         if not (self._all_follow or self._follows):
             store_of_run().add(self._followers, 1)
         self._follows = True

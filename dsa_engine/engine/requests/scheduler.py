@@ -87,6 +87,7 @@ class Scheduler:
         self.page_sources: list[DiskLoads] = []
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._prefilling: list[Request] = []
+        self.num_deferred = 0  # of those waiting: what others compute, or the disk, lets them wait
         self.preemptions = 0  # times that a running request has lost its pages to an older one
         self.set_num_drafts(0)
 
@@ -205,13 +206,15 @@ class Scheduler:
         step = PrefillStep(self._groups, tokens, self.ledger, self.prefix_cache.least_computed)
         for request in self._prefilling:
             step.add(request)
+        self.num_deferred = 0
         for request in self.waiting:
             if self.num_running >= self._max_num_seqs:
                 break
             usable = self.prefix_cache.usable(request)
-            if self.prefix_cache.waits(request, usable, self._prefilling):
-                continue
-            if any(source.awaits(request, usable, self._best_group(usable)) for source in self.page_sources):
+            if self.prefix_cache.waits(request, usable, self._prefilling) or any(
+                source.awaits(request, usable, self._best_group(usable)) for source in self.page_sources
+            ):
+                self.num_deferred += 1
                 continue
             if not self._admit(request, usable, step):
                 break

@@ -1,5 +1,5 @@
 """From logits to tokens: the one chain that chooses all tokens, run eagerly by the sampler and in CUDA graphs by the
-drafter.
+drafter, and all drafts (``speculation/draft_sampler.py``).
 
 In this order: biases, forbidden tokens, penalties, the mask of a grammar; then the most likely token, or a draw by
 temperature, min-p, top-k and top-p. A new parameter is a bit of ``SamplingParams.asks``, if its step is not for all
@@ -86,9 +86,18 @@ def chain(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     ``logits``: float32 ``[n, vocab]``; overwritten."""
     broken = not_finite(logits)  # before some become -inf
     logits = changed(logits, inputs)
+    tokens = choose(logits, inputs)
+    if inputs.edit is not None or inputs.masks is not None:
+        nothing_left = logits.gather(1, tokens[:, None])[:, 0] == -math.inf
+        tokens.masked_fill_(nothing_left, NOTHING_LEFT)
+    if inputs.put_drafts is not None:
+        tokens = inputs.put_drafts(logits, tokens)
+    return tokens.masked_fill_(broken, NOT_FINITE)
+
+
+def choose(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The most likely token of each row of :func:`changed` logits, or its draw: int64 ``[n]``."""
     tokens = logits.argmax(dim=-1)
-    forbids = inputs.edit is not None or inputs.masks is not None
-    nothing_left = logits.gather(1, tokens[:, None])[:, 0] == -math.inf if forbids else None
     if inputs.asks & DRAWS:
         assert inputs.table is not None and inputs.positions is not None
         rows, how = inputs.drawn, (inputs.asks, inputs.top_k)
@@ -98,11 +107,7 @@ def chain(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
             tokens = drawn.where(parameters.temperature > 0, tokens)
         else:
             tokens[rows] = draw(logits[rows], Parameters.of(inputs.table[:, rows]), inputs.positions[rows], *how)
-    if nothing_left is not None:
-        tokens.masked_fill_(nothing_left, NOTHING_LEFT)
-    if inputs.put_drafts is not None:
-        tokens = inputs.put_drafts(logits, tokens)
-    return tokens.masked_fill_(broken, NOT_FINITE)
+    return tokens
 
 
 def changed(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:

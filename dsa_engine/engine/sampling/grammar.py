@@ -1,17 +1,19 @@
 """Masks of the tokens that may come next in requests with ``structured_outputs``.
 
-The owner of a request alone has the state of its grammar, a matcher, which follows from the tokens of the output: it
-takes those that are new, whichever step made them, and one that a new owner makes takes all. The mask of a row depends
-on the tokens before it, drafts included, so the host needs these; the masks are made there, in parallel, and applied on
-the device. A row after a draft that the grammar refuses has no mask: that draft is not accepted, and the row is void.
+Every rank compiles a grammar, in a thread, before its requests are queued: it may take seconds. The owner of a request
+alone has the state of its grammar, a matcher, which follows from the tokens of the output: it takes those that are new,
+whichever step made them, and one that a new owner makes takes all. The mask of a row depends on the tokens before it,
+drafts included, so the host needs these; the masks are made there, in parallel, and applied on the device. A row after
+a draft that the grammar refuses has no mask: that draft is not accepted, and the row is void.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from dsa_engine.config.structured_outputs import StructuredOutputsParams
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.text.tokenizer import Tokenizer
+
+_CACHED = 32  # compiled grammars; one takes up to 100 MB (config/grammar_check.py), most take less than 1
+_STACK = 2**26  # more than a grammar may take that was checked
 
 
 def without_tags(tokenizer: Tokenizer) -> str:
@@ -51,8 +57,10 @@ class GrammarMasks:
         self._folder, self._trusts, self._vocab, self._ends = folder, trust_remote_code, vocab, list(eos_token_ids)
         # Each request's matcher, the position that it has come to, and the tokens before it that were not read then.
         self._matchers: WeakKeyDictionary[Request, tuple[Any, int, list[int]]] = WeakKeyDictionary()
-        self._new_matcher = lru_cache(256)(self._read)
-        self._tokens: Future[Any] | None = None
+        self._thread = ThreadPoolExecutor(1, "dsa_engine grammars")
+        self._compiled: dict[str | None, Future[Any]] = {}  # by grammar, the last one asked for at the end
+        self.ready: set[str | None] = set()  # those of them that rank 0 has said to be compiled
+        self.begun: WeakKeyDictionary[Request, Future[Any]] = WeakKeyDictionary()  # of each request
 
     @cached_property
     def _threads(self) -> Any:
@@ -60,23 +68,40 @@ class GrammarMasks:
 
         return LLExecutor()
 
-    def load(self) -> Future[Any]:
-        """The tokenizer as llguidance needs it, loaded in another thread: that takes a second for a large one."""
-        if self._tokens is None:
-            self._tokens = ThreadPoolExecutor(1, "dsa_engine tokenizer").submit(self._load)
-        return self._tokens
-
-    def _load(self) -> Any:
+    @cached_property
+    def _tokens(self) -> Any:
         from llguidance import LLTokenizer
 
         return LLTokenizer(without_tags(Tokenizer(self._folder, self._trusts)), self._vocab, self._ends)
 
-    def _read(self, source: str) -> Any:
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        before = threading.stack_size(_STACK)  # of the thread, which the first work begins
+        try:
+            return self._thread.submit(work, *arguments)
+        finally:
+            threading.stack_size(before)
+
+    def load(self) -> Future[Any]:
+        """The tokenizer as llguidance needs it, loaded in the thread: that takes a second for a large one."""
+        return self._submit(getattr, self, "_tokens")
+
+    def compiled(self, form: StructuredOutputsParams) -> Future[Any]:
+        """The matcher of a grammar, before any token. All ranks ask for the same ones in the same order."""
+        known = self._compiled.pop(form.grammar) if form.grammar in self._compiled else None
+        self._compiled[form.grammar] = known or self._submit(self._compile, form.grammar)
+        if len(self._compiled) > _CACHED:
+            del self._compiled[oldest := next(iter(self._compiled))]
+            self.ready.discard(oldest)
+        return self._compiled[form.grammar]
+
+    def _compile(self, source: str | None) -> Any:
         from llguidance import LLMatcher
 
-        return LLMatcher(self.load().result(), source, log_level=0)
+        matcher = LLMatcher(self._tokens, source, log_level=0)
+        matcher.deep_copy().compute_bitmask()  # copies share what it finds
+        return matcher
 
-    def _matcher(self, request: Request, source: str, end: int, read: Callable[[], torch.Tensor] | None) -> Any:
+    def _matcher(self, request: Request, end: int, read: Callable[[], torch.Tensor] | None) -> Any:
         """A request's matcher after its tokens before position ``end``; for ``read`` see :meth:`masks`."""
 
         def tokens(start: int, stop: int) -> list[int]:
@@ -85,7 +110,7 @@ class GrammarMasks:
 
         matcher, taken, ahead = self._matchers.get(request, (None, 0, []))
         if matcher is None or tokens(taken - len(ahead), taken) != ahead:  # a preemption has undone their step
-            matcher, taken = self._new_matcher(source).deep_copy(), len(request.prompt)
+            matcher, taken = self.begun[request].result().deep_copy(), len(request.prompt)
         new = tokens(taken, end)
         if min(new, default=0) >= 0:  # a negative token is the code of an error; its request has ended
             matcher.consume_tokens(new)  # what it refuses is an error of its own
@@ -114,13 +139,12 @@ class GrammarMasks:
         drafted: list[tuple[Any, int, list[int]]] = []
         masks = np.full((0, cdiv(self._vocab, 32)), -1, np.int32)
         for request, of_request in groupby(zip(wanted, numbers), key=lambda one: one[0].request):
-            form = request.params.structured_outputs
-            if form is None:
+            if request.params.structured_outputs is None:
                 continue
             if not len(masks):
                 masks = np.full((rows, masks.shape[1]), -1, np.int32)
             (first, number), *others = of_request
-            matcher = self._matcher(request, form.grammar, first.position, read)
+            matcher = self._matcher(request, first.position, read)
             if matcher.is_error():  # a refusal, or too costly a mask; the request ends, as no token is allowed
                 masks[number] = 0
             elif drafts := list(request.tokens(first.position, len(others))):

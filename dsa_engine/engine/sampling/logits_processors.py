@@ -10,7 +10,7 @@ at their positions. All rows of a step share each launch.
 
 For penalties, the tokens that the host knows are counted once, in a table on the device. What it does not know yet, and
 drafts, are counted for single rows of logits without waiting: by :func:`add_occurrences` in eager steps, by
-:func:`with_unread` in steps that are one graph.
+:func:`with_tokens` and :func:`with_drafts` in steps that are one graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.samples import Columns
 from dsa_engine.engine.sampling.chain import Inputs, Parameters
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Wanted
@@ -37,7 +36,7 @@ class LogitsProcessors:
     def __init__(self, eos_token_ids: Sequence[int]):
         self._eos_token_ids = eos_token_ids
         self._biases = PerRequestTable(torch.float32)  # constant terms of a request; -inf forbids
-        self._counts = PenaltyCounts()
+        self.counts = PenaltyCounts()
 
     def inputs(self, wanted: Sequence[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None) -> Inputs:
         """The inputs of the chain, without masks and drafts, for ``logits``, float32 ``[n, vocab]``; those of a request
@@ -131,8 +130,8 @@ class LogitsProcessors:
         known = dict[Request, int]()
         for request, position, _ in wanted:
             known.setdefault(request, min(position, request.num_known_tokens))
-        slots = self._counts.slots(known, logits)
-        counts = self._counts.rows.table[indices([slots[request] for request, *_ in wanted], logits)]
+        slots = self.counts.slots(known, logits)
+        counts = self.counts.rows.table[indices([slots[request] for request, *_ in wanted], logits)]
         unknown = [
             (row, token)
             for row, (request, position, _) in enumerate(wanted)
@@ -216,22 +215,21 @@ class PenaltyCounts:
         return slots
 
 
-def with_unread(counts: torch.Tensor, before: Columns, follows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Counts for each row of a step, with its drafts and the tokens of the step ``before``: int32 ``[requests · rows,
-    vocab]``.
+def with_tokens(counts: torch.Tensor, tokens: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Counts, int32 ``[requests, vocab]``, with those of ``tokens``, int64 ``[requests, m]``, for which the bool
+    ``counted`` of the same shape is set; others may be negative."""
+    return counts.scatter_add(1, tokens.clamp(min=0), 2 * counted.int())
 
-    Args:
-        counts: int32 ``[requests, vocab]``, of the tokens that the host knows.
-        follows: bool ``[requests]``, whether the host has not read its tokens.
-        ids: int64 ``[requests, rows]``, token of each row; a row counts its own draft and those before it.
-    """
+
+def with_drafts(counts: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Counts for each row of a step, int32 ``[requests · rows, vocab]``, from those of the tokens before its drafts,
+    ``[requests, vocab]``. ``ids``: int64 ``[requests, rows]``, token of each row; a row counts its own draft and those
+    before it."""
     requests, rows = ids.shape
     number = torch.arange(rows, device=ids.device)
-    unread = follows[:, None] & (number <= before.accepted[:, None])
-    up_to_own = number[None, 1:] <= number[:, None]
-    added = torch.cat((unread[:, None].expand(-1, rows, -1), up_to_own.expand(requests, -1, -1)), dim=2)
-    tokens = torch.cat((before.tokens.clamp(min=0), ids[:, 1:]), dim=1)[:, None].expand(-1, rows, -1)
-    return counts[:, None].repeat(1, rows, 1).scatter_add_(2, tokens, 2 * added.int()).flatten(0, 1)
+    up_to_own = 2 * (number[None, 1:] <= number[:, None]).int().expand(requests, -1, -1)
+    drafts = ids[:, None, 1:].expand(-1, rows, -1)
+    return counts[:, None].repeat(1, rows, 1).scatter_add_(2, drafts, up_to_own).flatten(0, 1)
 
 
 def _of_prompt(request: Request, vocab: int) -> torch.Tensor:

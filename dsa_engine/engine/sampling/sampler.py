@@ -35,6 +35,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self._processors = LogitsProcessors(self._config.eos_token_ids)
+        self.counts = self._processors.counts
 
     def sample(self, plan: StepPlan, logits: torch.Tensor, before: StepResult | None = None) -> StepResult:
         """Chooses the tokens of this rank's rows and gathers those of all ranks. It does not wait for the device, but

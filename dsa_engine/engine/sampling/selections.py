@@ -17,16 +17,8 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.selection import SelectionRecorder
 from dsa_engine.outputs import Selection
 from dsa_engine.parallel import Mesh
-from dsa_engine.sampling_params import RECORDS
 
 Selections = dict[int, dict[int, Selection]]  # by the request's id and the number of its output token
-
-
-def records(plan: StepPlan) -> bool:
-    """Whether a step records selections of any rank; the same on every rank."""
-    if plan.decode is not None:
-        return bool(plan.decode.asks & RECORDS)
-    return any(chunk.num_logits and chunk.request.params.selection for chunk in plan.chunks)
 
 
 def recorder_of(plan: StepPlan, cache: KVCache, index_topk: int, device: torch.device) -> SelectionRecorder:

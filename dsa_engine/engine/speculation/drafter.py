@@ -31,21 +31,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.limits import pages_for
-from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import Columns, Outcome, StepResult
 from dsa_engine.engine.sampling import chain
 from dsa_engine.engine.sampling.chain import Parameters
-from dsa_engine.engine.sampling.logits_processors import PenaltyCounts, indices, with_unread
+from dsa_engine.engine.sampling.logits_processors import PenaltyCounts, indices, with_drafts, with_tokens
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
+from dsa_engine.engine.speculation.draft_sampler import DraftSampler
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
+from dsa_engine.engine.steps.context_buckets import Bucket
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.engine.steps.plan import Bucket, StepPlan
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, StepRows, block_tables_of, chunk_columns
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.transfer import upload
@@ -102,20 +106,22 @@ class _Buffers:
 
 
 class Drafter:
-    """Works after each step of the model or in one graph with it; for ``hooks`` see :class:`.Passes`."""
+    """Works after each step of the model or in one graph with it; for ``hooks`` see :class:`.Passes`; ``counts`` are
+    those of the sampler."""
 
     def __init__(
         self,
         model: Model,
         cache: KVCache,
         hooks: list[Callable[[StepPlan], None]],
+        counts: PenaltyCounts,
         relaxed: RelaxedAcceptance | None = None,
     ):
         self._relaxed = relaxed
         self._model, self._cache, self._mesh = model, cache, model.runtime.mesh
         self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, hooks)
         self.rule: AcceptanceRule = count_equal
-        self._counts = PenaltyCounts()
+        self._counts = counts
         self._in_step = torch.empty(0, model.config.vocab_size, dtype=torch.int32, device=self._mesh.device)
         self._buffers: dict[Bucket, _Buffers] = {}
 
@@ -128,29 +134,47 @@ class Drafter:
         chosen = {request for request, *_ in step.own.wanted}
         chunks = [chunk for chunk in step.own.chunks if chunk.request in chosen]
         own = [replace(c, start=c.end - c.num_logits, length=c.num_logits) for c in chunks]
-        indices, table = samples.indices[samples.of_rank(rank)].tolist(), []
-        for first, chunk in zip(indices, own, strict=True):
+        first_codes, table = samples.indices[samples.of_rank(rank)].tolist(), []
+        for first, chunk in zip(first_codes, own, strict=True):
             request, missing = chunk.request, 1 + count - chunk.length
             offered = request.drafts[: chunk.length - 1]
             codes = [*range(first, first + chunk.length), *[0] * missing]
             to_verify = [*offered, *[0] * (count - len(offered))]
             table.append([chunk.end - len(offered), len(offered), 0, *codes, *to_verify, request.draw_key])
         on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count) + 1)
-        on_device = upload(on_host, self._mesh.device)
+        missing = int(samples.numbers.max(initial=-1)) + 1 - len(own)  # every rank has as many rows
+        on_device = upload(F.pad(on_host, (0, 0, 0, missing)), self._mesh.device)
         known, keys = Columns.of(on_device[:, :-1]), on_device[:, -1]  # known.tokens are indices into the samples
-        tokens = sampled.tokens[known.tokens] if table else known.tokens
+        tokens = sampled.tokens[known.tokens] if samples.max_rows else known.tokens
         accepted = self.rule(tokens, known.drafts, keys, known.position - 1).minimum(known.offered)
         # A negative token is the code of an error, which ends its request.
         safe = sampled.tokens.clamp(min=0)
-        drafts, last_rows = self.passes.after_eager_step(step, batch, hidden, own, safe, tokens.clamp(min=0), accepted)
+        position = known.position + accepted
+        sampler = self._eager_sampler([chunk.request for chunk in own], position, tokens, accepted)
+        drafts, last_rows = self.passes.after_eager_step(
+            step, batch, hidden, own, safe, tokens.clamp(min=0), accepted, sampler
+        )
         if samples.max_rows == 0:
             return sampled
-        new = Columns(known.position + accepted, known.offered, accepted, tokens, drafts).table()
-        missing = int(samples.numbers.max()) + 1 - len(own)  # every rank has as many rows
-        of_all_ranks = self._mesh.world.all_gather(F.pad(new, (0, 0, 0, missing)))
+        new = Columns(position, known.offered, accepted, tokens, drafts).table()
+        of_all_ranks = self._mesh.world.all_gather(new)
         follows = int(samples.counts.max()) == 1  # the host knows the tokens of no drafts
         outcome = Outcome.of(of_all_ranks, samples, self._mesh.world_size)
         return replace(sampled, outcome=outcome, last_rows=last_rows, follows=follows)
+
+    def _eager_sampler(
+        self, requests: list[Request], position: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor
+    ) -> DraftSampler:
+        """The sampler of the drafts of ``requests``, whose rows are the first of those of all arguments."""
+        vocab, missing, table, counts = self._model.config.vocab_size, len(position) - len(requests), None, None
+        asks = reduce(or_, (request.asks for request in requests), 0)
+        top_k = max((request.params.num_best for request in requests), default=0)
+        if asks & (DRAWS | PENALISES):
+            params, keys = [request.params for request in requests], [request.draw_key for request in requests]
+            table = upload(F.pad(Parameters.pack(params, keys, vocab), (0, missing)), self._mesh.device)
+        if asks & PENALISES:
+            counts = self._load_counts(requests, self._in_step.new_empty(len(position), vocab))
+        return DraftSampler.after(chain.rounded(asks, top_k, vocab), table, counts, position, tokens, accepted)
 
     def key(self, step: StepPlan) -> GraphKey:
         """The name of the graph that runs a padded step."""
@@ -163,12 +187,21 @@ class Drafter:
     ) -> StepResult:
         """Launches a padded step without waiting for the device. ``before``: outcome of the step before, for chunks
         that start on the device. ``masks``: for the bucket's rows, see :meth:`.GrammarMasks.masks`."""
-        key = self.key(step)
-        bucket = key.bucket
-        buffers = self._buffers.get(bucket)
+        key, chunks = self.key(step), step.own.chunks
+        buffers = self._buffers.get(key.bucket)
         if buffers is None:
-            buffers = self._buffers[bucket] = _Buffers(bucket, self.passes)
-        chunks = step.own.chunks
+            buffers = self._buffers[key.bucket] = _Buffers(key.bucket, self.passes)
+        self._load(buffers, key, chunks, before, masks)
+        # A copy: another graph may use the same memory before this table is read.
+        table = graphs.run(key, lambda: self._step(buffers, key)).clone()
+        outcome, last_rows = Outcome.of(table, step.samples, self._mesh.world_size), buffers.passes.last_rows(chunks)
+        return StepResult(step.samples, table.new_empty(0), lambda: table, outcome=outcome, last_rows=last_rows)
+
+    def _load(
+        self, buffers: _Buffers, key: GraphKey, chunks: list[Chunk], before: Outcome | None, masks: torch.Tensor | None
+    ) -> None:
+        """Sets everything that :meth:`_step` reads."""
+        bucket = key.bucket
         upload(self._inputs(bucket, chunks, before), self._mesh.device, out=buffers.inputs)
         block_tables_of(chunks, self._cache.block_tables, buffers.tables.shape, out=buffers.tables)
         if before is not None and any(chunk.starts_on_device for chunk in chunks):
@@ -178,12 +211,7 @@ class Drafter:
                 if len(self._in_step) < bucket.requests:
                     self._in_step = self._in_step.new_zeros(bucket.requests, self._in_step.shape[1])
                 buffers.counts = self._in_step[: bucket.requests]
-            requests = [chunk.request for chunk in chunks if chunk.request.params.penalises]
-            if requests:  # on this rank
-                known = {request: request.num_known_tokens for request in requests}
-                slots = self._counts.slots(known, buffers.counts)
-                rows = [slots.get(chunk.request, 0) for chunk in chunks] + [0] * (bucket.requests - len(chunks))
-                torch.index_select(self._counts.rows.table, 0, indices(rows, buffers.counts), out=buffers.counts)
+            self._load_counts([chunk.request for chunk in chunks], buffers.counts)
         if key.asks & HAS_GRAMMAR:
             if not buffers.masks.numel():
                 buffers.masks = self._in_step.new_empty(bucket.rows, cdiv(self._in_step.shape[1], 32))
@@ -192,10 +220,16 @@ class Drafter:
             else:
                 upload(masks, self._mesh.device, out=buffers.masks)
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])
-        # A copy: another graph may use the same memory before this table is read.
-        table = graphs.run(key, lambda: self._step(buffers, key)).clone()
-        outcome, last_rows = Outcome.of(table, step.samples, self._mesh.world_size), buffers.passes.last_rows(chunks)
-        return StepResult(step.samples, table.new_empty(0), lambda: table, outcome=outcome, last_rows=last_rows)
+
+    def _load_counts(self, requests: list[Request], out: torch.Tensor) -> torch.Tensor:
+        """Sets ``out``, int32 ``[n, vocab]``, to counts of the tokens that the host knows, and returns it. Its first
+        rows are those of ``requests``, void for one without penalties."""
+        known = {request: request.num_known_tokens for request in requests if request.params.penalises}
+        if known:  # on this rank
+            slots = self._counts.slots(known, out)
+            rows = [slots.get(request, 0) for request in requests] + [0] * (len(out) - len(requests))
+            torch.index_select(self._counts.rows.table, 0, indices(rows, out), out=out)
+        return out
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> torch.Tensor:
         """The table of :class:`Inputs` on the host, padded with zeros to the bucket's requests."""
@@ -225,23 +259,31 @@ class Drafter:
         ids = new_ids.where(follows[:, None], known_ids).clamp(min=0)
         first = before.position.where(follows, first)
         rows = StepRows.of(first, length, limit, ids, buffers.rows, buffers.tables)
+
+        def is_unread() -> torch.Tensor:  # of the tokens of the outcome before
+            return follows[:, None] & (buffers.rows.offsets <= before.accepted[:, None])
+
         hidden = model(rows.batch, self._cache)
-        of_rows = chain.Inputs(key.asks, key.top_k)
+        of_rows, of_requests, counts = chain.Inputs(key.asks, key.top_k), None, None
         if key.asks & (DRAWS | PENALISES):
-            table = inputs.parameters.repeat_interleave(width, dim=1)
+            of_requests = inputs.parameters
+            table = of_requests.repeat_interleave(width, dim=1)
             of_rows = of_rows._replace(table=table, positions=rows.positions.flatten() + 1)
         if key.asks & PENALISES:
-            of_rows = of_rows._replace(counts=lambda: with_unread(buffers.counts, before, follows, ids))
+            known = counts = with_tokens(buffers.counts, before.tokens, is_unread())
+            of_rows = of_rows._replace(counts=lambda: with_drafts(known, ids))
         if key.asks & HAS_GRAMMAR:
             of_rows = of_rows._replace(masks=buffers.masks)
         if (relaxed := self._relaxed) is not None:
-            is_unread = follows[:, None] & (buffers.rows.offsets <= before.accepted[:, None])
-            unread, offered = before.tokens.where(is_unread, -1), ids[:, 1:].where(rows.positions[:, 1:] >= 0, -1)
+            unread, offered = before.tokens.where(is_unread(), -1), ids[:, 1:].where(rows.positions[:, 1:] >= 0, -1)
             replacing = F.pad(relaxed.replacing(inputs.thinks[0], unread, offered), (0, 1), value=-1).flatten()
             of_rows = of_rows._replace(put_drafts=lambda logits, tokens: relaxed.replace(logits, tokens, replacing))
         tokens = chain.chain(model.logits(hidden, rows.batch.rows), of_rows).view_as(ids)
         keys = Parameters.of(inputs.parameters).key
         accepted = key.rule(tokens, ids[:, 1:], keys, first).minimum(rows.offered)
-        drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
-        outcome = Columns(first + accepted + 1, rows.offered, accepted, tokens, drafts)
+        position = first + accepted + 1
+        how = key.asks, key.top_k
+        sampler = DraftSampler.after(how, of_requests, counts, position, tokens, accepted)
+        drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, sampler, buffers.passes)
+        outcome = Columns(position, rows.offered, accepted, tokens, drafts)
         return self._mesh.world.all_gather(outcome.table())

@@ -28,8 +28,10 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.requests.samples import key_of
+from dsa_engine.engine.speculation.draft_sampler import DraftSampler
 from dsa_engine.engine.steps.batch import known_ids
-from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan
+from dsa_engine.engine.steps.context_buckets import Bucket
+from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, StepRows, block_tables_of, chunk_columns
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -85,7 +87,13 @@ class Passes(ABC):
 
     @abstractmethod
     def after_decode(
-        self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
+        self,
+        rows: StepRows,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor,
+        sampler: DraftSampler,
+        buffers: PassBuffers,
     ) -> torch.Tensor:
         """Makes drafts for this rank's requests, int64 ``[requests, count]``; always the same launches.
 
@@ -93,6 +101,7 @@ class Passes(ABC):
             hidden: the model's normed states ``[requests · (1 + count), hidden]``.
             tokens: int64 ``[requests, 1 + count]``, chosen after each row, none negative.
             accepted: int64 ``[requests]``.
+            sampler: of the requests' next drafts.
         """
 
     def after_eager_step(
@@ -104,17 +113,20 @@ class Passes(ABC):
         sampled: torch.Tensor,
         tokens: torch.Tensor,
         accepted: torch.Tensor,
+        sampler: DraftSampler,
     ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
-        """Makes drafts, int64 ``[n, count]``, and the new ``last_rows`` of this rank's requests after any step, by
-        :meth:`after_decode` over the rows with chosen tokens. If the step has rows of prompts, the modules first run
+        """Makes drafts, int64 ``[requests, count]``, and the new ``last_rows`` of this rank's requests after any step,
+        by :meth:`after_decode` over the rows with chosen tokens. If the step has rows of prompts, the modules first run
         over all of its rows, which fills their caches.
 
         Args:
             step, batch, hidden: the step and its normed states ``[T, hidden]``.
-            own: this rank's rows with logits, a chunk for each of its n requests in the order of the sampler.
+            own: this rank's rows with logits, a chunk for each of its requests in the order of the sampler; as many
+                requests as the rank with the most has are computed.
             sampled: int64, the tokens of all ranks as the sampler gives them; no token is negative here and below.
-            tokens: int64 ``[n, 1 + count]``, those of ``own``; void after the last of a request.
-            accepted: int64 ``[n]``.
+            tokens: int64 ``[requests, 1 + count]``, those of ``own``; void after the last of a request.
+            accepted: int64 ``[requests]``.
+            sampler: of the requests' next drafts.
         """
         width, fills = tokens.shape[1], step.decode is None
         last = self._fill(step, batch, hidden, sampled, width - 1) if fills else {}
@@ -126,9 +138,7 @@ class Passes(ABC):
         to = self._indices([i * width + j for i, chunk in enumerate(own) for j in range(chunk.length)])
         chosen_after = hidden[upload(step.own.rows_with_logits, self.mesh.device)]
         states = hidden.new_zeros(bucket.requests * width, hidden.shape[1]).index_copy_(0, to, chosen_after)
-        missing = bucket.requests - len(own)
-        padded = F.pad(tokens, (0, 0, 0, missing)), F.pad(accepted, (0, missing))
-        drafts = self.after_decode(rows, states, *padded, buffers)[: len(own)]
+        drafts = self.after_decode(rows, states, tokens, accepted, sampler, buffers)
         filled = {request: _part(of, 1, None) for request, of in last.items() if request.owner == self.mesh.rank}
         return drafts, filled if fills else buffers.last_rows(own)
 
@@ -194,9 +204,9 @@ class Passes(ABC):
     def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
 
-    def _best_tokens(self, states: torch.Tensor, module: int) -> torch.Tensor:
-        """The most likely token for each of a module's states ``[requests, hidden]``, int64 ``[requests]``."""
-        return self.model.logits(states, len(states), self.model.mtp_head(module)).argmax(dim=-1)
+    def _draft(self, states: torch.Tensor, module: int, sampler: DraftSampler) -> torch.Tensor:
+        """The next draft from each of a module's states ``[requests, hidden]``, int64 ``[requests]``."""
+        return sampler(self.model.logits(states, len(states), self.model.mtp_head(module)))
 
 
 class EagleChain(Passes):
@@ -205,19 +215,25 @@ class EagleChain(Passes):
         return PassBuffers.of(StaticRows.of(bucket, 1, self.model, self.cache.page_size, in_last_pass), saved=0)
 
     def after_decode(
-        self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
+        self,
+        rows: StepRows,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor,
+        sampler: DraftSampler,
+        buffers: PassBuffers,
     ) -> torch.Tensor:
         input_ids = self.mesh.tp.all_gather(tokens.flatten()).view(-1, rows.batch.rows)
         states = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
         state = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
         position = rows.first + accepted
-        drafts = [self._best_tokens(state, 0)]
+        drafts = [self._draft(state, 0, sampler)]
         for number in range(1, tokens.shape[1] - 1):
             at = position + number
             at, tables = at.where(at < rows.limit, -1), rows.batch.block_tables
             one = buffers.rows.batch(tables, at, drafts[-1])
             state = self.model.draft(0, state, one, self.cache)
-            drafts.append(self._best_tokens(state, 0))
+            drafts.append(self._draft(state, 0, sampler))
         return torch.stack(drafts, dim=1)
 
 
@@ -228,7 +244,13 @@ class ModuleEach(Passes):
         return PassBuffers.of(rows, saved=count - 1)
 
     def after_decode(
-        self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
+        self,
+        rows: StepRows,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor,
+        sampler: DraftSampler,
+        buffers: PassBuffers,
     ) -> torch.Tensor:
         requests, count = tokens.shape[0], tokens.shape[1] - 1
         first, length = rows.positions[:, :1], (rows.positions >= 0).sum(dim=1, keepdim=True)
@@ -251,7 +273,7 @@ class ModuleEach(Passes):
             input_ids = self.mesh.tp.all_gather(embedded).view(-1, len(embedded))
             state = self.model.draft(number - 1, state, replace(batch, input_ids=input_ids), self.cache)
             after_last = _rows_at(state.view(requests, 2 * count, -1), last)[:, 0]
-            drafts.append(self._best_tokens(after_last, number - 1))
+            drafts.append(self._draft(after_last, number - 1, sampler))
             ids.scatter_(1, accepted[:, None] + count + number, drafts[-1][:, None])
         return torch.stack(drafts, dim=1)
 

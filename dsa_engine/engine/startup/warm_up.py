@@ -88,7 +88,7 @@ class DummySteps:
         """The steps after which all ranks are connected in the ways of all steps: a decode step, and a prefill of each
         class of sizes by which a dispatch is chosen; of the smallest, if none is chosen."""
         mesh, tokens = self.mesh, self.options.max_num_batched_tokens
-        chosen = mesh.experts.dispatcher(decodes=False).by_size
+        chosen = mesh.experts.dispatchers[False].by_size
         sizes = {min(1 << i, tokens) for i in range(next_power_of_2(tokens).bit_length() if chosen else 1)}
         groups, steps = range(mesh.world_size // mesh.cp_size), [self.decode(1, 2, GREEDY)]
         for length in sorted({min(size * mesh.cp_size, self.max_model_len) for size in sizes}):
@@ -187,8 +187,7 @@ def step_bytes(
         tables = torch.cuda.memory_allocated(mesh.device) - before
         prefill = max(_peak(mesh, runner, step) for step in steps.prefills()) - before
     token = torch.empty(1, config.hidden_size, dtype=runner.dtype, device=mesh.device)
-    experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
-    words = any(one.quantize_for_dispatch(token).dtype != token.dtype for one in experts)
+    words = any(layer.experts.product.to_words is not None for layer in model.modules() if isinstance(layer, MoE))
     prefill += uneven_bytes(config, mesh, options.max_num_batched_tokens, runner.dtype, words)
     if stored.index_key is not None:  # a step of several requests sees more tokens than one of these
         prefill += max_tokens(token, stored.latent, model.runtime.workspace) * stored.latent.width * token.itemsize
@@ -212,8 +211,8 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
         return 0
     row = RowBytes.of(config.hidden_size * dtype.itemsize, k)
     sizes = PrefillSizes(tokens, k, ranks, chunk, row.there, row.back, words)
-    held, pairs, rounds, rows = mesh.experts.dispatcher(decodes=False).memory(sizes)
-    rows += mesh.config.moe_combine_dtype == "fp8"  # codes beside sums
+    held, pairs, rounds, rows = mesh.experts.dispatchers[False].memory(sizes)
+    rows += mesh.experts.quantized_sum_bytes is not None  # codes beside sums
     further = 0 if chunk is None else max(0, min(pairs, ranks * sizes.pairs) - sizes.pairs // rounds)
     return held + further * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 

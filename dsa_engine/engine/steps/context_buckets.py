@@ -1,11 +1,30 @@
-"""Context lengths that decode steps are padded to, so that few graphs serve all steps."""
+"""The shapes that decode steps are padded to, so that few graphs serve all steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dsa_engine.engine.requests.limits import pages_for
+from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.samples import DecodeStep
 from dsa_engine.kernels.runtime.integers import next_power_of_2
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Static shape that a decode step is padded to; every request has the same number of rows."""
+
+    requests: int
+    rows_per_request: int
+    context: int  # maximum number of tokens that a row sees
+    is_cut: bool = False  # in two micro-batches, each of half of the requests
+
+    @property
+    def rows(self) -> int:
+        return self.requests * self.rows_per_request
 
 
 @dataclass(frozen=True)
@@ -40,3 +59,20 @@ class ContextBuckets:
         while contexts[-1] < self.max_model_len:
             contexts.append(self.of(contexts[-1] + 1, num_drafts))
         return contexts
+
+
+def bucket_of(step: DecodeStep | Sequence[Chunk], contexts: ContextBuckets, num_drafts: int = 0) -> Bucket | None:
+    """The smallest bucket that a decode step fits in; None if it has too many rows for one. The context has room for
+    the ``num_drafts`` drafts that the step makes, and every request has rows to verify as many."""
+    if isinstance(step, DecodeStep):
+        ranks, counts, starts = step.samples.ranks, step.samples.counts, step.starts
+    else:
+        columns = [(chunk.ranks.start, chunk.length, chunk.start) for chunk in step]
+        ranks, counts, starts = np.array(columns, np.int64).T
+    rows = max(1 + num_drafts, int(counts.max()))
+    # A request with fewer rows is padded with rows after its last one.
+    context = contexts.of(int(starts.max()) + rows + num_drafts, num_drafts)
+    requests = int(np.bincount(ranks).max())
+    if contexts.exact_rows is None:
+        return Bucket(next_power_of_2(requests), rows, context)
+    return Bucket(requests, rows, context) if requests * rows <= contexts.exact_rows else None

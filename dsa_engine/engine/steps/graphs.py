@@ -24,8 +24,8 @@ import torch
 
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.batch import known_ids
-from dsa_engine.engine.steps.context_buckets import ContextBuckets
-from dsa_engine.engine.steps.plan import Bucket, StepPlan
+from dsa_engine.engine.steps.context_buckets import Bucket, ContextBuckets
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.engine.steps.static_rows import StaticRows, block_tables_of
 from dsa_engine.kernels.runtime.recording import Blocks, Recording
 from dsa_engine.kernels.runtime.transfer import upload

@@ -19,10 +19,10 @@ import torch
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import NO_SAMPLES, DecodeStep, Samples
-from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.context_buckets import Bucket, ContextBuckets, bucket_of
 from dsa_engine.kernels.rows.segment import Segment
-from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.parallel.context_parallel import pieces_of
+from dsa_engine.sampling_params import RECORDS
 
 
 def mha_min_queries(config: ModelConfig) -> float:
@@ -46,20 +46,6 @@ def dense_tokens(config: ModelConfig) -> float:
     if not config.has_indexer:
         return float("inf")
     return 0 if config.batch_invariant else config.index_topk
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Static shape that a decode step is padded to; every request has the same number of rows."""
-
-    requests: int
-    rows_per_request: int
-    context: int  # maximum number of tokens that a row sees
-    is_cut: bool = False  # in two micro-batches, each of half of the requests
-
-    @property
-    def rows(self) -> int:
-        return self.requests * self.rows_per_request
 
 
 class Wanted(NamedTuple):
@@ -273,6 +259,13 @@ class StepPlan:
         rows = np.bincount(part.rank, part.length, len(self.rows)).astype(np.int64)
         return StepPlan(self.rank, part.of_rank(self.rank, chunks), rows, NO_SAMPLES, self.decodes, chunks, part)
 
+    @property
+    def records(self) -> bool:
+        """Whether the step records selections of any rank; the same on every rank."""
+        if self.decode is not None:
+            return bool(self.decode.asks & RECORDS)
+        return any(chunk.num_logits and chunk.request.params.selection for chunk in self.chunks)
+
     def rows_by_form(self, config: ModelConfig) -> np.ndarray | int:
         """int64 ``[n, 3]``: rows in MHA, dense MQA and sparse MQA form of each chunk; if all requests decode, of each
         one of the samples, or the number of the form of all their rows."""
@@ -302,24 +295,3 @@ class StepPlan:
             return self
         own = self.own.padded(bucket, config.has_indexer)
         return replace(self, own=own, rows=np.full(len(self.rows), bucket.rows), bucket=bucket)
-
-    def attention_pairs(self) -> list[int]:
-        """Query-key pairs of every rank under the causal mask."""
-        return [sum(s.visible_pairs for s in self.of_rank(rank).segments) for rank in range(len(self.rows))]
-
-
-def bucket_of(step: DecodeStep | Seq[Chunk], contexts: ContextBuckets, num_drafts: int = 0) -> Bucket | None:
-    """The smallest bucket that a decode step fits in; None if it has too many rows for one. The context has room for
-    the ``num_drafts`` drafts that the step makes, and every request has rows to verify as many."""
-    if isinstance(step, DecodeStep):
-        ranks, counts, starts = step.samples.ranks, step.samples.counts, step.starts
-    else:
-        columns = [(chunk.ranks.start, chunk.length, chunk.start) for chunk in step]
-        ranks, counts, starts = np.array(columns, np.int64).T
-    rows = max(1 + num_drafts, int(counts.max()))
-    # A request with fewer rows is padded with rows after its last one.
-    context = contexts.of(int(starts.max()) + rows + num_drafts, num_drafts)
-    requests = int(np.bincount(ranks).max())
-    if contexts.exact_rows is None:
-        return Bucket(next_power_of_2(requests), rows, context)
-    return Bucket(requests, rows, context) if requests * rows <= contexts.exact_rows else None

@@ -48,7 +48,7 @@ def count_loads(model: Model, name: str) -> CountRecorder | None:
         raise ValueError(f"{option}: this model has no routed experts; leave it out")
     counter = ExpertCounter(name, [*layers], model.config.n_routed_experts, mesh.ep, mesh.device)
     for number, layer in layers.items():
-        layer.counts = counter.counts(number)
+        layer.router.counts = counter.counts(number)
     model.loads = counter
     return None if path is None else CountRecorder(counter, path if mesh.is_leader else None)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.steps.plan import Bucket
+from dsa_engine.engine.steps.context_buckets import Bucket
 from dsa_engine.kernels.rows.segment import Segment, Segments, slots_of
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MicroBatchPair
 from dsa_engine.model.model import Model

@@ -113,7 +113,8 @@ class ChatForm(Form):
     def _logprobs(self, output: CompletionOutput | StreamPiece) -> dict[str, Any] | None:
         if output.logprobs is None:
             return None
-        return chat_logprobs(output.token_ids, output.logprobs, self._asked.top_logprobs or 0)
+        top, as_ids = self._asked.top_logprobs or 0, self._asked.return_tokens_as_token_ids
+        return chat_logprobs(output.token_ids, output.logprobs, top, as_ids)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         (self._prompt_ids,) = prompts

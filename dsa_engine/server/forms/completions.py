@@ -78,10 +78,11 @@ class CompletionForm(Form):
             text = (prompt or "") + text
             if logprobs is not None:
                 scores, shown_tokens = [*(one.prompt_logprobs or ()), *logprobs], one.prompt_token_ids + tokens
+        as_ids, offsets = self._asked.return_tokens_as_token_ids, TextOffsets()
         choice = {
             "index": index,
             "text": text,
-            "logprobs": None if scores is None else completion_logprobs(shown_tokens, scores, TextOffsets()),
+            "logprobs": None if scores is None else completion_logprobs(shown_tokens, scores, offsets, as_ids),
             "finish_reason": "length" if self._nothing else output.finish_reason,
             "stop_reason": output.stop_reason,
             "prompt_logprobs": None if one.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs),
@@ -108,7 +109,8 @@ class CompletionForm(Form):
         }
         if piece.logprobs is not None:
             offsets = self._offsets.setdefault(piece.index, TextOffsets())
-            choice["logprobs"] = completion_logprobs(piece.token_ids, piece.logprobs, offsets)
+            as_ids = self._asked.return_tokens_as_token_ids
+            choice["logprobs"] = completion_logprobs(piece.token_ids, piece.logprobs, offsets, as_ids)
         if ids:
             prompt = self._prompt_ids[piece.index // self.params.n]
             choice |= {"token_ids": piece.token_ids, "prompt_token_ids": list(prompt) if first else None}

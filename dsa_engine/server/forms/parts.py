@@ -18,20 +18,20 @@ def _number(value: float) -> float:
     return max(float(value), _LOWEST)
 
 
-def _text(token: int, one: Logprob) -> str:
-    return f"token_id:{token}" if one.decoded_token is None else one.decoded_token
+def _text(token: int, one: Logprob, as_id: bool = False) -> str:
+    return f"token_id:{token}" if as_id or one.decoded_token is None else one.decoded_token
 
 
 def _bytes(token: int, one: Logprob) -> bytes:
     return one.bytes or _text(token, one).encode("utf-8", "replace")
 
 
-def chat_logprobs(tokens: Sequence[int], logprobs: Sequence[Logprobs], top: int) -> dict[str, Any]:
-    """The form of chat completions: an entry for each token, with the ``top`` most likely tokens."""
+def chat_logprobs(tokens: Sequence[int], logprobs: Sequence[Logprobs], top: int, as_ids: bool) -> dict[str, Any]:
+    """The form of chat completions: an entry for each token, with the ``top`` most likely tokens. ``as_ids``: tokens
+    are "token_id:123", which tells those with the same text apart."""
 
     def entry(token: int, one: Logprob) -> dict[str, Any]:
-        text = _text(token, one)
-        return {"token": text, "logprob": _number(one), "bytes": list(_bytes(token, one))}
+        return {"token": _text(token, one, as_ids), "logprob": _number(one), "bytes": list(_bytes(token, one))}
 
     return {
         "content": [
@@ -56,27 +56,27 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    tokens: Sequence[int], logprobs: Sequence[Logprobs | None], offsets: TextOffsets
+    tokens: Sequence[int], logprobs: Sequence[Logprobs | None], offsets: TextOffsets, as_ids: bool
 ) -> dict[str, Any]:
-    """The form of completions, for the tokens that follow those of ``offsets``: their texts, joined, are the text.
-
-    The first token of a prompt has no log-probability.
+    """The form of completions, for the tokens that follow those of ``offsets``: their texts, joined, are the text,
+    unless they are ``as_ids``. The first token of a prompt has no log-probability.
     """
     form: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, of_token in zip(tokens, logprobs, strict=True):
         begins = offsets.length
-        form["tokens"].append("" if of_token is None else offsets.add(_bytes(token, of_token[token])))
+        text = "" if of_token is None else offsets.add(_bytes(token, of_token[token]))
+        form["tokens"].append(f"token_id:{token}" if as_ids else text)
         form["token_logprobs"].append(None if of_token is None else _number(of_token[token]))
-        form["top_logprobs"].append(None if of_token is None else _by_text(of_token))
+        form["top_logprobs"].append(None if of_token is None else _by_text(of_token, as_ids))
         form["text_offset"].append(begins)
     return form
 
 
-def _by_text(logprobs: Logprobs) -> dict[str, float]:
+def _by_text(logprobs: Logprobs, as_ids: bool) -> dict[str, float]:
     """Log-probabilities by text; of several tokens with the same text, that of the most likely one."""
     values: dict[str, float] = {}
     for token, one in logprobs.items():
-        values.setdefault(_text(token, one), _number(one))
+        values.setdefault(_text(token, one, as_ids), _number(one))
     return values
 
 

@@ -69,6 +69,7 @@ class GenerationBody(RequestBody):
         None, min_length=1, max_length=1024
     )  # only requests with the same one share cached pages
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # of log-probabilities
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -258,7 +259,6 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "prompt_embeds": ("give the prompt as a text or token ids", ()),
     "priority": ("requests are served in order of arrival", (0,)),
     "kv_transfer_params": ("caches are not sent between servers", ({},)),
-    "return_tokens_as_token_ids": ("use return_token_ids", (False,)),
     "stop_regex": ("use stop, or stop_token_ids", ()),
     "truncation_side": ("truncate_prompt_tokens keeps the last tokens", ("left",)),
     "separate_reasoning": ("use include_reasoning, or a server with --reasoning-parser none", (True,)),

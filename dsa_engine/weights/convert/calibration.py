@@ -39,10 +39,8 @@ class _WatchedLinear(Linear):
 class _WatchedExperts:
     """The same for experts: the inputs of the gate, up and down projections of each."""
 
-    blockwise = UnquantizedExperts.blockwise
-
     def __init__(self, inner: UnquantizedExperts, largest: Largest):
-        self._inner, self._largest = inner, largest
+        self._inner, self._largest, self.product = inner, largest, inner.product
         self._prefixes = [source.name.removesuffix(".down_proj.weight") for source in inner.sources[2::3]]
 
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.kernels.grouped.product_formats import ProductFormat, Weight
+from dsa_engine.kernels.grouped.products import ProductFormat, Weight
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.weights import Source
@@ -145,8 +145,6 @@ class GroupedExperts(Weights):
         dtype: of what it returns.
     """
 
-    blockwise: bool = False  # tokens travel with a scale for each 128 codes
-
     def __init__(
         self,
         prefixes: Sequence[str],
@@ -180,8 +178,7 @@ class GroupedExperts(Weights):
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
 
-        Tokens are as they are or as :meth:`quantize_for_dispatch` has made them; the result is ``[R, hidden]`` in the
-        run's dtype.
+        Tokens are as they are or words of ``product.to_words``; the result is ``[R, hidden]`` in the run's dtype.
         """
         tokens, topk_ids, topk_weights, fraction, local_pairs, first = received
         return expert_mlp(
@@ -201,11 +198,6 @@ class GroupedExperts(Weights):
     def operands(self) -> tuple[Weight, Weight]:
         """``gate_up`` and ``down`` as the kernel takes them."""
         return self.gate_up, self.down
-
-    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[T, hidden]`` as they travel to the rank of these experts, ``[T, width]``: as they are or, where the
-        products quantise them, in words with codes and scales: half the bytes, and the same bits."""
-        return tokens
 
 
 class WeightFormat(ABC):

@@ -13,8 +13,8 @@ import torch
 
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
-from dsa_engine.kernels.formats.quantize import FP8, quantize_tokens, quantized_words
-from dsa_engine.kernels.grouped.product_formats import block_fp8
+from dsa_engine.kernels.formats.quantize import FP8
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
     are_powers_of_two,
@@ -103,8 +103,6 @@ class BlockFP8Experts(GroupedExperts):
     """``gate_up [count, 2, intermediate, hidden]`` and ``down [count, hidden, intermediate]`` in codes, and the scales
     of both, with one element for each block of 128 rows or columns."""
 
-    blockwise = True
-
     def __init__(
         self,
         prefixes: Sequence[str],
@@ -114,7 +112,6 @@ class BlockFP8Experts(GroupedExperts):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self._power_of_two = power_of_two
         count, blocks = len(prefixes), (blocks_of(intermediate), blocks_of(hidden))
         gate_up = torch.empty(count, 2, intermediate, hidden, dtype=FP8, device=device)
         gate_up_scale = torch.empty(count, 2, *blocks, device=device)
@@ -125,11 +122,6 @@ class BlockFP8Experts(GroupedExperts):
         super().__init__(prefixes, hidden, intermediate, stacked, (down, down_scale), _sources, product, dtype)
         self.gate_up = (gate_up, gate_up_scale)
         self.tensors = (*self.gate_up, *self.down)
-
-    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
-        if quantized_words(tokens.shape[1]) is None:
-            return tokens
-        return quantize_tokens(tokens, self._power_of_two)
 
 
 class BlockFP8(StoredFormat):

@@ -24,8 +24,8 @@ from dsa_engine.kernels.formats.int4 import (
     dequantize_int4,
     planes_for,
 )
-from dsa_engine.kernels.formats.int8 import int8_words
-from dsa_engine.kernels.grouped.product_formats import W4A8, W4A16, Weight
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8, W4A16
+from dsa_engine.kernels.grouped.products import Weight
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
@@ -160,9 +160,6 @@ class Int4Experts(GroupedExperts):
     def separate(self) -> None:
         if self._packing.ordered:
             self._orders = self.tensors[2], self.tensors[5]
-
-    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
-        return int8_words(tokens) if self._packing.int8_activations else tokens
 
     @property
     def operands(self) -> tuple[Weight, Weight]:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.kernels.formats.int8 import int8_words
-from dsa_engine.kernels.grouped.product_formats import INT8
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, StoredFormat
@@ -59,9 +58,6 @@ class Int8Experts(GroupedExperts):
 
         gate_up, down = empty(2 * intermediate, hidden), empty(hidden, intermediate)
         super().__init__(prefixes, hidden, intermediate, gate_up, down, _sources, INT8, dtype)
-
-    def quantize_for_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
-        return int8_words(tokens)
 
 
 class Int8(StoredFormat):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa_engine.kernels.grouped.product_formats import PLAIN
+from dsa_engine.kernels.grouped.grouped_matmul import PLAIN
 from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, WeightFormat

@@ -1,1 +1,36 @@
-"""Every kernel at production sizes: operations with their inputs and what they are compared with."""
+"""All cases, by the names that ``--only`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kernel_cases import attention, products, routing, rows
+from kernel_cases.inputs import Inputs, KernelCase, Sizes
+
+# Operations that decide the speed of long contexts come first, for runs with a time limit.
+CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
+    "sparse_prefill": attention.sparse_prefill,
+    "indexer_prefill": attention.indexer_prefill,
+    "top_k": attention.top_k,
+    "sparse_decode": attention.sparse_decode,
+    "indexer_decode": attention.indexer_decode,
+    "dense_decode": attention.dense_decode,
+    "experts": products.experts,
+    "linear": products.linear,
+    "routing": routing.routing,
+    "norms": rows.norms,
+    "prologs": rows.prologs,
+    "quantise": rows.quantise,
+}
+
+
+def named(names: str | None) -> list[str]:
+    """The names in a list separated by commas; all without a list.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    chosen = names.split(",") if names else list(CASES)
+    if unknown := [name for name in chosen if name not in CASES]:
+        raise ValueError(f"no kernel is named {', '.join(unknown)}; --only takes some of {', '.join(CASES)}")
+    return chosen

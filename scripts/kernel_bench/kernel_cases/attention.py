@@ -19,14 +19,13 @@ from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
-from dsa_engine.kernels.indexer.topk import A_ROW_EACH, select_by_kernel, select_topk, takes_spans
+from dsa_engine.kernels.indexer.topk import select_topk
 from dsa_engine.kernels.libraries import gluon
 from dsa_engine.kernels.rows.segment import Paging, Segments
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import chip_of, config_for, runs_triton
+from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.libraries import ADAPTERS
-from kernel_cases.inputs import INDEX_DIM, PAGE_SIZE, RANK, ROPE, TOPK, Call, Inputs, KernelCase, Sizes
-from timing import referenced
+from kernel_cases.inputs import INDEX_DIM, PAGE_SIZE, RANK, ROPE, TOPK, Call, Inputs, KernelCase, Sizes, referenced
 
 LATENT = RANK + ROPE
 SCALE = (128 + 64) ** -0.5
@@ -92,10 +91,7 @@ def top_k(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             paging = Paging(tables, torch.zeros_like(lengths), PAGE_SIZE)
             shape, moved = f"{rows} rows, k {k}, S {context:,}", scores.nbytes + 4 * rows * k
             run = partial(select_topk, scores, k, lengths, paging=paging, finished=finished)
-            others: dict[str, Call] = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
-            if runs_triton(scores) and takes_spans(rows, context):
-                row_each = config_for(A_ROW_EACH, chip_of(scores))
-                others["a program a row"] = partial(select_by_kernel, scores, k, lengths, row_each, paging)
+            others = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
             yield KernelCase("top-k", shape, run, bytes=moved, baselines=others)
 
 
@@ -151,33 +147,17 @@ def _sparse(
         partial(sparse_attention, q, pool, slots, row_format=row_format, scale=SCALE, workspace=WORKSPACE),
         bytes=q.nbytes * (1 + RANK / LATENT) + rows * pool.shape[-1] * pool.element_size() + slots.nbytes,
         flops=2.0 * tokens * heads * k * (LATENT + RANK),
-        baselines=_others(q, pool, slots, context) if product and not row_format.coded else {},
+        baselines=_flash_mla(q, pool, slots) if product and not row_format.coded else {},
         product=product,
     )
 
 
-def _others(q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, context: int) -> dict[str, Call]:
-    """FlashMLA's sparse prefill over the same rows, where it is installed; and SDPA with a mask, for as many queries as
-    fit beside its S² scores: 16 calls compute all tokens."""
-    calls: dict[str, Call] = {}
-    rows = pool.flatten(0, 1)
-    if find_spec("flash_mla"):
-        sparse = import_module("flash_mla").flash_mla_sparse_fwd
-        calls["FlashMLA"] = lambda: sparse(q, rows[:, None], slots[:, None], SCALE, RANK)
-    if context <= 8192:
-        some = q[: q.shape[0] // 16]
-
-        def masked() -> None:
-            mask = torch.zeros(some.shape[0], rows.shape[0], dtype=torch.bool, device=q.device)
-            mask.scatter_(1, slots[: some.shape[0]].long(), True)
-            keys = rows.expand(1, some.shape[1], -1, -1)
-            for _ in range(16):
-                F.scaled_dot_product_attention(
-                    some.transpose(0, 1)[None], keys, keys[..., :RANK], attn_mask=mask[None, None], scale=SCALE
-                )
-
-        calls["SDPA with a mask, 1/16 of the tokens, times 16"] = masked
-    return calls
+def _flash_mla(q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> dict[str, Call]:
+    """FlashMLA's sparse prefill over the same rows, where it is installed."""
+    if not find_spec("flash_mla"):
+        return {}
+    sparse, rows = import_module("flash_mla").flash_mla_sparse_fwd, pool.flatten(0, 1)
+    return {"FlashMLA": lambda: sparse(q, rows[:, None], slots[:, None], SCALE, RANK)}
 
 
 def dense_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

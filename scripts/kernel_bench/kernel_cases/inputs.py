@@ -10,6 +10,7 @@ import torch
 
 from dsa_engine.kernels.formats.row_format import IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime import launch
 from dsa_engine.kernels.runtime.integers import cdiv
 
 PAGE_SIZE = 64
@@ -30,6 +31,16 @@ class KernelCase:
     baselines: Mapping[str, Call] = field(default_factory=dict)  # the same result by other means, beside the reference
     product: bool = False  # tensor-core work, compared with a matrix product; otherwise with a copy
     needs: int = 0  # compute capability below which no GPU has the instructions
+
+
+def referenced(call: Call) -> Call:
+    """The call with the PyTorch references of the operations in it."""
+
+    def run_references() -> None:
+        with launch.references():
+            call()
+
+    return run_references
 
 
 @dataclass(frozen=True)
@@ -58,12 +69,11 @@ class Inputs:
         device: their device.
         dtype: dtype of activations and caches.
         untouched: allocate only. On a CPU, untouched memory takes no space, whatever its size.
-        seed: seed of the random values.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, untouched: bool = False, seed: int = 0):
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, untouched: bool = False):
         self.device, self.dtype, self._untouched = device, dtype, untouched
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Standard normal values."""

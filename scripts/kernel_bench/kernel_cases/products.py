@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped.grouped_matmul import (
+    PLAIN,
     grouped_matmul_torch,
     grouped_matmul_triton,
     takes_torch_grouped_mm,
 )
-from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8
-from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16, ProductFormat, block_fp8
-from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8, W4A16
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8, grouped_matmul_int8
+from dsa_engine.kernels.grouped.products import Groups, ProductFormat
 from dsa_engine.kernels.libraries.block_scaled import by_torch, fits
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     block_scaled_linear,
@@ -55,7 +57,6 @@ def experts(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for groups, rows in sizes.experts:
         for name, product in FORMATS.items():
             yield _experts(make, groups, rows, name, product)
-        yield _plain_product(make, groups, rows)
 
 
 def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFormat) -> KernelCase:
@@ -64,7 +65,9 @@ def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFo
     halves = (2, INTERMEDIATE) if name == "FP8" else (2 * INTERMEDIATE,)
     gate_up, down = (_weight(make, product, groups, *one) for one in ((*halves, HIDDEN), (HIDDEN, INTERMEDIATE)))
     baselines: dict[str, Call] = {}
-    if product is not PLAIN:
+    if product is PLAIN and runs_triton(x):
+        baselines = _gate_and_up(make, x, gate_up[0], rows)
+    elif product is not PLAIN:
         plain_gate_up = _weight(make, PLAIN, groups, 2 * INTERMEDIATE, HIDDEN)
         plain_down = _weight(make, PLAIN, groups, HIDDEN, INTERMEDIATE)
         plain = partial(expert_mlp, x, topk_ids, topk_weights, plain_gate_up, plain_down)
@@ -81,31 +84,21 @@ def _experts(make: Inputs, groups: int, rows: int, name: str, product: ProductFo
     )
 
 
-def _plain_product(make: Inputs, groups: int, rows: int) -> KernelCase:
-    """Our kernel, also at sizes at which experts take PyTorch's: gather, gate and up, SwiGLU."""
-    x, weight = make.normal(max(1, rows // TOP_K), HIDDEN), make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
-    row_ends = (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
-    source = make.whole(len(x), rows)
-    way = Groups(row_ends, source, gated=True)
-    counts = [rows // groups] * groups
-    ours = partial(grouped_matmul_triton, x, weight, way)
-    theirs = {"torch grouped_mm": partial(grouped_matmul_torch, x, weight, way)}
-    return KernelCase(
-        "gate and up, bfloat16",
-        f"{rows:,} rows, {groups} experts",
-        ours if runs_triton(x) else partial(PLAIN.multiply_reference, x[source], (weight,), counts, x.dtype),
-        bytes=x.nbytes + weight.nbytes + rows * INTERMEDIATE * x.element_size(),
-        flops=4.0 * rows * INTERMEDIATE * HIDDEN,
-        baselines=theirs if takes_torch_grouped_mm(x, weight) else {},
-        product=rows > 64 * groups,
-    )
+def _gate_and_up(make: Inputs, x: torch.Tensor, weight: torch.Tensor, rows: int) -> dict[str, Call]:
+    """The first product of plain experts alone, gather and SwiGLU included: ours and PyTorch's, if it can be taken."""
+    each = rows // len(weight)
+    row_ends = (torch.arange(1, len(weight) + 1, device=make.device) * each).int()
+    way = Groups(row_ends, make.whole(len(x), rows), gated=True)
+    calls: dict[str, Call] = {"our gate and up": partial(grouped_matmul_triton, x, weight, way)}
+    if takes_torch_grouped_mm(x, weight):
+        calls["torch grouped_mm"] = partial(grouped_matmul_torch, x, weight, way)
+    return calls
 
 
 def linear(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for tokens in (sizes.tokens, *sizes.batches[:3]):
         for name, (out, inner) in LAYERS.items():
             x, plain = make.normal(tokens, inner), make.normal(out, inner)
-            theirs = {"torch in the run's dtype": partial(F.linear, x, plain)}
             for kind in ("FP8", "INT8", "W4A8", "W4A16") if name == "o" else ("FP8",):
                 weight = _weight(make, FORMATS[kind], out, inner)
                 run = partial(quantized_linear, x, weight, FORMATS[kind])
@@ -118,45 +111,27 @@ def linear(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
                     run,
                     bytes=x.nbytes + sum(t.nbytes for t in weight if t is not None) + tokens * out * x.element_size(),
                     flops=2.0 * tokens * out * inner,
-                    baselines=theirs,
+                    baselines={"torch in the run's dtype": partial(F.linear, x, plain)}
+                    | (_products(make, kind, tokens, weight) if runs_triton(x) else {}),
                     product=tokens > 64,
                     needs=FP8_PRODUCTS if kind == "FP8" else 0,
                 )
-            yield _fp8_product(make, tokens, name, out, inner)
-        yield _int8_product(make, tokens)
 
 
-def _fp8_product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> KernelCase:
-    """Our kernel on quantised operands, also at sizes at which a layer takes PyTorch's."""
-    x, x_scale = make.fp8(tokens, inner), make.scales(tokens, inner // BLOCK)
-    weight = make.fp8(out, inner), make.scales(cdiv(out, BLOCK), cdiv(inner, BLOCK))
-    ours = partial(block_scaled_matmul_triton, x, x_scale, *weight, make.dtype)
-    there = hasattr(F, "scaled_mm") and x.is_cuda and fits(weight[0], make.dtype)
-    return KernelCase(
-        f"product {name}, FP8",
-        f"{tokens} x {inner} x {out}",
-        ours if runs_triton(x) else partial(FORMATS["FP8"].reference, x, x_scale, *weight, make.dtype),
-        bytes=x.nbytes + weight[0].nbytes + tokens * out * make.dtype.itemsize,
-        flops=2.0 * tokens * out * inner,
-        baselines={"torch scaled_mm": partial(by_torch, x, x_scale, *weight)} if there else {},
-        product=tokens > 64,
-        needs=FP8_PRODUCTS,
-    )
-
-
-def _int8_product(make: Inputs, tokens: int) -> KernelCase:
-    """Our kernel on o_proj, also at sizes at which a layer takes PyTorch's; that one is timed without scales, and on
-    CUDA refuses 16 rows or fewer."""
-    out, inner = LAYERS["o"]
-    x, x_scale, (weight, scale) = make.codes(tokens, inner), make.scales(tokens), _weight(make, INT8, 1, out, inner)
+def _products(make: Inputs, kind: str, tokens: int, weight: Any) -> dict[str, Call]:
+    """The layer's product of quantised rows without what comes before it: ours, and PyTorch's if it can be taken."""
+    (matrix, scale, *_), inner = weight, weight[0].shape[-1]
+    if kind == "FP8":
+        x, x_scale = make.fp8(tokens, inner), make.scales(tokens, inner // BLOCK)
+        ours: Any = partial(block_scaled_matmul_triton, x, x_scale, matrix, scale, make.dtype)
+        calls: dict[str, Call] = {"our product": ours}
+        if hasattr(F, "scaled_mm") and x.is_cuda and fits(matrix, make.dtype):
+            calls["torch scaled_mm"] = partial(by_torch, x, x_scale, matrix, scale)
+        return calls
+    if kind != "INT8":
+        return {}
     groups = Groups(torch.full((1,), tokens, device=make.device, dtype=torch.int32))
-    ours = partial(grouped_matmul_int8, x, x_scale, weight, scale, groups, make.dtype)
-    return KernelCase(
-        "product o, INT8",
-        f"{tokens} x {inner} x {out}",
-        ours if runs_triton(x) else partial(INT8.reference, x, x_scale, weight[0], scale[0], make.dtype),
-        bytes=x.nbytes + weight.nbytes + tokens * out * make.dtype.itemsize,
-        flops=2.0 * tokens * out * inner,
-        baselines={"torch _int_mm alone": partial(torch._int_mm, x, weight[0].t())},
-        product=tokens > 64,
-    )
+    codes, x_scale = make.codes(tokens, inner), make.scales(tokens)
+    ours = partial(grouped_matmul_int8, codes, x_scale, matrix[None], scale[None], groups, make.dtype)
+    # Without scales; on CUDA it refuses 16 rows or fewer.
+    return {"our product": ours, "torch _int_mm": partial(torch._int_mm, codes, matrix.t())}

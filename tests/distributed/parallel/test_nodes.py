@@ -146,7 +146,7 @@ def check_loss(done: subprocess.CompletedProcess[str], lost: int, how: str) -> N
 def test_a_node_that_disappears_ends_the_run(lost: int, how: str, emulate: Emulate) -> None:
     """Node 0 has the store of the run; its loss leaves no process to ask for a reason."""
     loss = ["--lose", how, "--lose-at", LOADED, "--lost-node", lost]
-    options = ["--seq-len", 256, "--warmup", 0, "--repeat", 100_000, "--device", "cpu", "--timeout", 15]
+    options = ["--input-len", 256, "--warmup", 0, "--repeat", 100_000, "--device", "cpu", "--timeout", 15]
     done = emulate(*loss, "--", "scripts/bench_prefill.py", *options)
     check_loss(done, lost, how)
 
@@ -174,7 +174,7 @@ def test_a_node_that_disappears_while_pages_travel(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_remains(number: signal.Signals, emulate: Emulate) -> None:
     """The processes inside hold the script's output open, so its end is theirs."""
-    options = ["--seq-len", 256, "--repeat", 100_000, "--device", "cpu", "--warmup", 0]
+    options = ["--input-len", 256, "--repeat", 100_000, "--device", "cpu", "--warmup", 0]
     process = start("--", "scripts/bench_prefill.py", *options)
     assert process.stdout is not None
     assert any(LOADED in line for line in process.stdout)

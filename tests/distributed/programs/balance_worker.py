@@ -33,13 +33,13 @@ class Counted:
 
     def __init__(self, layer: MoE):
         self.parallel, self.experts = layer.expert_parallel, layer.experts
-        self.dispatcher, self.quantize_for_dispatch = layer.dispatcher(False), self.experts.quantize_for_dispatch
-        self.takes_words, self.blockwise = self.dispatcher.takes_words, self.experts.blockwise
-        self.chosen = torch.zeros(len(layer.bias), dtype=torch.int64)
+        self.dispatcher, self.product = layer.dispatchers[False], self.experts.product
+        self.takes_words = self.dispatcher.takes_words
+        self.chosen = torch.zeros(len(layer.router.bias), dtype=torch.int64)
         self.local_pairs = 0
         self.sent = [0] * self.parallel.group.size
         self.crossing = [0, 0]
-        layer.dispatcher, layer.experts = lambda decodes: self, self  # type: ignore[assignment]
+        layer.dispatchers, layer.experts = (self, self), self  # type: ignore[assignment]
 
     def start(self, parallel: ExpertParallel, routed: Routed, *more: Any) -> Dispatch:
         self.chosen += routed.topk_ids[routed.topk_ids >= 0].bincount(minlength=len(self.chosen))
@@ -74,7 +74,7 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
     log = record(mesh.node_groups.rail if mesh.node_groups else mesh.ep)
     for layer in llm.engine.model.layers:
         if layer.moe is not None:
-            bias = layer.moe.bias  # it chooses experts and does not weigh them
+            bias = layer.moe.router.bias  # it chooses experts and does not weigh them
             with torch.inference_mode():
                 bias += (torch.arange(len(bias)) * 5 % len(bias) / len(bias)) ** 3
             counted.append(Counted(layer.moe))

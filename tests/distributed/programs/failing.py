@@ -17,6 +17,7 @@ from typing import Any
 from dsa_engine import LLM, CapacityError, ParallelConfig, SamplingParams
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.engine.calls.jobs import prefill
+from dsa_engine.engine.startup import start
 
 HOW, FOLDER = sys.argv[1:]
 RANK = int(os.environ["RANK"])
@@ -62,6 +63,20 @@ def in_the_third_step() -> None:
         llm.engine.runner.launch = fails  # type: ignore[method-assign]
     print(f"rank {RANK} has begun")  # stays in the buffer of the pipe until it is flushed
     llm.generate([[2, 3, 4], [5, 6]], GREEDY)
+
+
+def while_weights_load() -> None:
+    """Rank 1 ends without an error, rank 2 takes longer than the timeout."""
+    load, timeout = start.load, 4.0
+
+    def loads_slowly(prepared: start.Prepared) -> start.Loaded:
+        if RANK == 1:
+            os._exit(0)
+        time.sleep(1.5 * timeout * (RANK == 2))
+        return load(prepared)
+
+    start.load = loads_slowly
+    LLM(FOLDER, **OPTIONS, parallel=ParallelConfig(timeout=timeout))
 
 
 def all_alike() -> None:

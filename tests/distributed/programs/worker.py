@@ -88,6 +88,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         "logprobs": [],
         "prompt_logprobs": [],
         "selections": [],
+        "accepted": [],
     }
     for ids, logits in zip(case.get("prompts", []), result["all"] if case.get("bits") else [], strict=False):
         for position, row in enumerate(logits):
@@ -104,6 +105,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         seen = [out.selection for out in outs if out.selection is not None]
         result["selections"] += [(torch.tensor(one.positions), torch.tensor(one.weights)) for one in seen]
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
+        counts = [out.metrics.speculation for out in outs]
+        result["accepted"].append(sum(one.num_accepted_tokens for one in counts if one is not None))
         asked = [out.prompt_logprobs for out in outs if isinstance(out, RequestOutput) and out.prompt_logprobs]
         result["prompt_logprobs"].append(
             [[of and {token: (float(x), x.rank) for token, x in of.items()} for of in prompt] for prompt in asked]

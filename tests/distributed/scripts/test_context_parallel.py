@@ -33,7 +33,7 @@ def check(done: Any, report: Path, ranks: int, lengths: list[int]) -> None:
 
 
 def arguments(report: Path, lengths: list[int]) -> list[object]:
-    return [SCRIPT, "--size", "small", "--seq-len", ",".join(map(str, lengths)), "--repeat", 1, "--json", report]
+    return [SCRIPT, "--size", "small", "--input-len", ",".join(map(str, lengths)), "--repeat", 1, "--json", report]
 
 
 def test_two_ranks_started_by_deepspeed(deepspeed: Callable[..., Any], tmp_path: Path) -> None:
@@ -45,6 +45,5 @@ def test_two_ranks_started_by_deepspeed(deepspeed: Callable[..., Any], tmp_path:
 
 @pytest.mark.slow
 def test_four_ranks(torchrun: Callable[..., Any], tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
     report, lengths = tmp_path / "cp.json", [3, 64, 777, 2051]
     check(torchrun(4, *arguments(report, lengths)), report, 4, lengths)

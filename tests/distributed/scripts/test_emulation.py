@@ -80,7 +80,18 @@ def test_prefill_of_a_true_run(
     """The benchmark's counts, with a router in the true run, where shapes depend on the batch alone."""
     report = tmp_path / "out.json"
     script = Path(__file__).resolve().parents[3] / "scripts" / "bench_prefill.py"
-    options = ["--model", "demo-random", "--seq-len", 701, "--warmup", 0, "--repeat", 1, "--moe-dispatch", "all_gather"]
+    options = [
+        "--model",
+        "demo-random",
+        "--input-len",
+        701,
+        "--warmup",
+        0,
+        "--repeat",
+        1,
+        "--moe-dispatch",
+        "all_gather",
+    ]
     done = fork_ranks(WORLD, script, *options, "--json", report)
     assert done.returncode == 0, done.stderr
     result = json.loads(report.read_text())

@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 def test_bench_prefill_on_four_ranks(torchrun: Callable[..., Any], demo_cache: Path, tmp_path: Path) -> None:
     report, logits = tmp_path / "out.json", tmp_path / "out.npy"
-    options = ["--seq-len", 1024, "--warmup", 0, "--repeat", 1, "--moe-dispatch", "all_gather"]
+    options = ["--input-len", 1024, "--warmup", 0, "--repeat", 1, "--moe-dispatch", "all_gather"]
     done = torchrun(4, SCRIPTS / "bench_prefill.py", *options, "--json", report, "--dump-logits", logits)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("median TTFT ms") == 1  # rank 0 reports for all

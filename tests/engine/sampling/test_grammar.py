@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.config.structured_outputs import MAX_CHOICES
+from dsa_engine.config.grammar_check import GrammarCheck
+from dsa_engine.config.structured_outputs import MAX_CHOICES, lark_grammar
 from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.sampling_params import StructuredOutputsParams
 
@@ -168,7 +172,7 @@ def test_what_ends_a_request(plain: list[Any]) -> None:
         assert [one.text for one in fourth.outputs] == ["12", "12"]
 
 
-CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2999)} | {"2999": {}}}
+CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3500)} | {"3500": {}}}
 
 
 @pytest.mark.parametrize(
@@ -181,9 +185,11 @@ CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for
         ({"json": "{"}, "json in structured_outputs is not possible: .*EOF"),
         ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "recursion limit"),
         # What would end the process, or hold it for seconds.
-        ({"json": CHAIN}, "it has 3000 references, of at most 512"),
-        ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf is 999983, of at most 10000"),
-        ({"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'}, "3002 rules"),
+        ({"json": CHAIN}, "nested too deep"),
+        ({"json": {"type": "integer", "multipleOf": 999983}}, "cannot be compiled within 2 s"),
+        ({"json": {"allOf": [{"type": "string", "pattern": f"a.*{i}.*b"} for i in range(60)]}}, "cannot be compiled"),
+        ({"json": {"allOf": [{"multipleOf": one, "type": "integer"} for one in (9973, 9967, 9949)]}}, "fuel exhausted"),
+        ({"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(5000)) + 'r5000: "a"'}, "nested too"),
         ({"grammar": "root ::= " + "(" * 500 + '"a"' + ")" * 500}, "nested too deep|at most|not possible"),
         ({"json": {"description": "x" * 2**17}}, "131.*characters, of at most 131072"),
         ({"regex": "("}, "unclosed group"),
@@ -202,6 +208,59 @@ CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for
 def test_impossible_forms(llm: LLM, form: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         llm.generate([5], SamplingParams(structured_outputs=form), use_tqdm=False)
+
+
+def test_what_a_check_ends_is_that_grammar_s_error() -> None:
+    """Also if the process that checks is killed: the next grammar has another."""
+    check = GrammarCheck()
+    assert check.refusal(lark_grammar(GRAMMAR)) == ""
+    assert check._process is not None
+    check._process.kill()
+    check._process.wait()
+    assert "cannot be compiled" in check.refusal(lark_grammar(GRAMMAR))
+    assert check.refusal(lark_grammar(GRAMMAR)) == ""
+    assert "unknown name" in check.refusal(lark_grammar("start: other"))
+    check._end()
+
+
+def test_no_step_waits_for_a_grammar_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two requests that wait for it, one is aborted; those that come when it is compiled need not wait."""
+    go, compiles = threading.Event(), GrammarMasks._compile
+
+    def compile_late(self: GrammarMasks, source: str) -> Any:
+        assert go.wait(60.0)
+        return compiles(self, source)
+
+    monkeypatch.setattr(GrammarMasks, "_compile", compile_late)
+    formed = replace(DRAWN, seed=1, structured_outputs={"regex": "[a-z]{9}"})
+
+    async def run(llm: LLM) -> None:
+        waiting = [asyncio.create_task(llm.agenerate([5, number], formed)) for number in (6, 7)]
+        (other,) = await asyncio.wait_for(llm.agenerate([5, 6, 7], replace(DRAWN, seed=2)), 60.0)
+        assert other.outputs[0].finish_reason in ("stop", "length")
+        assert not any(one.done() for one in waiting)
+        waiting[1].cancel()
+        await asyncio.wait(waiting[1:])
+        (_,) = await asyncio.wait_for(llm.agenerate([5, 6, 7], replace(DRAWN, seed=2)), 60.0)
+        go.set()
+        (first,) = await waiting[0]
+        (second,) = await llm.agenerate([5, 6], formed)
+        assert re.fullmatch("[a-z]{9}", first.outputs[0].text) and second.outputs[0].text == first.outputs[0].text
+
+    with LLM("demo-random", **OPTIONS, cache_memory="64MiB") as llm:
+        asyncio.run(run(llm))
+        assert not llm.loop._compiling
+
+
+def test_compiled_grammars_are_few(llm: LLM) -> None:
+    grammars = llm.engine.runner.grammars
+    assert grammars is not None
+    forms = [{"regex": f"[a-z]{{{2 + number}}}"} for number in range(40)] * 2
+    prompts = [[5, number] for number in range(80)]
+    given = [SamplingParams(max_tokens=50, structured_outputs=form) for form in forms]
+    for one, form in zip(llm.generate(prompts, given, use_tqdm=False), forms):
+        assert re.fullmatch(form["regex"], one.text)
+    assert grammars.ready <= grammars._compiled.keys() and len(grammars._compiled) == 32
 
 
 @pytest.mark.parametrize("other", [{"min_tokens": 2}, {"ignore_eos": True}])

@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import StepResult
+from dsa_engine.engine.sampling.chain import Parameters, draw
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
@@ -43,11 +45,13 @@ class Script:
     Attributes:
         outputs: the right tokens, by request.
         made: the module's own drafts, by request and the position of the last token.
+        keys: of the requests' random numbers.
     """
 
     def __init__(self, llm: LLM):
         self.outputs: dict[int, list[int]] = {}
         self.made: dict[tuple[int, int], list[int]] = {}
+        self.keys: dict[int, int] = {}
         self._vocab = llm.engine.config.vocab_size
         self._requests: list[Request] = []
         drafter = llm.engine.runner.drafter
@@ -58,9 +62,10 @@ class Script:
 
     def observe(self, step: StepPlan) -> None:
         self._requests = [chunk.request for chunk in step.own.chunks]
+        self.keys |= {request.id: request.draw_key for request in self._requests}
 
-    def after_decode(self, rows: StepRows, hidden: Any, tokens: Any, accepted: Any, buffers: Any) -> torch.Tensor:
-        drafts = self._made(rows, hidden, tokens, accepted, buffers)
+    def after_decode(self, rows: StepRows, hidden: Any, tokens: Any, accepted: Any, *others: Any) -> torch.Tensor:
+        drafts = self._made(rows, hidden, tokens, accepted, *others)
         return self._scripted(drafts, (rows.first + accepted).where(rows.positions[:, 0] >= 0, -1))
 
     def _scripted(self, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -160,7 +165,8 @@ def test_the_last_tokens_of_the_longest_context(
 
 def test_the_same_tokens_and_drafts(engines: Any) -> None:
     """Greedy and drawn with every limit; requests that select, begin to select, and do not; lengths that end within
-    accepted drafts."""
+    accepted drafts. The modules draw with the noise of the draft's position, and with penalties for all tokens before
+    it."""
     _, script, _, prompts, oracle = engines
     params = [
         GREEDY,
@@ -175,10 +181,30 @@ def test_the_same_tokens_and_drafts(engines: Any) -> None:
         for position, count in enumerate(output.metrics.speculation.num_accepted_tokens_per_pos):
             accepted[position] += count
     assert set(accepted) == {0, 1, 2} and min(accepted.values()) > 0
+    drawn = 0
     for (number, last), drafts in [*script.made.items()][::4]:
-        output = outputs[number - 100]
+        output, of = outputs[number - 100], [*params, *short][number - 100]
         tokens = [*output.prompt_token_ids, *output.token_ids][: last + 1]
-        assert drafts == oracle.drafts(tokens, 3).argmax(dim=-1).tolist()[: len(drafts)]
+        choose = partial(defined_choice, len(output.prompt_token_ids), of, script.keys[number])
+        logits = oracle.drafts(tokens, 3, choose)
+        for row in logits:
+            tokens.append(choose(row, tokens))
+        assert drafts == tokens[last + 1 :][: len(drafts)]
+        drawn += tokens[last + 1 :] != logits.argmax(dim=-1).tolist()
+    assert drawn > 4
+
+
+def defined_choice(prompt: int, of: SamplingParams, key: int, logits: torch.Tensor, tokens: list[int]) -> int:
+    """The token after ``tokens``, of which the first ``prompt`` are the prompt, from logits ``[vocab]``."""
+    row = logits.clone()
+    for token in {*tokens}:
+        row[token] *= 1 / of.repetition_penalty if row[token] > 0 else of.repetition_penalty
+    for token, count in Counter(tokens[prompt:]).items():
+        row[token] -= of.frequency_penalty * count + of.presence_penalty
+    if of.temperature == 0:
+        return int(row.argmax())
+    parameters = Parameters.of(Parameters.pack([of], [key], len(row)))
+    return int(draw(row[None].float(), parameters, torch.tensor([len(tokens)]), of.asks, of.num_best))
 
 
 def test_what_ends_a_request_within_a_run(engines: Any) -> None:

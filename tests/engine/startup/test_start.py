@@ -15,7 +15,7 @@ from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.engine.speculation.drafter import GraphKey
 from dsa_engine.engine.startup.warm_up import DummySteps
-from dsa_engine.engine.steps.plan import Bucket
+from dsa_engine.engine.steps.context_buckets import Bucket
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.requests import add_filled
@@ -188,7 +188,7 @@ def test_rows_of_deep_ep_are_set_aside(fake_engine: Callable[..., Any], monkeypa
     parallel, sizes = {"moe_dispatch": "deep_ep", "decode_dispatch": "deep_ep"}, SIZES | {"max_num_batched_tokens": 64}
     with FakeDevice(memory=60 * 10**9) as device:
         engine = fake_engine(device, "deepseek_v32", 2, parallel, **sizes)
-        assert engine.mesh.experts.dispatcher(decodes=False).capacity == 64
+        assert engine.mesh.experts.dispatchers[False].capacity == 64
         for _ in range(128):
             add_filled(engine, 100, SamplingParams(max_tokens=4))
         before = device.live

@@ -37,7 +37,7 @@ MOE: Any = SimpleNamespace(
 
 def four_ranks(nodes: tuple[int, ...] | None = None, **options: Any) -> Any:
     groups, group = nodes and SimpleNamespace(nodes=nodes), SimpleNamespace(size=4)
-    config = SimpleNamespace(**{"moe_combine_dtype": "auto", "decode_dispatch": "all_gather"} | options)
+    config = SimpleNamespace(**{"decode_dispatch": "all_gather"} | options)
     mesh: Any = SimpleNamespace(
         world_size=4, config=config, experts_per_token=lambda top_k: top_k, node_groups=groups, ep=group, device=None,
         nodes=nodes or (0, 0, 0, 0), is_leader=False,

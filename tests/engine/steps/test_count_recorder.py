@@ -53,7 +53,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[int]]]:
 def recounted(llm: LLM, routed: dict[int, list[int]]) -> tuple[tuple[int, ...], ...]:
     layers, experts = moe_layers(llm.engine.model).values(), llm.engine.config.n_routed_experts
     return tuple(
-        tuple(torch.tensor(routed.get(layer.bias.data_ptr(), [])).long().bincount(minlength=experts).tolist())
+        tuple(torch.tensor(routed.get(layer.router.bias.data_ptr(), [])).long().bincount(minlength=experts).tolist())
         for layer in layers
     )
 
@@ -96,7 +96,7 @@ def test_both_micro_batches_of_a_step_are_counted(routed: dict[int, list[int]], 
         layers = moe_layers(model)
         counter = ExpertCounter("", [*layers], 24, Group((0,), 0, None), CPU)
         for number, layer in layers.items():
-            layer.counts = counter.counts(number)
+            layer.router.counts = counter.counts(number)
         routed.clear()
         llm.generate(PROMPTS, SamplingParams(max_tokens=2, ignore_eos=True))
         assert len(next(iter(routed.values()))) > 0

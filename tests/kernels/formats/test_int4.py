@@ -21,9 +21,8 @@ from dsa_engine.kernels.formats.int4 import (
     unpack_int4,
 )
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.grouped.grouped_matmul_int4 import grouped_matmul_int4
-from dsa_engine.kernels.grouped.product_formats import W4A8, W4A16
-from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8, W4A16, grouped_matmul_int4
+from dsa_engine.kernels.grouped.products import Groups
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8, matmul_int8_reference
-from dsa_engine.kernels.grouped.product_formats import INT8
-from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8, grouped_matmul_int8, matmul_int8_reference
+from dsa_engine.kernels.grouped.products import Groups
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.launch import runs_triton

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped import grouped_matmul as module
 from dsa_engine.kernels.grouped.grouped_matmul import (
+    PLAIN,
     grouped_matmul_triton,
     takes_torch_grouped_mm,
 )
-from dsa_engine.kernels.grouped.product_formats import PLAIN
-from dsa_engine.kernels.grouped.tiles import Groups, max_tiles
+from dsa_engine.kernels.grouped.products import Groups, max_tiles
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 from fake_cuda import FakeDevice
 

@@ -16,7 +16,7 @@ from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_tokens
-from dsa_engine.kernels.grouped.product_formats import block_fp8
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_linear
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp

@@ -14,7 +14,9 @@ from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
 from dsa_engine.kernels.grouped.grouped_matmul import matmul_reference
-from dsa_engine.kernels.grouped.product_formats import INT8, W4A8, W4A16, ProductFormat
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8, W4A16
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
+from dsa_engine.kernels.grouped.products import ProductFormat
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_linear
 from dsa_engine.kernels.linear.linear import FEW_ROWS_ON_A_CPU, linear
 from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul

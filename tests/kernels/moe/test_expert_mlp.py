@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dsa_engine.kernels.formats.int8 import int8_words, quantize_rows_int8
-from dsa_engine.kernels.grouped.product_formats import INT8, W4A8
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of
 from dsa_engine.kernels.runtime.launch import INTERPRETED

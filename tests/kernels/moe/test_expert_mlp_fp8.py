@@ -10,9 +10,8 @@ import torch
 
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks, quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_tokens, quantized_words
-from dsa_engine.kernels.grouped.grouped_matmul_fp8 import grouped_matmul_fp8
-from dsa_engine.kernels.grouped.product_formats import block_fp8
-from dsa_engine.kernels.grouped.tiles import Groups
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8, grouped_matmul_fp8
+from dsa_engine.kernels.grouped.products import Groups
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, tokens_of
 from dsa_engine.kernels.runtime.launch import INTERPRETED

@@ -20,7 +20,9 @@ from dsa_engine.kernels.formats.cache_format import index_key_format, latent_for
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.int4 import arrange_int4_, planes_for, quantize_int4
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.grouped.product_formats import INT8, PLAIN, W4A8, W4A16
+from dsa_engine.kernels.grouped.grouped_matmul import PLAIN
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import W4A8, W4A16
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import INT8
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_linear
 from dsa_engine.kernels.linear.linear import linear

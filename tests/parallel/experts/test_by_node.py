@@ -268,6 +268,7 @@ def test_tokens_to_experts_of_codes_travel_quantised(name: str, method: Dispatch
     """The same bits as if bfloat16 had travelled, in fewer bytes; W4A16 multiplies numbers, which travel."""
     nodes, hidden = (0, 0, 1, 1), 160
     whole, g = made(name, EXPERTS, hidden), torch.Generator()
+    to_words = whole.product.to_words or torch.Tensor.contiguous
 
     def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         _, chosen, topk_weights = inputs(rank)
@@ -282,7 +283,7 @@ def test_tokens_to_experts_of_codes_travel_quantised(name: str, method: Dispatch
             stored.copy_(of_all[held])
         x, chosen, topk_weights = all_given[parallel.group.index]
         results = []
-        for tokens in (x, experts.quantize_for_dispatch(x)):
+        for tokens in (x, to_words(x)):
             log.clear()
             dispatch = parallel.dispatch(tokens, chosen, topk_weights, method, 12, max_pairs, 2 * hidden)
             for number in range(rounds := dispatch.rounds):
@@ -291,7 +292,7 @@ def test_tokens_to_experts_of_codes_travel_quantised(name: str, method: Dispatch
         return results
 
     sent = {"fp8": quantized_bytes(hidden), "w4a16": 2 * hidden}.get(name, quantized_bytes(hidden, hidden))
-    words = whole.quantize_for_dispatch(all_given[0][0])
+    words = to_words(all_given[0][0])
     assert words[0].nbytes == sent and (sent < 0.55 * 2 * hidden or name == "w4a16")
     ranks = Case(nodes).run(work)
     assert any(rounds > 1 for results in ranks for _, rounds, _ in results) == (max_pairs == 20)

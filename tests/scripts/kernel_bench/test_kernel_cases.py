@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from bench_kernels import measure, rows
 from compile_only import spills_in_loops
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.ceilings import Ceilings
 from inspect_kernels import Inspection, faults, inspect
-from kernel_cases.cases import CASES
+from kernel_cases import CASES
 from kernel_cases.inputs import KernelCase
-from timing import measure, rows
 
 ROOT = Path(__file__).resolve().parents[3]
 compiles = pytest.mark.skipif(INTERPRETED, reason="nothing can be compiled under TRITON_INTERPRET=1")

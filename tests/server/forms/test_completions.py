@@ -102,6 +102,21 @@ def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:
     ]
 
 
+def test_tokens_as_token_ids(server: Any) -> None:
+    """Also of a prompt, and among the most likely ones; bytes and offsets stay those of the text."""
+    given = {"max_tokens": 3, "temperature": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    choice = server.complete("Once", echo=True, logprobs=2, **given)["choices"][0]
+    ids = [f"token_id:{token}" for token in choice["prompt_token_ids"] + choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == ids and len(choice["logprobs"]["top_logprobs"][-1]) in (2, 3)
+    assert ids[-1] in choice["logprobs"]["top_logprobs"][-1] and choice["logprobs"]["text_offset"][0] == 0
+    streamed = server.events("/v1/completions", prompt="Once", logprobs=0, stream=True, **given)
+    assert [one for chunk in streamed for one in chunk["choices"][0]["logprobs"]["tokens"]] == ids[-3:]
+    choice = server.chat([{"role": "user", "content": "x"}], logprobs=True, top_logprobs=1, **given)["choices"][0]
+    entries, ids = choice["logprobs"]["content"], [f"token_id:{token}" for token in choice["token_ids"]]
+    assert [one["token"] for one in entries] == [one["top_logprobs"][0]["token"] for one in entries] == ids
+    assert b"".join(bytes(one["bytes"]) for one in entries).decode(errors="replace") == choice["message"]["content"]
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -52,7 +52,7 @@ def test_what_routers_and_browsers_ask(server: Any) -> None:
     answer = server.post(CHAT, json={"messages": HELLO, "max_tokens": 1}, **given)
     assert answer.json()["id"] == "chatcmpl-mine-1"
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
-    for path in ("/server_info", "/model_info", "/get_model_info"):
+    for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
         about = server.get(path).json()
         assert about["served_model_name"] == "demo" and about["context_length"] == 2048
     for path in ("/load", "/get_load"):

@@ -106,7 +106,7 @@ class WatchedExperts(GroupedExperts):
 
     def __init__(self, stored: BlockFP8Experts):
         self.stored, self.count, self.tensors, self.sources = stored, stored.count, stored.tensors, stored.sources
-        self.calls = 0
+        self.product, self.calls = stored.product, 0
 
     def loaded(self) -> None:
         self.stored.loaded()

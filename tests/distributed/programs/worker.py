@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -129,10 +129,12 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     return result
 
 
-def waiting_pair(both: Sequence[ForwardBatch], order: torch.Tensor | None) -> MicroBatchPair:
+def waiting_pair(
+    both: Sequence[Callable[[], ForwardBatch]], order: Callable[[], torch.Tensor] | None
+) -> MicroBatchPair:
     """A pair whose tokens wait for their counts."""
     unsent: list[Any] = []
-    first, second = (replace(one, unsent=unsent) for one in both)
+    first, second = (lambda make=make: replace(make(), unsent=unsent) for make in both)  # type: ignore[misc]
     return MicroBatchPair((first, second), order)
 
 

@@ -187,8 +187,8 @@ class LLM(AsyncCalls):
         """Generates for one prompt and yields pieces of the output; the last piece has a ``finish_reason``.
 
         Text that could still change (half a character, the beginning of a stop string) waits for the next piece. The
-        request ends when the iterator is closed or interrupted. A program that leaves a loop over it early closes it
-        at once by ``contextlib.closing``. Raises what :meth:`generate` raises.
+        request ends when the iterator is closed or interrupted, or comes to a stop string. A program that leaves a loop
+        over it early closes it at once by ``contextlib.closing``. Raises what :meth:`generate` raises.
         """
         if self._spmd is None:
             self._calls.check()

@@ -56,8 +56,8 @@ def main() -> None:
     if not llm.engine.mesh.is_leader:
         return
     if args.json:
-        found = {"retrieval": results, "drafts": drafts}
-        write_json(args.json, run_report(llm.engine, reported(args), llm.engine.mesh.world_size) | found)
+        figures = {"retrieval": results, "drafts": drafts}
+        write_json(args.json, run_report(llm.engine, reported(args), llm.engine.mesh.world_size) | figures)
     rows = [(f"{length:,}", len(result["cases"]), f"{result['right']:.1%}") for length, result in results.items()]
     print(format_table(("tokens", "cases", "right"), rows))
     if drafts:

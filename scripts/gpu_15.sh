@@ -54,11 +54,12 @@ run() { # PART; a new part: its command here, its name in `parts`, and their lim
 		shown='^ceilings|[0-9]%|^FAILED|^not measured' part 50 kernels "$python" scripts/kernel_bench/bench_kernels.py "${kernels[@]}" \
 			--only sparse_prefill,linear,experts,top_k,sparse_decode,indexer_prefill --time-limit 35 --json "$out/kernels.json"
 		;;
-	tpot_*) measure tpot "${1#*_}" 90 --input-len "${lengths[1]}" --batch-size $batch --max-num-seqs $batch --output-len 32 \
+	tpot_*) measure tpot "${1#*_}" 80 --input-len "${lengths[1]}" --batch-size $batch --max-num-seqs $batch --output-len 32 \
 		--fill-cache random --num-speculative-tokens 3,0 --repeat 2 ;;
-	ttft_*) measure ttft "${1#*_}" 60 --input-len "${lengths[0]}" --output-len 1 --enable-dbo ;;
+	ttft_*) measure ttft "${1#*_}" 50 --input-len "${lengths[0]}" --output-len 1 --enable-dbo ;;
 	tests) shown='^(FAILED|ERROR)|=+ .* (passed|failed)|^FAILED' tests 85 tests "${kernel_tests[@]}" ;;
 	ranks) shown='^(FAILED|[a-z_]+: [0-9.]+ s, )' part 100 ranks bash -c 'compare_ranks "$@"' bash "$out/one_process.json" ;;
+	stress) [ "$device" = cpu ] || shown=. part 25 stress "$python" scripts/kernel_bench/stress_last_program.py 12 ;;
 	depths) shown=. part 10 depths "$python" -c "$depths" "$out" "${layers[@]}" ;;
 	esac
 }
@@ -78,7 +79,7 @@ if [ "$1" = first ]; then
 	parts=(environment one_process kernels "tpot_${layers[0]}" "ttft_${layers[0]}" tests ranks)
 else
 	deadline=170
-	parts=("tpot_${layers[1]}" "ttft_${layers[1]}" depths $(cat "$out/failed"))
+	parts=("tpot_${layers[1]}" "ttft_${layers[1]}" depths stress $(cat "$out/failed"))
 fi
 for name in "${parts[@]}"; do run "$name"; done
 [ ${#failed[@]} -eq 0 ] || echo "FAILED: ${failed[*]}"

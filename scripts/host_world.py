@@ -8,10 +8,15 @@ calls, reading tokens. Pinning memory and launching on a CUDA device are not.
 
 from __future__ import annotations
 
+import asyncio
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -21,7 +26,8 @@ import torch
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.demo import demo_folder
-from dsa_engine.engine.requests.limits import new_requests
+from dsa_engine.engine.calls.async_calls import PreparedPrompt
+from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -32,7 +38,10 @@ from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.server.messages import NewRequest
+from dsa_engine.server.process import Relay
 
+WARM_UP = 8  # steps before any is measured
 PAGE_SIZE = 64
 TOKEN = 40  # the token of every step: one that has a text
 
@@ -69,14 +78,23 @@ class _NullGraphs(DecodeGraphs):
         super().__init__(model, cache, capture=False, contexts=contexts)
         # Thread time of each step's launch, before and after it; the time between is the device's.
         self.marks: list[tuple[float, float]] = []
+        self.count_calls = False  # whether the launching thread counts the Python functions that it calls, from now on
+        self.calls: list[int] = []  # the number of them so far, at each launch
         self._results: dict[Hashable, torch.Tensor] = {}
 
     def run(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         begun = time.thread_time()
+        sys.setprofile(None)
         if name not in self._results:
             self._results[name] = function()
+        if self.count_calls:
+            self.calls.append(self.calls[-1] if self.calls else 0)
+            sys.setprofile(self._called)
         self.marks.append((begun, time.thread_time()))
         return self._results[name]
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        self.calls[-1] += event == "call"
 
 
 class HostWorld(AbstractContextManager["HostWorld"]):
@@ -206,6 +224,46 @@ class HostWorld(AbstractContextManager["HostWorld"]):
         self.llm.generate([{"prompt_token_ids": self.prompt(80)} for _ in called], params, use_tqdm=False)
         marks = self.graphs.marks[-steps:]
         return [begun - before for (_, before), (begun, _) in zip(marks, marks[1:], strict=False)]
+
+    def streamed(self, steps: int, relayed: bool) -> tuple[float, float]:
+        """Seconds of processor time of the loop's thread, a median, and Python functions that it calls, a mean, between
+        two launches, with a caller for every request of the world in place of :meth:`fill`: tasks of an event loop
+        here or, if ``relayed``, another process, which only listens. Ends the world."""
+        count, params = self.world * self.requests, greedy(self.max_tokens)
+        adds = [new_requests(self.prompt(80), params, None, self.engine.limits)[0] for _ in range(count)]
+        graphs, relay = self.graphs, Relay(self.llm) if relayed else None
+
+        async def stream(add: Add) -> None:
+            with suppress(RuntimeError):  # the world ends
+                async for _ in self.llm.pieces_of([PreparedPrompt(None, [add], self.llm.tokenizer)]):
+                    pass
+
+        async def stream_all() -> None:
+            await asyncio.gather(*map(stream, adds))
+
+        callers = threading.Thread(target=lambda: asyncio.run(stream_all()))
+        if relay is None:
+            callers.start()
+        else:
+            relay._take([NewRequest.of(replace(add, id=number)) for number, add in enumerate(adds)])
+        while len(self.engine.scheduler.decoding) < count and self.llm.loop.error is None:
+            time.sleep(0.01)
+        for counts in (False, True):
+            graphs.count_calls = counts
+            graphs.marks.clear()
+            while len(graphs.marks) <= steps + WARM_UP:
+                time.sleep(0.01)
+                if len(self.engine.scheduler.decoding) < count:
+                    raise ValueError("streams have ended before all was measured; give more steps")
+            if not counts:
+                marks = graphs.marks[WARM_UP : steps + WARM_UP + 1]
+        self.llm.close()
+        if relay is None:
+            callers.join()
+        else:
+            relay.close()
+        seconds = [begun - before for (_, before), (begun, _) in pairwise(marks)]
+        return statistics.median(seconds), (graphs.calls[steps] - graphs.calls[0]) / steps
 
     def before_launch(self, length: int) -> float:
         """Seconds of processor time from the beginning of a step that prefills a whole prompt to the model's first

@@ -2,11 +2,13 @@
 reading of tokens cost, and the Python functions that they call. Times are the engine's thread's processor times, in ms.
 
 Each row is a fresh process: an emulated rank, with a model that computes nothing (host_world.py). "turn"
-is a turn of the loop: the step, messages, and tokens handed over to callers here, as many as a rank has requests.
+is a turn of the loop: the step, messages, and tokens handed over to callers here, as many as a rank has requests; with
+--streams there is a stream for each request of the world, as rank 0 of a server has.
 
 Examples:
     python scripts/measure_host.py --json host.json
     python scripts/measure_host.py --worlds 64 --requests 8,32,96 --drafts 1 --arrivals
+    python scripts/measure_host.py --worlds 64 --requests 8,32 --streams
 """
 
 from __future__ import annotations
@@ -26,9 +28,7 @@ import torch
 from dsa_engine.commands.arguments import add_json_argument, argument_parser, lengths, run
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
-from host_world import PAGE_SIZE, HostWorld
-
-WARM_UP = 8  # steps before any is measured
+from host_world import PAGE_SIZE, WARM_UP, HostWorld
 
 
 def main() -> None:
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0, help="tokens that an MTP module drafts in a step")
     parser.add_argument("--prefix-caching", action="store_true", help="name full pages, as by default in serving")
     parser.add_argument("--arrivals", action="store_true", help="before each step a request ends and another comes")
+    parser.add_argument("--streams", action="store_true", help="measure turns with a stream for every request instead")
     parser.add_argument("--steps", type=int, default=64, help="steps of which each time is the median")
     prefill = "prompts whose prefill is measured, at world 64"
     parser.add_argument("--prefill", type=lengths, default=[131_072, 524_288], help=prefill)
@@ -53,21 +54,23 @@ def main() -> None:
         return
     check_outputs(args.json)
     given = {name: getattr(args, name) for name in ("steps", "drafts", "prefix_caching", "arrivals")}
-    measured = {
-        "decode": [
-            measure("decode", world=world, requests=requests, **given)
-            for requests in args.requests
-            for world in args.worlds
-        ],
-        "prefill": [measure("prefill", world=64, tokens=tokens) for tokens in args.prefill],
-    }
-    for name, (title, columns) in TABLES.items():
-        rows = [tuple(result.get(column, "") for column in columns) for result in measured[name]]
+    sizes = [{"world": world, "requests": count} for count in args.requests for world in args.worlds]
+    if args.streams:
+        measured = {"streams": [measure("streams", **size, steps=args.steps) for size in sizes]}
+    else:
+        measured = {
+            "decode": [measure("decode", **size, **given) for size in sizes],
+            "prefill": [measure("prefill", world=64, tokens=tokens) for tokens in args.prefill],
+        }
+    for name, of_name in measured.items():
+        title, columns = TABLES[name]
+        rows = [tuple(result.get(column, "") for column in columns) for result in of_name]
         print(title)
         print(format_table([column.removesuffix("_ms") for column in columns], rows), end="\n\n")
     report = environment(torch.device("cpu"), torch.float32, 1) | {"load": os.getloadavg()[0]}
-    report["law"] = law(measured)
-    print(f"law of the planner: {report['law']}")
+    if not args.streams:
+        report["law"] = law(measured)
+        print(f"law of the planner: {report['law']}")
     print(f"{report['device']}, commit {report['commit']}, load of the machine {report['load']:.1f}")
     if args.json:
         write_json(args.json, report | {"options": vars(args)} | measured)
@@ -102,6 +105,16 @@ def decode(world: int, requests: int, steps: int, drafts: int, prefix_caching: b
     return result
 
 
+def streams(world: int, requests: int, steps: int) -> dict[str, Any]:
+    """A turn with a stream for every request of the world: of tasks here, and of another process."""
+    result = {}
+    for name, relayed in (("tasks", False), ("relay", True)):
+        with HostWorld(world, requests, 20_000) as host:
+            seconds, result[f"{name}_calls"] = host.streamed(steps, relayed)
+            result[f"{name}_ms"] = seconds * 1e3
+    return result
+
+
 def prefill(world: int, tokens: int) -> dict[str, Any]:
     """Host time before the model's first launch in a step that prefills one prompt: without a prefix cache, with an
     empty one, for which its pages get digests, and with a full one, whose pages are evicted too."""
@@ -118,12 +131,16 @@ def prefill(world: int, tokens: int) -> dict[str, Any]:
     return result
 
 
-CASES: dict[str, Any] = {"decode": decode, "prefill": prefill}
+CASES: dict[str, Any] = {"decode": decode, "streams": streams, "prefill": prefill}
 # Of each table the title and the columns.
 TABLES = {
     "decode": (
         "decode step: thread's processor time, without the launch itself; max with garbage collection",
         ("world", "requests", "step_ms", "turn_ms", "max_ms", "calls"),
+    ),
+    "streams": (
+        "turn with a stream for every request of the world, which tasks of an event loop here take, or another process",
+        ("world", "requests", "tasks_ms", "tasks_calls", "relay_ms", "relay_calls"),
     ),
     "prefill": (
         "prefill step, before the first launch; with digests of the prompt's pages; with pages to evict too",

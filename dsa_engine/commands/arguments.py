@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
     def _translated(self, args: Sequence[str]) -> list[str]:
         """The words of a vLLM command as this parser takes them: hyphens for underscores, JSON for
         ``--option.key value``, and without what is done anyway, of which a line in the log tells."""
-        words, kept, dropped, refused = deque(args), list[str](), list[str](), list[str]()
+        words, taken, dropped, refused = deque(args), list[str](), list[str](), list[str]()
         objects: dict[str, dict[str, Any]] = {}
         while words:
             word = words.popleft()
@@ -124,7 +124,7 @@ class Parser(argparse.ArgumentParser):
             name, own, off = flag.lstrip("-").replace("-", "_"), flag.replace("_", "-"), flag[:5] in ("--no-", "--no_")
             name, known = name.removeprefix("no_"), own in self._option_string_actions
             if not flag.startswith("-") or (not keys if known else advice(name) is None):
-                kept.append(own + equals + text if known else word)
+                taken.append(own + equals + text if known else word)
                 continue
             if not (equals or off or is_switch(name)) and words and not words[0].startswith("-"):
                 text = words.popleft()
@@ -144,9 +144,9 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {', and '.join(refused)}")
         if dropped:
             logging.getLogger(__name__).info("left out, as it is done anyway: %s", " ".join(dropped))
-        if both := objects.keys() & {word.partition("=")[0] for word in kept}:
+        if both := objects.keys() & {word.partition("=")[0] for word in taken}:
             self.error(f"{both.pop()} is given whole and by keys; give it in one way")
-        return kept + [word for own, value in objects.items() for word in (own, json.dumps(value))]
+        return taken + [word for own, value in objects.items() for word in (own, json.dumps(value))]
 
 
 def argument_parser(description: str | None) -> Parser:

@@ -17,7 +17,7 @@ from dsa_engine.config.grammar_check import GrammarCheck
 MAX_CHARACTERS = 2**17  # a grammar of so many takes up to a quarter of a second to read
 MAX_CHOICES = 10_000
 # At each place: a weak model may write nothing else, up to its last token, where it may go on with blank lines.
-WHITE_SPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"
+WHITE_SPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,32}"
 _MADE = '{"grammars"'  # a grammar in the library's own form
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _check = GrammarCheck()

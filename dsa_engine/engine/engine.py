@@ -4,10 +4,10 @@ Under ``torchrun`` every rank makes the same engine and calls the same methods w
 time uses it: the loop's thread (``loop.py``), or that of a program that measures, while the loop is idle.
 
 The device must not wait for the host between two decode steps. So with ``async_scheduling`` a step is scheduled and
-launched before the previous step's tokens are read. A placeholder takes the position of a token that is not read
-yet (``request.py``). While the device computes, the host reads the token, makes its text and decides whether the
-request ends. Only decode steps that need nothing from the host are launched ahead. Before a prefill, and before a graph
-is captured, the step in flight is read, so that its tokens do not wait.
+launched before the previous step's tokens are read. A placeholder takes the position of a token that is not read yet
+(``request.py``). While the device computes, the host reads the token and decides whether the request ends. Only decode
+steps that need nothing from the host are launched ahead. Before a prefill, and before a graph is captured, the step in
+flight is read, so that its tokens do not wait.
 
 A request that turns out to have ended was launched for one step too many, whose tokens are dropped. Its pages may go to
 another request at once: the device works in order, so the new request overwrites a row before it reads that row.
@@ -22,10 +22,19 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from dsa_engine.engine.cache.steps import CacheSteps
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
-from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import RequestTokens, Samples, StepResult
+from dsa_engine.engine.requests.request import Chunk, Ending, Request
+from dsa_engine.engine.requests.samples import (
+    SAMPLING_ERRORS,
+    Ended,
+    RequestTokens,
+    Samples,
+    StepResult,
+    StepTokens,
+)
 from dsa_engine.engine.requests.scheduler import Scheduler, Step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.chain import mixed_seed, seed_key
@@ -132,7 +141,7 @@ class Engine:
         params, words, salt = add.params, add.bad_words, add.cache_salt
         request = Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
         if params.structured_outputs is not None and (grammars := self.runner.grammars) is not None:
-            grammars.begun[request] = grammars.compiled(params.structured_outputs)
+            grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs)
         return request
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
@@ -141,7 +150,7 @@ class Engine:
         add.id = next(self.ids)
         return self.queue(add)
 
-    def step(self) -> list[RequestTokens]:
+    def step(self) -> list[StepTokens]:
         """Runs one step and returns the tokens that it has read, for each request up to the token that ends it.
 
         With ``async_scheduling`` the tokens are those of an earlier step, and sometimes there are none. If it raises, a
@@ -185,36 +194,45 @@ class Engine:
             self.longest_prefill += max(of_groups.values(), default=0)
         self.launched_ahead += self._in_flight is not None and launched.samples.max_rows > 0
 
-    def _read_in_flight(self) -> list[RequestTokens]:
+    def _read_in_flight(self) -> list[StepTokens]:
         step, self._in_flight = self._in_flight, None
         return self._read(step)
 
-    def _read(self, step: StepResult | None) -> list[RequestTokens]:
+    def _read(self, step: StepResult | None) -> list[StepTokens]:
         if step is None:
             return []
         with profiled_range("read tokens"), self._failing(step.samples):
             read = step.read()
-        taken = [self._take(sampled) for sampled in self.scheduler.decoding.take(read)]
+        taken, streams = self.scheduler.decoding.take(read)
+        ended = [one for one in map(self._take, taken) if one is not None]
         before, self.counted_tokens = self.counted_tokens, self.num_prefilled_tokens + self.num_generated_tokens
         self.steps_by_tokens[max(0, self.counted_tokens - before - 1).bit_length()] += 1
-        return [one for one in taken if one.tokens or one.request.finish_reason is not None]
+        if ended:
+            gone = [one.id for one in ended]
+            streams = [one.of((~np.isin(one.ids, gone)).nonzero()[0].tolist(), []) for one in streams]
+        if ended or not streams:
+            streams.append(StepTokens.only(ended))
+        return streams if len(read.samples.keys) else []
 
-    def _take(self, sampled: RequestTokens) -> RequestTokens:
-        """Gives a request its new tokens, up to the one that ends it, and returns what its caller is to have now."""
-        request, result = sampled.request, sampled.draft_result
+    def _take(self, sampled: RequestTokens) -> Ended | None:
+        """Gives a request its new tokens, up to the one that ends it, if one does."""
+        request, result, new = sampled.request, sampled.draft_result, sampled.tokens
         if result is not None and result.offered:
             request.draft_stats.append(result)
-        if (stores := self.cache_steps.stores) is not None and sampled.tokens[0].error is None:
+        if (stores := self.cache_steps.stores) is not None and new[0] >= 0:
             stores.succeeded(request)
-        new = sampled.tokens
-        for number, token in enumerate(new, 1):
-            self._num_taken += token.error is None
-            ending = request.append(token, self.config.eos_token_ids)
+        for number, token in enumerate(new):
+            sound = token >= 0
+            self._num_taken += sound
+            failed = None if sound else Ending("error", SAMPLING_ERRORS[token])
+            ending = failed or request.append(token, self.config.eos_token_ids)
             if ending is not None:
                 self.finish(request, *ending)
-                new = new[:number]
-                break
-        return sampled._replace(tokens=request.undelivered(new))
+                last = number + sound
+                of_delivery = {"tokens": new[:last], "end": request.output, "nothing": []}
+                logprobs = None if sampled.logprobs is None else sampled.logprobs[:last]
+                return Ended(request.id, of_delivery[request.delivery], ending, request.record, logprobs)
+        return None
 
     def finish(
         self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None

@@ -35,7 +35,6 @@ from dsa_engine.engine.calls.call import (
     Message,
     PrefillLimit,
     Shutdown,
-    waking_together,
 )
 from dsa_engine.engine.calls.channel import MessageChannel
 from dsa_engine.engine.calls.jobs import Run, run_job
@@ -44,7 +43,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.prefill import PrefillPace
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.samples import RequestTokens
+from dsa_engine.engine.requests.samples import StepTokens
 from dsa_engine.system.interrupts import ABANDONED
 
 _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
@@ -168,24 +167,25 @@ class EngineLoop:
             self.engine.scheduler.max_prefill_beside = message.tokens
         elif isinstance(message, Compiled):
             if (add := self._compiling.pop(message.id, None)) is not None:
-                self._compile(add, now=True)
+                self._compile(add)
         elif isinstance(message, Add) and message.params.structured_outputs is not None:
             self._compile(message)
         else:
             self._backlog.append(message)
 
-    def _compile(self, add: Add, now: bool = False) -> None:
-        """Lets a request begin ``now``, or when its grammar is compiled: no step waits for that."""
+    def _compile(self, add: Add) -> None:
+        """Lets a request begin now or, called again, when its grammar is compiled: no step waits for that."""
         form, grammars = add.params.structured_outputs, self.engine.runner.grammars
         assert form is not None and grammars is not None
-        compiled = grammars.compiled(form)
-        if now or form.grammar in grammars.ready:
-            grammars.ready.add(form.grammar)
-            self._backlog.append(add)
-        else:
-            self._compiling[add.id] = add
-            if self._sends:
-                compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
+        if add.compiled is None:
+            add.compiled = grammars.compiled(form)
+            if form.grammar not in grammars.ready:
+                self._compiling[add.id] = add
+                if self._sends:
+                    add.compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
+                return
+        grammars.announce(form)
+        self._backlog.append(add)
 
     def _abort(self, ids: Sequence[int]) -> None:
         for number in ids:
@@ -212,11 +212,11 @@ class EngineLoop:
 
     def _begin(self, add: Add) -> None:
         request = self._requests[add.id] = self.engine.queue(add)
-        receiver = self.calls.receiver(add.id)
-        request.delivery = "nothing" if receiver is None else receiver.delivery
-        if receiver is not None:
-            receiver.request = request
-            if receiver.delivery == "tokens":
+        reader = self.calls.reader(add.id)
+        request.delivery = "nothing" if reader is None else add.delivery
+        if reader is not None:
+            reader.begun(request)
+            if add.delivery == "tokens":
                 self._streams.add(add.id)
 
     def _step(self) -> None:
@@ -231,7 +231,7 @@ class EngineLoop:
                 raise
             for request in failed:
                 del self._requests[request.id]
-                self.calls.last(request.id, error)
+                self.calls.fail(request.id, error)
             return
         finally:
             self._unread = self.engine.in_flight
@@ -250,13 +250,11 @@ class EngineLoop:
         if limit != scheduler.max_prefill_beside:
             self.calls.put((PrefillLimit(limit), None))
 
-    def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
-        with waking_together():
-            for request, tokens, _ in sampled:
-                ending = request.ending
-                if ending is not None:
-                    self._requests.pop(request.id, None)
-                self.calls.answer(request.id, tokens, ending)
+    def _hand_over(self, sampled: Sequence[StepTokens]) -> None:
+        for step in sampled:
+            for one in step.ended:
+                self._requests.pop(one.id, None)
+            self.calls.answer(step)
 
     def _run(self, run: Run) -> None:
         """Begins or continues a job, which has the engine for itself."""

@@ -26,16 +26,18 @@ class TimedGeneration:
         self.first_token_steps: list[int] = []  # of every request; empty if caches are filled
         self.decode_steps = range(0)  # in which the whole batch decodes; may be empty
         self.decoded_tokens = 0.0  # that a request got in these steps, on average
+        self.num_tokens = 0  # of all requests, whichever rank owns them
         self._watch = watch
         self._arrival = time.perf_counter()
 
     def step(self) -> None:
         if self._watch:
             with StageTimer(self.engine.mesh.device) as timer:
-                self.engine.step()
+                read = self.engine.step()
             self.timers.append(timer)
-        elif not self.engine.step():
+        elif not (read := self.engine.step()):
             return  # no token: a part of a prompt, or a step that the next call reads
+        self.num_tokens += sum(int(one.counts.sum()) + sum(len(end.tokens) for end in one.ended) for one in read)
         self.step_end_times.append(time.perf_counter() - self._arrival)
 
     @cached_property
@@ -67,7 +69,7 @@ def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: Samp
         while len(first) < len(prompts):
             generation.step()
             for i, request in enumerate(generation.requests):
-                if request.output:
+                if request.first_token_at is not None:  # its tokens may be another rank's
                     first.setdefault(i, len(generation.step_end_times) - 1)
                 elif request.finish_reason is not None:
                     raise RuntimeError(f"a request ended without a token: {request.error or request.finish_reason}")
@@ -108,11 +110,10 @@ def generate_batch(
     try:
         (_fill if fill_cache else _prefill)(generation, prompts, params)
         requests = generation.requests
-        before, begin = [len(r.output) for r in requests], len(generation.step_end_times)
+        before, begin = generation.num_tokens, len(generation.step_end_times)
         while generation.decoded_tokens < output_len - 1 and all(r.finish_reason is None for r in requests):
             generation.step()
-            new = [len(r.output) - n for r, n in zip(requests, before, strict=True)]
-            generation.decoded_tokens = statistics.fmean(new)
+            generation.decoded_tokens = (generation.num_tokens - before) / len(requests)
         if generation.decoded_tokens:
             generation.decode_steps = range(begin, len(generation.step_end_times))
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 
 from dsa_engine.engine.calls.async_calls import AsyncCalls
-from dsa_engine.engine.calls.call import Abort, EventLoopMailbox, Sent, waking_together
-from dsa_engine.engine.calls.reply import Mailbox, Reply
-from dsa_engine.engine.requests.limits import Limits
+from dsa_engine.engine.calls.call import Sent
+from dsa_engine.engine.calls.reply import Failure, Inbox
+from dsa_engine.engine.requests.limits import Add, Limits
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.messages import (
     AbortRequests,
@@ -51,10 +51,10 @@ class EngineClient(AsyncCalls):
         self.facts, self._sockets = facts, folder
         self.ids: Iterator[int] = count()
         self._error: EngineError | None = None
-        self._replies: dict[int, Reply] = {}
+        self._inbox = Inbox(self.abort)
         # Answers come in the order of the questions: those about the state, and those to reset the cache.
-        self._asked: deque[EventLoopMailbox] = deque()
-        self._resets: deque[EventLoopMailbox] = deque()
+        self._asked: deque[asyncio.Future[Any]] = deque()
+        self._resets: deque[asyncio.Future[Any]] = deque()
 
     def connect(self) -> None:
         """Begins, in the event loop of all calls."""
@@ -82,9 +82,8 @@ class EngineClient(AsyncCalls):
             with suppress(zmq.Again):  # if this process is behind, a stream writes what it has of several steps at once
                 for _ in range(_MAX_STEPS_AT_ONCE - 1):
                     messages += from_engine(there.recv(zmq.NOBLOCK))
-            with waking_together():
-                for message in messages:
-                    self._take(message)
+            for message in messages:
+                self._take(message)
             await asyncio.sleep(0)  # a message that is there already would come before all other tasks
         return self._error
 
@@ -110,37 +109,32 @@ class EngineClient(AsyncCalls):
         if error := (await self._answer(ResetCache(), self._resets)).error:
             raise EngineError(error)
 
-    async def _answer(self, question: AskState | ResetCache, asked: deque[EventLoopMailbox]) -> Any:
+    async def _answer(self, question: AskState | ResetCache, asked: deque[asyncio.Future[Any]]) -> Any:
         self.check()
-        mailbox = EventLoopMailbox()
-        asked.append(mailbox)
+        asked.append(self._loop.create_future())
         self._send(question)
-        answer = await mailbox.get()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        return await asked[-1]
+
+    def inbox(self) -> Inbox:
+        return self._inbox
 
     def put(self, *messages: Sent) -> None:
-        """Sends requests, and raises what :meth:`check` raises; or ends some, in any thread, also for a destructor."""
-        replies = [reply for _, reply in messages if isinstance(reply, Reply)]
-        if replies:
-            self.check()
-            self._replies.update((reply.add.id, reply) for reply in replies)
-            self._send(*(NewRequest.of(reply.add) for reply in replies))
-        ids = [number for message, _ in messages if isinstance(message, Abort) for number in message.ids]
-        running = [number for number in ids if self._replies.pop(number, None) is not None]
-        if running and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._send, AbortRequests(running))
+        """Sends requests; raises what :meth:`check` raises."""
+        self.check()
+        self._send(*(NewRequest.of(message) for message, _ in messages if isinstance(message, Add)))
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """Ends requests, in any thread, also for a destructor."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._send, AbortRequests(list(ids)))
 
     def fail(self, error: EngineError) -> None:
         """The engine has ended: gives the error to all that wait, and to all calls from now on; the first one stays."""
         self._error = self._error or error
-        waiting: list[Mailbox] = [*(reply.mailbox for reply in self._replies.values()), *self._asked, *self._resets]
-        self._replies.clear()
-        self._asked.clear()
-        self._resets.clear()
-        for mailbox in waiting:
-            mailbox.put(self._error)
+        self._inbox.put(Failure(None, self._error))
+        for asked in (self._asked, self._resets):
+            while asked:
+                _answer(asked.popleft(), self._error)
 
     def _send(self, *messages: Any) -> None:
         if not self._requests.closed:
@@ -148,17 +142,17 @@ class EngineClient(AsyncCalls):
 
     def _take(self, message: NewTokens | Failed | EngineState | CacheReset) -> None:
         if isinstance(message, EngineState | CacheReset):
-            (self._asked if isinstance(message, EngineState) else self._resets).popleft().put(message)
+            _answer((self._asked if isinstance(message, EngineState) else self._resets).popleft(), message)
         elif isinstance(message, Failed):
             error = EngineGone(message.message) if message.gone else EngineError(message.message)
             if message.id is None:
                 self.fail(error)
-            elif reply := self._replies.pop(message.id, None):
-                reply.mailbox.put(error)
-        elif reply := self._replies.get(message.id):  # it may have been aborted meanwhile
-            reply.record = message.record
-            reply.take(message.tokens, message.ending)
-            if reply.ending is not None:
-                self._replies.pop(message.id)
-                if message.ending is None:  # a stop string
-                    self._send(AbortRequests([message.id]))
+            else:
+                self._inbox.put(Failure(message.id, error))
+        else:
+            self._inbox.put(message.step)
+
+
+def _answer(asked: asyncio.Future[Any], answer: EngineState | CacheReset | EngineError) -> None:
+    if not asked.done():  # its task may have been cancelled
+        asked.set_exception(answer) if isinstance(answer, EngineError) else asked.set_result(answer)

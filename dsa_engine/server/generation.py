@@ -161,7 +161,7 @@ class Generation(Response):
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             self._started = True
             async for pieces in together:
-                events, now = [], time.perf_counter()
+                events, now, unfinished = [], time.perf_counter(), self._unfinished
                 for piece in pieces:
                     before = form.usage(usage.form) if continuous else None
                     usage.add(piece)
@@ -175,7 +175,7 @@ class Generation(Response):
                             begins = "role" in chunk["choices"][0].get("delta", ())  # before the first token
                             chunk["usage"] = before if begins else form.usage(usage.form)
                         events.append(form.event(chunk))
-                reason = failure_of(pieces)
+                reason = failure_of(pieces) if self._unfinished < unfinished else None
                 if not self._unfinished and reason is None:
                     events += map(form.event, form.last(usage.form))
                 if events:

@@ -6,17 +6,15 @@ The sockets are files in a folder of this user alone, so both processes trust ea
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import msgspec
 import numpy as np
 
-from dsa_engine.engine.calls.reply import RequestRecord
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.limits import Add, Capacity
-from dsa_engine.engine.requests.request import Ending, SampledToken
+from dsa_engine.engine.requests.samples import StepTokens
 from dsa_engine.outputs import Logprob
 from dsa_engine.parallel.failure import is_transport_error
 from dsa_engine.sampling_params import SamplingParams
@@ -51,16 +49,19 @@ class NewRequest(msgspec.Struct, tag=True):
     bad_words: list[list[int]]
     arrival: float
     cache_salt: str | None
+    delivery: Literal["tokens", "end"]
 
     @classmethod
     def of(cls, add: Add) -> NewRequest:
         params = {name: getattr(add.params, name) for name in _PARAMS}
-        return cls(add.id, array("i", add.prompt_ids).tobytes(), params, add.bad_words, add.arrival, add.cache_salt)
+        prompt = array("i", add.prompt_ids).tobytes()
+        return cls(add.id, prompt, params, add.bad_words, add.arrival, add.cache_salt, add.delivery)
 
     def add(self, number: int) -> Add:
         """The engine's message, with its own number for the request."""
         params = SamplingParams(**self.params)
-        return Add(array("i", self.prompt_ids), params, self.bad_words, self.arrival, number, self.cache_salt)
+        prompt = array("i", self.prompt_ids)
+        return Add(prompt, params, self.bad_words, self.arrival, number, self.cache_salt, self.delivery)
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -84,12 +85,9 @@ class CacheReset(msgspec.Struct, tag=True, array_like=True):
 
 
 class NewTokens(msgspec.Struct, tag=True, array_like=True):
-    """The tokens of a request from one step; ``record`` comes with the last ones."""
+    """The tokens of all requests of this process from one step, by its ids."""
 
-    id: int
-    tokens: Sequence[SampledToken]
-    ending: Ending | None
-    record: RequestRecord | None
+    step: StepTokens
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -127,7 +125,7 @@ class EngineState(msgspec.Struct, tag=True, array_like=True):
 
 
 ToEngine = list[NewRequest | AbortRequests | AskState | ResetCache]
-FromEngine = list[NewTokens | Failed | EngineState | CacheReset]  # all of a step are one message
+FromEngine = list[NewTokens | Failed | EngineState | CacheReset]
 
 
 def _plain(value: Any) -> Any:
@@ -138,8 +136,9 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
-def _typed(kind: type, value: Any) -> Any:
-    return np.frombuffer(value[2], value[0]).reshape(value[1]) if kind is np.ndarray else kind(*value)
+def _typed(kind: Any, value: Any) -> Any:
+    is_array = (get_origin(kind) or kind) is np.ndarray
+    return np.frombuffer(value[2], value[0]).reshape(value[1]) if is_array else kind(*value)
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode

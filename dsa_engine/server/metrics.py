@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -18,9 +19,19 @@ from dsa_engine.server.messages import EngineFacts, EngineState
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 _E2E = (0.1, 0.3, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920, 7680)
+_TIMES = 1024  # between tokens, that are put into the histogram together
 _LENGTHS = tuple(2**power for power in range(21))
 _LABELS = ["model_name", "engine"]
 _ENGINE = "0"  # the number of the one engine, which vLLM's dashboards ask for
+
+
+class _Latencies(Histogram):
+    def observe_all(self, seconds: list[float]) -> None:
+        """Observes many times at once, in a tenth of the time."""
+        buckets, counts = np.unique(np.searchsorted(self._upper_bounds, seconds), return_counts=True)
+        self._sum.inc(sum(seconds))
+        for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
+            self._buckets[bucket].inc(count)
 
 
 class Metrics:
@@ -37,8 +48,8 @@ class Metrics:
             MultiProcessCollector(self._shown)
         ProcessCollector(pid=lambda: facts.pid, registry=self._shown)
 
-        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, about, _LABELS, buckets=buckets, registry=self.registry)
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> _Latencies:
+            made = _Latencies(name, about, _LABELS, buckets=buckets, registry=self.registry)
             return made.labels(model_name, _ENGINE)
 
         def counter(name: str, about: str) -> Counter:
@@ -75,11 +86,13 @@ class Metrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self._ended(reason)
+        self._times: list[float] = []  # between tokens, which are not in the histogram yet
         self._state = _StateCollector(facts, model_name)
         self._shown.register(self._state)
 
     def finished(self, metrics: RequestMetrics, reason: str, prompt_tokens: int, output_tokens: int) -> None:
         """Counts an output that has ended; ``prompt_tokens`` is 0 for all outputs of a prompt but one."""
+        self._count_times()
         self._ended(reason).inc()
         self._preemptions.observe(metrics.preemptions)
         self._prompt_tokens.inc(prompt_tokens)
@@ -112,15 +125,23 @@ class Metrics:
 
     def came(self, tokens: int, seconds: float) -> None:
         """Counts the tokens of a piece of a stream that came so many seconds after the one before."""
-        for _ in range(tokens):
-            self._itl.observe(seconds / tokens)
+        self._times += [seconds / tokens] * tokens
+        if len(self._times) >= _TIMES:
+            self._count_times()
+
+    def _count_times(self) -> None:
+        if self._times:
+            self._itl.observe_all(self._times)
+            self._times.clear()
 
     def unfinished(self, outputs: int, reason: str) -> None:
         """Counts outputs that have ended before their time: "abort" if the client left, or a limit was reached."""
+        self._count_times()
         self._ended(reason).inc(outputs)
 
     def text(self, state: EngineState | None) -> bytes:
         """All metrics in Prometheus' text format; those of the engine's state as it is now, if it is known."""
+        self._count_times()
         self._state.state = state
         return generate_latest(self._shown)
 

@@ -16,19 +16,20 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
-from dsa_engine.engine.calls.call import Abort, put_together
 from dsa_engine.engine.calls.jobs import Run
-from dsa_engine.engine.calls.reply import Receiver, RequestRecord
-from dsa_engine.engine.requests.limits import Add
-from dsa_engine.engine.requests.request import Ending, SampledToken
+from dsa_engine.engine.calls.reply import Failure, Reader
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.samples import StepTokens
 from dsa_engine.llm import LLM
 from dsa_engine.server.http import BACKLOG, ENGINE_ENDED, SIGNALS, STOP, Start
 from dsa_engine.server.messages import (
@@ -49,13 +50,14 @@ logger = logging.getLogger(__name__)
 _SILENT_S = 30  # an HTTP process that has said nothing for so long is stopped for good, and killed
 
 
-class Relay:
+class Relay(Reader):
     """Serves the requests of another process until :meth:`close`, which aborts those that run."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
         self.silent = 0  # seconds since the other process was heard; it says something every second
         self._ids: dict[int, int] = {}  # the engine's ids of requests that run, by the other process's
+        self._numbers: dict[int, int] = {}  # and the other way round
         self._folder = TemporaryDirectory(prefix="dsa_engine-")
         self.folder = self._folder.name  # where an :class:`.client.EngineClient` finds the sockets
         self._context = zmq.Context()
@@ -110,13 +112,23 @@ class Relay:
             if not self._tokens.closed:
                 self._tokens.send(encode(messages))
 
-    def put(self, message: NewTokens | Failed) -> None:
-        """Sends a message, together with all of a step."""
-        put_together(self, self.send, message)
+    def begun(self, request: Request) -> None:
+        """No caller here shows its progress."""
 
-    def ended(self, number: int) -> None:
-        """Called when a request has ended, with the other process's id."""
-        self._ids.pop(number, None)
+    def put(self, item: StepTokens | Failure, /) -> None:
+        if isinstance(item, Failure):
+            if item.id is not None:  # of the engine's end another message tells
+                self.send([Failed.of(self._forget(item.id), item.error)])
+            return
+        ids = np.fromiter(map(self._numbers.get, item.ids.tolist(), repeat(-1)), np.int64)  # -1: aborted meanwhile
+        ended = [one._replace(id=self._forget(one.id)) for one in item.ended]
+        self.send([NewTokens(item._replace(ids=ids, ended=ended))])
+
+    def _forget(self, number: int) -> int:
+        """The other process's id of a request that has ended."""
+        theirs = self._numbers.pop(number, -1)
+        self._ids.pop(theirs, None)
+        return theirs
 
     def _receive(self) -> None:
         with self._requests:
@@ -136,8 +148,8 @@ class Relay:
         for message in messages:
             if isinstance(message, NewRequest):
                 number = self._ids[message.id] = next(self._llm.loop.calls.ids)
-                add = message.add(number)
-                new.append((add, RelayedRequest(add, message.id, self)))
+                self._numbers[number] = message.id
+                new.append((message.add(number), self))
             elif isinstance(message, AbortRequests):
                 self._abort(message.ids)
             elif isinstance(message, ResetCache):
@@ -150,8 +162,10 @@ class Relay:
     def _abort(self, numbers: Iterable[int]) -> None:
         """Ends requests; the loop's thread may end some of them meanwhile."""
         ids = [self._ids.pop(number, None) for number in numbers]
-        if running := tuple(number for number in ids if number is not None):
-            self._llm.loop.calls.put((Abort(running), None))
+        if running := [number for number in ids if number is not None]:
+            for number in running:
+                self._numbers.pop(number, None)
+            self._llm.loop.calls.abort(running)
 
     def _report_end(self) -> None:
         error = self._llm.loop.error
@@ -161,25 +175,6 @@ class Relay:
         """Tells the other process every second that this one is not stopped."""
         while not self._closing.wait(1.0):
             self.send([])
-
-
-class RelayedRequest(Receiver):
-    """A request whose caller is in another process, where its id is ``number``; it is its own mailbox, which gets the
-    error that ends it."""
-
-    def __init__(self, add: Add, number: int, relay: Relay):
-        super().__init__(add, self)
-        self._number, self._relay = number, relay
-
-    def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
-        self.ending = ending
-        if ending is not None:
-            self._relay.ended(self._number)
-        record = None if ending is None else RequestRecord.of(self.request)
-        self._relay.put(NewTokens(self._number, tokens, ending, record))
-
-    def put(self, error: BaseException, /) -> None:
-        self._relay.put(Failed.of(self._number, error))
 
 
 class _Reset:

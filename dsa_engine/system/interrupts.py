@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-ABANDONED = "dsa_engine, interrupted"  # the name of a thread whose work nobody wants any longer
+ABANDONED = "dsa_engine, interrupted"  # the name of a thread whose work is not wanted any longer
 
 
 @contextmanager

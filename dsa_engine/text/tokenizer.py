@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -39,6 +39,7 @@ class Tokenizer:
 
         self.folder = folder
         self._token_texts: dict[int, tuple[str, bytes]] = {}
+        self._alone: dict[tuple[int, bool], str] = {}  # texts by token, and whether special ones are skipped
         try:
             with _importing:  # more modules, as the folder needs them
                 # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
@@ -106,13 +107,19 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; raises ``ValueError`` if the tokenizer fails."""
+        """The text of token ids; raises ``ValueError`` if the tokenizer fails. A stream asks again and again for those
+        of single tokens."""
+        if len(ids) == 1 and (known := self._alone.get((ids[0], skip_special_tokens))) is not None:
+            return known
         try:
-            return str(self._decoder.decode(ids, skip_special_tokens=skip_special_tokens))
+            text = str(self._decoder.decode(ids, skip_special_tokens=skip_special_tokens))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             raise self._failure("decode tokens", error) from error
+        if len(ids) == 1:
+            self._alone[ids[0], skip_special_tokens] = text
+        return text
 
     def _failure(self, what: str, error: BaseException) -> ValueError:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
@@ -185,11 +192,11 @@ class TextStream:
         streams: bool = True,
     ):
         self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._stop, self._sorted_stop = stop, sorted(stop)
         self._longest = max(map(len, stop), default=0)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
-        self._skip_special_tokens = skip_special_tokens
         self._waits = not (streams or stop)
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text can no longer change
@@ -209,9 +216,6 @@ class TextStream:
         for token, one in logprobs.items():
             one.decoded_token, one.bytes = self._tokenizer.token_text_and_bytes(token)
         return logprobs
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
     def add(self, token: int) -> None:
         """Appends a token; :attr:`stopped` tells whether the text has reached a stop string."""

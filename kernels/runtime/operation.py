@@ -212,8 +212,8 @@ def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -
     if reason:
         comparison.wrong[name] = _replaced[name] = reason
     else:
-        found = [(one, judged(*each, one.allowance)[1]) for one, each in others]
-        comparison.rejected.update(libraries.choose_fastest(run, x, found, timed))
+        verdicts = [(one, judged(*each, one.allowance)[1]) for one, each in others]
+        comparison.rejected.update(libraries.choose_fastest(run, x, verdicts, timed))
     return wanted
 
 

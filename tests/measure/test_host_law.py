@@ -23,3 +23,14 @@ def calls(world: int, **options: Any) -> float:
 def test_calls_of_a_decode_step_do_not_grow_with_the_world(demo_cache: Path, options: dict[str, Any]) -> None:
     few, many = calls(2, **options), calls(64, **options)
     assert many < 1.2 * few, f"{many:.0f} Python functions are called in a step of 64 ranks, {few:.0f} of 2"
+
+
+@pytest.mark.parametrize("relayed", [False, True], ids=["tasks", "relay"])
+def test_a_further_stream_costs_no_python_function(demo_cache: Path, relayed: bool) -> None:
+    """Rank 0 has the callers of all ranks: its loop gives them a step's tokens together."""
+    calls = []
+    for world in (2, 16):
+        with HostWorld(world, 8, 20_000) as host:
+            calls.append(host.streamed(16, relayed)[1])
+    further = (calls[1] - calls[0]) / (8 * 14)
+    assert further <= 1, f"{further:.1f} Python functions are called in a turn for a further stream"

@@ -108,7 +108,7 @@ def test_gpu_15(tmp_path: Path) -> None:
     process = run(tmp_path, "gpu_15.sh", "second", "nothing", gpus=1)
     text, _ = process.communicate(timeout=120)
     began = dict(re.findall(r"^== (\w+) \(at most (\d+) s\)$", text, re.M))
-    assert [*began] == ["tpot_8", "ttft_8", "depths", "kernels", "tpot_4"]
+    assert [*began] == ["tpot_8", "ttft_8", "depths", "stress", "kernels", "tpot_4"]
     assert process.returncode == 0 and archived(tmp_path) == {"compile", *FIRST, *began}
     assert sum(map(int, began.values())) <= 180 + 140, "of what failed there is seldom much"
     assert "== depths" in (tmp_path / "results" / "summary.txt").read_text()

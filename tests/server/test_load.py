@@ -68,6 +68,6 @@ def test_no_request_is_wrong_or_lost(
         time.sleep(0.01)
     tiny.wait_idle()
     assert tiny.engine.scheduler.free_pages == [tiny.engine.cache.pages]
-    begin = 'vllm:request_success_total{finished_reason="error"'
+    begin = 'vllm:request_success_total{engine="0",finished_reason="error"'
     (failed,) = [line for line in server.get("/metrics").text.splitlines() if line.startswith(begin)]
     assert failed.endswith(" 0.0")

@@ -26,7 +26,7 @@ from dsa_engine.server import process
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.http import bind, url_of
-from dsa_engine.server.messages import NewRequest, NewTokens, encode, from_engine
+from dsa_engine.server.messages import NewRequest, encode, from_engine
 from dsa_engine.server.options import ServerOptions
 from dsa_engine.server.process import Relay, serve
 
@@ -87,21 +87,31 @@ def test_the_tokens_of_a_step_are_one_message(tiny: LLM, other_end: OtherEnd) ->
     tokens: dict[int, list[int]] = {number: [] for number in range(100, 108)}
     messages, ended = 0, 0
     while ended < len(tokens):
-        message: list[NewTokens] = other_end.recv()
-        messages += 1
-        assert len({one.id for one in message}) == len(message)
-        for one in message:
-            tokens[one.id] += [sampled.token for sampled in one.tokens]
-            ended += one.ending is not None
-            assert (one.record is None) == (one.ending is None)
+        (message,) = other_end.recv()
+        messages, step = messages + 1, message.step
+        for number, (token,) in zip(step.ids.tolist(), step.tokens.tolist(), strict=True):
+            tokens[number].append(token)
+        for one in step.ended:
+            tokens[one.id] += one.tokens
+            assert one.ending.reason == "length" and one.record.num_cached_tokens is not None
+        ended += len(step.ended)
     assert list(tokens.values()) == wanted
     assert messages == 9, "eight requests of nine tokens run together"
+
+
+def test_a_caller_that_waits_for_the_end_gets_one_message(tiny: LLM, other_end: OtherEnd) -> None:
+    (wanted,) = tiny.generate([[5]], PARAMS)
+    other_end.send(NewRequest.of(Add([5], PARAMS, id=7, delivery="end")))
+    (message,) = other_end.recv()
+    (ended,) = message.step.ended
+    assert (ended.id, ended.tokens, len(message.step.ids)) == (7, wanted.token_ids, 0)
+    assert ended.record.first_token_at < message.step.at, "though it came at the end"
 
 
 def test_a_malformed_message_is_dropped(other_end: OtherEnd, caplog: pytest.LogCaptureFixture) -> None:
     other_end._requests.send(b"\xc1")
     other_end.send(*requests(PARAMS, 5, first=1))
-    assert other_end.recv()[0].id == 1 and "is dropped" in caplog.text
+    assert other_end.recv()[0].step.ids.tolist() == [1] and "is dropped" in caplog.text
 
 
 def test_an_error_of_a_step_reaches_its_caller(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.server.http import bind, url_of
+from dsa_engine.server.messages import NewRequest
 from dsa_engine.server.options import ServerOptions
 from dsa_engine.server.process import HttpProcesses, Relay
 
@@ -37,9 +38,9 @@ def url(tiny: LLM, served: Counter[int]) -> Iterator[str]:
     """Where a server listens that takes ten requests at once; at the end it ends in order."""
 
     class CountingRelay(Relay):
-        def ended(self, number: int) -> None:
-            served[id(self)] += 1
-            super().ended(number)
+        def _take(self, messages: list[Any]) -> None:
+            served[id(self)] += sum(isinstance(message, NewRequest) for message in messages)
+            super()._take(messages)
 
     bound = bind("127.0.0.1", 0)
     url = url_of(bound)

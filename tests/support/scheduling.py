@@ -43,7 +43,8 @@ def read(scheduler: Scheduler, samples: Samples | None, token: Callable[[Request
     remaining = scheduler.decoding.requests_of(samples)
     tokens = {(request.owner << 40) + request.id: token(request) for request in remaining}
     chosen = np.array([[tokens.get(key, 0)] for key in samples.keys.tolist()], np.int64).reshape(-1, 1)
-    for request, new, _ in scheduler.decoding.take(ReadSamples(samples, chosen)):
+    taken, _ = scheduler.decoding.take(ReadSamples(samples, chosen))
+    for request, new, *_ in taken:
         for one in new:
             if request.append(one, ()) is not None:
                 request.finish_reason = "length"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,14 +14,14 @@ import torch
 from dsa_engine.engine.cache.link import RankPages
 from dsa_engine.engine.cache.steps import CacheSteps
 from dsa_engine.engine.calls.call import Abort
-from dsa_engine.engine.calls.reply import Receiver
+from dsa_engine.engine.calls.reply import Failure, Reader
 from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
 from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.limits import Add, Capacity
-from dsa_engine.engine.requests.request import Ending, Request, SampledToken
-from dsa_engine.engine.requests.samples import Samples, StepResult
+from dsa_engine.engine.requests.request import Ending, Request
+from dsa_engine.engine.requests.samples import Samples, StepResult, StepTokens
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.sampling_params import SamplingParams
 
@@ -147,22 +147,32 @@ class Side:
         self.loop._turn()
 
 
-class Caller(Receiver):
+class Caller(Reader):
     """Gets the tokens of a request, and leaves it after some of them, or at the stop string."""
 
-    def __init__(self, add: Add, rng: random.Random):
-        super().__init__(add, SimpleNamespace(put=lambda item: None))
+    def __init__(self, add: Add, rng: random.Random, abort: Callable[[list[int]], None]):
+        self.add, self._abort = add, abort
+        self.ending: Ending | None = None
         self.tokens: list[int] = []
         self.leaves = rng.random() < 0.4  # at any time
         self.stops = rng.random() < 0.5
 
-    def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
-        for number, sampled in enumerate(tokens):
-            self.tokens.append(sampled.token)
-            self.ending = ending if number == len(tokens) - 1 else None
-            if self.stops and sampled.token == STOP:
-                self.ending = Ending("stop", stop_reason="stop string")
-                return
+    def begun(self, request: Request) -> None:
+        assert request.id == self.add.id
+
+    def put(self, item: StepTokens | Failure, /) -> None:
+        assert isinstance(item, StepTokens)
+        if self.ending is not None:
+            return  # tokens after a stop string
+        of_step = [(tokens[:count], None) for tokens, count in zip(item.tokens.tolist(), item.counts.tolist())]
+        for tokens, ending in [*of_step, *((one.tokens, one.ending) for one in item.ended)]:
+            for number, one in enumerate(tokens):
+                self.tokens.append(one)
+                self.ending = ending if number == len(tokens) - 1 else None
+                if self.stops and one == STOP:
+                    self.ending = Ending("stop", stop_reason="stop string")
+                    self._abort([self.add.id])
+                    return
 
     def check(self) -> None:
         wanted = [token(self.add.id, index) for index in range(len(self.tokens))]
@@ -194,7 +204,7 @@ class Simulation:
 
     def call(self, prompt: list[int], max_tokens: int) -> Caller:
         add = Add(prompt, SamplingParams(max_tokens=max_tokens), id=len(self.callers))
-        self.callers.append(Caller(add, self.rng))
+        self.callers.append(Caller(add, self.rng, self.prefill.loop.calls.abort))
         self.prefill.loop.calls.put((add, self.callers[-1]))
         return self.callers[-1]
 
@@ -239,7 +249,7 @@ class Simulation:
     def check_end(self) -> None:
         for caller in self.callers:
             caller.check()
-            assert caller.ending is not None or self.prefill.loop.calls.receiver(caller.add.id) is None
+            assert caller.ending is not None or self.prefill.loop.calls.reader(caller.add.id) is None
         for side in (self.prefill, self.decode):
             loop, scheduler = side.loop, side.engine.scheduler
             assert scheduler.free_pages == [side.engine.cache.pages] and not scheduler.has_work

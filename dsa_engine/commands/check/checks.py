@@ -51,9 +51,9 @@ def findings(
             compared += PageLayer(folder, engine, layer).compare(done, rows)
             bar.update(mesh.world_size)
     compared = sorted(chain(*ranks.all_gather_object(compared)), key=lambda one: one.layer)
-    if shares := [one.ties for one in compared if one.ties is not None]:
+    if ties := [one.ties for one in compared if one.ties is not None]:
         seen = "of the selections end in a tie: the smallest positions win, torch.topk may take others"
-        yield Finding("ties", True, f"{sum(shares) / len(shares):.1%} {seen}")
+        yield Finding("ties", True, f"{sum(ties) / len(ties):.1%} {seen}")
     text = _text(prefill, is_text, math.log(engine.config.vocab_size))
     yield text
     for layer in layers:
@@ -71,6 +71,7 @@ def _run(
     requests = [engine.add(prompt, params) for prompt in prompts]
     for request in requests:
         request.reads_prefix_cache = hits or preempt
+        request.tracked = True  # all ranks preempt at the same token
     while engine.has_work:
         engine.step()
         for request in requests if preempt else ():
@@ -119,7 +120,7 @@ def _layer(layer: int, cases: Sequence[Agreement], trained: bool) -> Finding:
     errors = (max(getattr(one, part) for one in cases) for part in ("attention", "feed_forward"))
     seen = "errors up to {:.1e} in attention, {:.1e} after it".format(*errors)
     for part in ("selection", "experts"):
-        if known := [share for one in cases if (share := getattr(one, part)) is not None]:
+        if known := [rate for one in cases if (rate := getattr(one, part)) is not None]:
             seen += f"; {min(known):.1%} of the {part} as the page's"
     advice = _REPORT
     for one in cases:

@@ -147,8 +147,8 @@ class PageLayer:
             attended.append(dsa.attend(q, latent, row, chosen, c.kv_lora_rank, c.softmax_scale))
         if measured:
             positions, tokens, gaps, *parts = torch.tensor(measured, dtype=torch.float64).T
-            shares = (float(part.mean()) for part in parts)
-            result.ties, result.selection, result.mass, result.random, result.recent = shares
+            means = (float(part.mean()) for part in parts)
+            result.ties, result.selection, result.mass, result.random, result.recent = means
             if bool((bad := (tokens != c.index_topk) | (gaps > self._choice)).any()):
                 seen = f"{int(tokens[bad][0])} tokens, index_topk is {c.index_topk}, {result.selection:.0%}"
                 result.wrong.append(f"selection: {seen} are the page's, {_where(bad, positions)}")

@@ -69,8 +69,9 @@ class AsyncCalls:
     async def outputs_of(self, prepared: Seq[PreparedPrompt]) -> list[RequestOutput]:
         """The outputs of prompts of :meth:`prepare`, which begin now; raises the error of a step of one of them."""
         with self._begin(prepared, asynchronous=True) as call:
-            for _ in call.replies:
-                await call.get_async()
+            running = len(call.replies)
+            while running:
+                running -= len(await call.all_async())
             return outputs_of(prepared, call)
 
     async def pieces_of(self, prepared: Seq[PreparedPrompt]) -> AsyncGenerator[list[StreamPiece], None]:

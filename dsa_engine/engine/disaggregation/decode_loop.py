@@ -18,7 +18,7 @@ from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.samples import RequestTokens
+from dsa_engine.engine.requests.samples import StepTokens
 
 _POLL_S = 0.0005  # seconds between looks at transfers, while there is nothing to compute
 
@@ -133,7 +133,7 @@ class DecodeLoop(SideLoop):
             if handover is None or arrival.pending or not arrival.complete:
                 continue
             del self._arrivals[number]
-            request.output, request.num_delivered = handover.output, len(handover.output)
+            request.output = handover.output
             request.delivery = "nothing" if self._line is None else "tokens"
             self._scheduler.start(request, handover.drafts)
             self._requests[number] = request
@@ -154,13 +154,9 @@ class DecodeLoop(SideLoop):
 
     # Requests that decode.
 
-    def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
-        if sampled and self._line is not None:
-            news = []
-            for request, tokens, drafts in sampled:
-                stats = (drafts.offered, drafts.accepted) if drafts is not None and drafts.offered else None
-                news.append(messages.DecodedTokens(request.id, tokens, request.ending, stats))
-            self.tell(messages.Tokens(news, self._scheduler.cache_usage))
+    def _hand_over(self, sampled: Sequence[StepTokens]) -> None:
+        if sampled:
+            self.tell(messages.Tokens(list(sampled), self._scheduler.cache_usage))
         super()._hand_over(sampled)
 
     def _return(self) -> None:
@@ -169,4 +165,4 @@ class DecodeLoop(SideLoop):
         for request in self._scheduler.waiting:
             if self._requests.pop(request.id, None) is not None:
                 self._scheduler.finish(request)
-                self.tell(messages.Preempted(request.id))
+                self.tell(messages.Preempted(request.id, request.output, request.draft_stats))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsa_engine.engine.requests.limits import Add
-from dsa_engine.engine.requests.request import Ending, SampledToken
+from dsa_engine.engine.requests.samples import StepTokens
 
 # From prefill to decode.
 
@@ -66,19 +66,10 @@ class TransferDone(NamedTuple):
     ids: tuple[int, ...]
 
 
-class DecodedTokens(NamedTuple):
-    """The new tokens of one request."""
-
-    id: int
-    tokens: list[SampledToken]
-    ending: Ending | None
-    drafts: tuple[int, int] | None  # (verified, accepted) drafts of the step, if there were any
-
-
 class Tokens(NamedTuple):
-    """What a step has sampled, and the fraction of this side's pages that requests hold."""
+    """What steps have sampled, and the fraction of this side's pages that requests hold."""
 
-    of: list[DecodedTokens]
+    steps: list[StepTokens]
     cache_usage: float
 
 
@@ -86,6 +77,8 @@ class Preempted(NamedTuple):
     """A request has lost its pages and is to be prefilled again, with all tokens that it has."""
 
     id: int
+    output: list[int]
+    draft_stats: list[tuple[int, int]]  # of its steps on this side
 
 
 # On the decode side.

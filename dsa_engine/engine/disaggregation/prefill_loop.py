@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsa_engine.engine.cache.link import RankPages, dealt
-from dsa_engine.engine.calls.call import Abort, Shutdown, waking_together
+from dsa_engine.engine.calls.call import Abort, Shutdown
 from dsa_engine.engine.calls.jobs import Run
 from dsa_engine.engine.disaggregation import messages
 from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
@@ -24,7 +24,7 @@ from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.limits import Add, pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import RequestTokens
+from dsa_engine.engine.requests.samples import Ended, StepTokens
 
 
 @dataclass(eq=False)
@@ -53,8 +53,10 @@ class PrefillLoop(SideLoop):
     def _take(self, message: object) -> None:
         if isinstance(message, messages.Tokens):
             self._scheduler.away_usage = message.cache_usage
-            for one in message.of:
-                self._continue(one)
+            for step in message.steps:
+                self._scheduler.decoding.num_taken += int(step.counts.sum())
+                for one in step.ended:
+                    self._end_there(one)
         elif isinstance(message, messages.Reserved):
             self._give_room(message)
         elif isinstance(message, messages.TransferDone):
@@ -64,7 +66,10 @@ class PrefillLoop(SideLoop):
                 self._scheduler.sent(request)
         elif isinstance(message, messages.Preempted):
             if message.id in self._requests:
-                self._scheduler.take_back(self._requests[message.id])
+                request = self._requests[message.id]
+                request.output = message.output
+                request.draft_stats += message.draft_stats
+                self._scheduler.take_back(request)
         else:
             if isinstance(message, Shutdown):
                 self.tell(message)
@@ -131,41 +136,41 @@ class PrefillLoop(SideLoop):
 
     def _begin(self, add: Add) -> None:
         super()._begin(add)
-        self._requests[add.id].delivery = "tokens"  # all ranks of this side act on the first token
+        request = self._requests[add.id]
+        request.delivery, request.tracked = "tokens", True  # all ranks of this side act on the first token
 
-    def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
+    def _hand_over(self, sampled: Sequence[StepTokens]) -> None:
+        ended = [self._requests[one.id] for step in sampled for one in step.ended if one.id in self._requests]
         super()._hand_over(sampled)  # a caller has its first token before the other side can send the second
-        for request, _, _ in sampled:
-            if request.ending is not None:
-                self._withdraw(request)
-            elif request.id in self._journeys:
-                self._scheduler.depart(request)
-                self.tell(messages.Handover(request.id, list(request.output), list(request.drafts)))
+        for request in ended:
+            self._withdraw(request)
+        for step in sampled:
+            for number in step.ids.tolist():
+                if number in self._journeys:
+                    request = self._requests[number]
+                    self._scheduler.depart(request)
+                    self.tell(messages.Handover(number, list(request.output), list(request.drafts)))
 
     def _delivered(self, message: Any) -> None:
         """Gives callers their tokens at once: they would else wait for the end of a long step of this side."""
         if isinstance(message, messages.Tokens):
-            with waking_together():
-                for new in message.of:
-                    receiver = self.calls.receiver(new.id)
-                    if receiver is not None and receiver.request is not None and new.drafts is not None:
-                        receiver.request.draft_stats.append(new.drafts)
-                    self.calls.answer(new.id, new.tokens, new.ending)
+            for step in message.steps:
+                self.calls.answer(step._replace(ended=[self._whole(one) for one in step.ended]))
         super()._delivered(message)
 
-    def _continue(self, new: messages.DecodedTokens) -> None:
-        """Their caller has them already."""
-        request = self._requests.get(new.id)
-        if request is None:
-            return  # it was aborted meanwhile
-        tokens = [sampled.token for sampled in new.tokens if sampled.error is None]
-        request.output += tokens
-        request.num_delivered = len(request.output)
-        self._scheduler.decoding.num_taken += len(tokens)
-        if new.ending is not None:
-            request.finish_reason, request.error, request.stop_reason = new.ending
+    def _whole(self, one: Ended) -> Ended:
+        """A request that has ended on the other side, with the record of both sides."""
+        if (request := self._requests.get(one.id)) is None:
+            return one  # it was aborted meanwhile
+        stats = [*request.draft_stats, *one.record.draft_stats]
+        return one._replace(record=request.record._replace(draft_stats=stats))
+
+    def _end_there(self, one: Ended) -> None:
+        """Its caller has its tokens already."""
+        self._scheduler.decoding.num_taken += len(one.tokens)
+        if (request := self._requests.pop(one.id, None)) is not None:  # it was not aborted meanwhile
+            request.finish_reason, request.error, request.stop_reason = one.ending
             self._scheduler.away.discard(request)
-            del self._requests[request.id]
 
     def _abort(self, ids: Sequence[int]) -> None:
         for number in ids:

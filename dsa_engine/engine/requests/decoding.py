@@ -1,12 +1,13 @@
 """The requests that decode, of all ranks, as arrays: what a step changes in all of them is changed at once.
 
 Every rank has the same rows in the same order, by owner and then by arrival, and so takes the same decisions. Python
-objects are touched every step only for what this rank owns or hands over; those of other requests when they come, end,
-are preempted or fill a page. Until then their tokens stay in an array.
+objects are touched every step only for what this rank owns; those of other requests when they come, have their first
+token, end, are preempted or fill a page. Until then their tokens stay in an array, and callers get them from there.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import (
+    ID_MASK,
     NOT_FINITE,
     NOTHING_LEFT,
     DecodeStep,
@@ -24,6 +26,7 @@ from dsa_engine.engine.requests.samples import (
     ReadSamples,
     RequestTokens,
     Samples,
+    StepTokens,
     key_of,
 )
 from dsa_engine.sampling_params import NEEDS_HOST, RECORDS
@@ -49,7 +52,9 @@ class Table(NamedTuple):
     asks: Ints  # what it asks of the sampler: this and the next two
     top_k: Ints
     logprobs: Ints
-    direct: Ints  # its object gets, as they are read: 2 all tokens, 1 the next ones, 0 none
+    direct: Ints  # whether its object gets its tokens as they are read
+    streamed: Ints  # whether its caller does
+    fresh: Ints  # whether it has had no token yet
     slot: Ints  # where they are buffered if not
     mha: Ints  # rows computed in this form, and the next two, of which its object does not know
     dense: Ints
@@ -58,8 +63,7 @@ class Table(NamedTuple):
 
 class Decoding:
     """A table with a row for every request that decodes. While a request is here, the table knows its length and its
-    number of pages; only this rank's requests and those whose tokens are delivered as they come have a current
-    ``output``."""
+    number of pages; only this rank's requests and those ``tracked`` have a current ``output``."""
 
     def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
         self._rank, self._world, self._page_size = rank, capacity.world_size, capacity.page_size
@@ -119,7 +123,9 @@ class Decoding:
             "asks": request.asks,
             "top_k": params.num_best,
             "logprobs": -1 if params.logprobs is None else params.logprobs,
-            "direct": 2 if request.owner == self._rank or request.delivery == "tokens" else 1,
+            "direct": request.owner == self._rank or request.tracked,
+            "streamed": request.delivery == "tokens",
+            "fresh": request.first_token_at is None,
             "slot": self._slot(),
         }
         row = self._row(request)
@@ -241,9 +247,10 @@ class Decoding:
 
     # A step is read.
 
-    def take(self, read: ReadSamples) -> list[RequestTokens]:
-        """Takes the tokens of a step; returns those of requests that this rank owns or delivers, of new ones, and of
-        those that may end with one of these: the caller appends them to the requests. All others are in the table."""
+    def take(self, read: ReadSamples) -> tuple[list[RequestTokens], list[StepTokens]]:
+        """Takes the tokens of a step; returns those of requests whose objects get them, and of those that may end with
+        one of these: the caller appends them to the requests. All others are in the table. And what callers here get,
+        if none of the requests has ended: of requests without log-probabilities, and of those with."""
         table, (rows, at) = self.table, self._find(read.samples)
         counts, tokens = read.samples.counts[at], read.tokens[at]
         table.unread[rows] -= counts
@@ -258,27 +265,49 @@ class Decoding:
             table.drafts[rows] = room.clip(0, self._num_drafts)
             ending &= np.arange(tokens.shape[1]) <= accepted[:, None]
         is_full = table.length[rows] - table.unread[rows] >= table.limit[rows]
-        chosen = is_full | ending.any(axis=1)
-        chosen |= table.direct[rows] > 0
-        table.direct[rows] &= 2
+        chosen = is_full | ending.any(axis=1) | (table.direct[rows] > 0)
+        now = time.perf_counter()
+        for row in self._all[rows][(table.fresh[rows] > 0) & (tokens[:, 0] >= 0)].tolist():
+            self.requests[row].first_token_at = now
+        table.fresh[rows] = 0
+        streams = [
+            StepTokens(
+                now,
+                table.key[_chosen(rows, numbers)] & ID_MASK,
+                1 + accepted[numbers],
+                tokens[numbers],
+                read.logprobs_of(_chosen(at, numbers)) if wants else None,
+                [],
+            )
+            for wants, numbers in enumerate(self._streams(rows))
+            if len(numbers)
+        ]
         numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]
         if len(others):
             self._buffer(_chosen(rows, others), tokens[others], offered[others], accepted[others])
         columns = (_chosen(rows, numbers), _chosen(at, numbers), 1 + accepted[numbers])
         of_each = zip(*(column.tolist() for column in columns), strict=True)
-        return [self._taken(row, number, count, read) for row, number, count in of_each]
+        return [self._taken(row, number, count, read) for row, number, count in of_each], streams
+
+    def _streams(self, rows: slice | Ints) -> tuple[Ints, Ints]:
+        """Which of these rows callers here get: those without log-probabilities, and those with."""
+        table = self.table
+        streamed, wants = table.streamed[rows] > 0, table.logprobs[rows] >= 0
+        return (streamed & ~wants).nonzero()[0], (streamed & wants).nonzero()[0]
 
     def _taken(self, row: int, number: int, count: int, read: ReadSamples) -> RequestTokens:
         """The ``count`` tokens of request ``number`` of a step, in this row."""
         request = self.requests[row]
-        if self.table.direct[row] < 2 or request.params.stop_strings:  # its caller may end it with this token
+        if not self.table.direct[row] or request.params.stop_strings:  # its caller may end it with this token
             self._flush(row)
         del request.placeholders[: int(read.samples.counts[number])]
-        sampled = read.of(request, number, count)
-        if read.drafts is None or read.offered is None:
-            return RequestTokens(request, sampled)
-        request.drafts = read.drafts[number, : self.table.drafts[row]].tolist()
-        return RequestTokens(request, sampled, DraftResult(int(read.offered[number]), count - 1))
+        tokens, result, logprobs = read.tokens[number, :count].tolist(), None, None
+        if request.params.logprobs is not None and request.delivery == "tokens":
+            logprobs = read.logprobs_of(np.array([number]))[0, :count]
+        if read.drafts is not None and read.offered is not None:
+            request.drafts = read.drafts[number, : self.table.drafts[row]].tolist()
+            result = DraftResult(int(read.offered[number]), count - 1)
+        return RequestTokens(request, tokens, result, logprobs)
 
     def _buffer(self, rows: Ints, tokens: Ints, offered: Ints, accepted: Ints) -> None:
         """Keeps the first ``1 + accepted`` tokens of each row."""

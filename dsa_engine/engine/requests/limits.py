@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError, ContextLengthError
@@ -66,6 +68,8 @@ class Add:
     arrival: float = 0.0  # time of the call in seconds, by ``time.perf_counter`` on the rank that was called
     id: int = -1  # grows with the order of arrival; set when the message is sent
     cache_salt: str | None = None  # requests with different salts share no cached pages
+    delivery: Literal["tokens", "end"] = "tokens"  # what its caller gets, see ``Request.delivery``
+    compiled: Future[Any] | None = None  # its grammar, set by the loop of each rank
 
 
 @dataclass(frozen=True)

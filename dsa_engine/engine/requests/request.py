@@ -21,20 +21,25 @@ from dsa_engine.sampling_params import SamplingParams
 _DIGEST_BYTES = 16
 
 
-class SampledToken(NamedTuple):
-    """The token sampled from one row of logits, or the error in its place."""
-
-    token: int
-    logprobs: Logprobs | None = None  # None if not requested
-    error: str | None = None  # the reason why there is no token; ends the request
-
-
 class Ending(NamedTuple):
     """How a request ends."""
 
     reason: str  # "stop", "length", "abort" or "error"
     error: str | None = None  # what went wrong, with "error"
     stop_reason: int | str | None = None  # the stop token or stop string, with "stop"
+
+
+class RequestRecord(NamedTuple):
+    """The fields of a request that its outputs show, see :class:`Request`."""
+
+    preemptions: int = 0
+    draft_stats: Sequence[tuple[int, int]] = ()
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    rows_by_form: tuple[int, int, int] = (0, 0, 0)
+    selection: dict[int, Selection] = {}
 
 
 class Fetch(NamedTuple):
@@ -122,10 +127,11 @@ class Request:
     selection: dict[int, Selection] = field(default_factory=dict)  # by number of the output token, if requested
     asks: int = field(init=False)  # of the sampler, see ``SamplingParams.asks``
     draw_key: int = 0  # fixes its random numbers, see ``chain.seed_key``
-    # What ``Engine.step`` returns of it on this rank: each of its tokens; its first token, and the others at its end;
-    # or only that it has ended.
+    # What ``Engine.step`` returns of it on this rank: its tokens as they come; all of them at its end; or only that it
+    # has ended.
     delivery: Literal["tokens", "end", "nothing"] = "tokens"
-    num_delivered: int = 0  # tokens of its output that have been returned
+    tracked: bool = False  # whether this object always has its output and drafts, as on its owner
+    first_token_at: float | None = None  # time of its first token, by time.perf_counter
     exception: BaseException | None = None  # raised by a step of this request, for its caller to raise
 
     def __post_init__(self) -> None:
@@ -169,27 +175,21 @@ class Request:
             ids.extend(unread[max(0, start - first_unread) : end - first_unread])
         return ids
 
-    def append(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
+    @property
+    def record(self) -> RequestRecord:
+        return RequestRecord(*(getattr(self, name) for name in RequestRecord._fields))
+
+    def append(self, token: int, eos_token_ids: Collection[int]) -> Ending | None:
         """Adds the next token to the output; returns how the request ends with it, None if it goes on. Stop strings,
         which appear only in the text, are found on the caller's side (``reply.py``)."""
-        if sampled.error is not None:
-            return Ending("error", sampled.error)
-        self.output.append(sampled.token)
+        self.output.append(token)
         params, count = self.params, len(self.output)
         if count > params.min_tokens:
-            if sampled.token in eos_token_ids and not params.ignore_eos:
+            if token in eos_token_ids and not params.ignore_eos:
                 return Ending("stop")
-            if sampled.token in (params.stop_token_ids or ()):
-                return Ending("stop", stop_reason=sampled.token)
+            if token in (params.stop_token_ids or ()):
+                return Ending("stop", stop_reason=token)
         return Ending("length") if count >= self.max_tokens else None
-
-    def undelivered(self, new: list[SampledToken]) -> list[SampledToken]:
-        """The tokens that the caller is to have now that these have been added: see ``delivery``."""
-        if self.delivery == "nothing" or (self.delivery == "end" and self.finish_reason is None and self.num_delivered):
-            return []
-        before = self.output[self.num_delivered : len(self.output) - sum(token.error is None for token in new)]
-        self.num_delivered = len(self.output)
-        return [SampledToken(token) for token in before] + new
 
     def add_prompt_logprobs(self, by_position: Mapping[int, Logprobs]) -> None:
         """Adds log-probabilities of the prompt's next tokens."""

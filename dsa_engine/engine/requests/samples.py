@@ -7,6 +7,7 @@ of all ranks without a Python object for each.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,24 +16,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsa_engine.engine.requests.request import Chunk, LastRows, Request, SampledToken
+from dsa_engine.engine.requests.request import Chunk, Ending, LastRows, Request, RequestRecord
 from dsa_engine.kernels.runtime.transfer import to_host
 from dsa_engine.outputs import Logprob, Logprobs, Selection
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 # Codes in place of a token, for errors in the sampling of one request.
 NOT_FINITE, NOTHING_LEFT = -1, -2
-_ERRORS = {
+SAMPLING_ERRORS = {
     NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
     NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its "
     "stop_token_ids, forbid every one, or those that structured_outputs allows",
 }
 
 
+_ID_BITS = 40
+ID_MASK = (1 << _ID_BITS) - 1  # the id in a key
+
+
 def key_of(request: Request) -> int:
     """The key of a request that has an owner; keys are in the order of owners, then of arrival."""
-    return (request.owner << 40) + request.id
+    return (request.owner << _ID_BITS) + request.id
 
 
 class Samples(NamedTuple):
@@ -95,11 +101,48 @@ class DraftResult(NamedTuple):
 
 
 class RequestTokens(NamedTuple):
-    """The new tokens of one request, in order of position; with drafts, the accepted ones and one more of each step."""
+    """The new tokens of one request, in order of position; with drafts, the accepted ones and one more. The last may be
+    the code of an error."""
 
     request: Request
-    tokens: list[SampledToken]
+    tokens: list[int]
     draft_result: DraftResult | None = None  # None without drafts
+    logprobs: Floats | None = None  # [tokens, width], see ``StepTokens``
+
+
+class Ended(NamedTuple):
+    """A request that has ended, with the tokens that its caller does not have."""
+
+    id: int
+    tokens: list[int]
+    ending: Ending
+    record: RequestRecord
+    logprobs: Floats | None = None  # [tokens, width], see ``StepTokens``
+
+
+class StepTokens(NamedTuple):
+    """What callers on a rank get of a step: the tokens of n requests that go on, up to m each, and the requests that
+    have ended with it."""
+
+    at: float  # time when they were read, by time.perf_counter
+    ids: Ints  # [n]
+    counts: Ints  # [n], number of tokens of each
+    tokens: Ints  # [n, m]
+    logprobs: Floats | None  # [n, m, width], see ``log_probabilities``; None: these requests want none
+    ended: list[Ended]
+
+    def of(self, numbers: Sequence[int], ended: list[Ended]) -> StepTokens:
+        """The part with these of the n requests, and with these that have ended."""
+        if len(numbers) == len(self.ids):
+            return self._replace(ended=ended)
+        at = np.array(numbers, np.int64)
+        logprobs = None if self.logprobs is None else self.logprobs[at]
+        return StepTokens(self.at, self.ids[at], self.counts[at], self.tokens[at], logprobs, ended)
+
+    @classmethod
+    def only(cls, ended: list[Ended]) -> StepTokens:
+        none = np.empty(0, np.int64)
+        return cls(time.perf_counter(), none, none, none.reshape(0, 1), None, ended)
 
 
 @dataclass(frozen=True)
@@ -108,20 +151,16 @@ class ReadSamples:
 
     samples: Samples
     tokens: Ints  # [n, m], negative values are codes of errors
-    logprobs: Callable[[Request, int], Sequence[Logprobs]] | None = None  # of a request, by its number among the n
+    logprobs: Floats | None = None  # [rows of all ranks, width], see ``log_probabilities``; None if none are wanted
     offered: Ints | None = None  # [n], number of drafts that were verified; this and the next two: None without drafts
     accepted: Ints | None = None  # [n]
     drafts: Ints | None = None  # [n, m - 1], drafts of the tokens after these
 
-    def of(self, request: Request, number: int, count: int) -> list[SampledToken]:
-        """The first ``count`` tokens of a request, which is ``number`` of the step."""
-        codes = self.tokens[number, :count].tolist()
-        if self.logprobs is None or request.params.logprobs is None:
-            return [SampledToken(code, None, _ERRORS.get(code)) for code in codes]
-        logprobs = self.logprobs(request, number)
-        return [
-            SampledToken(code, of_token, _ERRORS.get(code)) for code, of_token in zip(codes, logprobs, strict=False)
-        ]
+    def logprobs_of(self, numbers: Ints) -> Floats:
+        """Float64 ``[len(numbers), m, width]``: those of the tokens of these of the n requests."""
+        assert self.logprobs is not None
+        rows = self.samples.indices[numbers][:, None] + np.arange(self.tokens.shape[1])
+        return self.logprobs[rows.clip(max=len(self.logprobs) - 1)]
 
 
 class Columns(NamedTuple):
@@ -199,26 +238,17 @@ class StepResult:
     def read(self) -> ReadSamples:
         """Waits for the device."""
         samples, indices = self.samples, self.samples.indices
-        logprobs = None if self.logprobs is None else self.logprobs()
-
-        def of_request(request: Request, number: int) -> list[Logprobs]:
-            first, asked = int(indices[number]), request.params.logprobs
-            assert logprobs is not None and asked is not None
-            rows = slice(first, first + int(samples.counts[number]))
-            both = zip(self.codes()[rows].tolist(), logprobs[rows].tolist(), strict=True)
-            return [ranked(code, row, asked) if code >= 0 else {} for code, row in both]
-
-        of_each = None if logprobs is None else of_request
+        logprobs = None if self.logprobs is None else self.logprobs().numpy()
         if self.outcome is None:
             codes = self.codes().numpy()
             at = indices[:, None] + np.arange(samples.counts.max(initial=1))
-            return ReadSamples(samples, codes[at.clip(max=len(codes) - 1)], of_each)
+            return ReadSamples(samples, codes[at.clip(max=len(codes) - 1)], logprobs)
         columns = Columns.of(self.outcome.on_host()[torch.from_numpy(self.outcome.rows)])
         offered, accepted, tokens, drafts = (column.numpy() for column in columns[1:])
-        return ReadSamples(samples, tokens, of_each, offered, accepted, drafts)
+        return ReadSamples(samples, tokens, logprobs, offered, accepted, drafts)
 
 
-def ranked(token: int, row: list[float], count: int) -> Logprobs:
+def ranked(token: int, row: Sequence[float], count: int) -> Logprobs:
     """A row of :func:`.log_probabilities` by token id: the ``count`` most likely tokens, and ``token``."""
     logprob, rank, *best = row
     available = len(best) // 2

@@ -94,6 +94,10 @@ class GrammarMasks:
             self.ready.discard(oldest)
         return self._compiled[form.grammar]
 
+    def announce(self, form: StructuredOutputsParams) -> None:
+        """Rank 0 has compiled this grammar."""
+        self.ready |= {form.grammar} & self._compiled.keys()
+
     def _compile(self, source: str | None) -> Any:
         from llguidance import LLMatcher
 

@@ -100,12 +100,14 @@ def _migrations(config: ModelConfig, reader: CheckpointReader) -> Iterator[Migra
     values = (heads + config.qk_nope_head_dim + torch.arange(config.v_head_dim)).flatten()
     for layer in range(config.num_hidden_layers):
         attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        yield Migration(
-            f"model.layers.{layer}.input_layernorm.weight",
-            consumers(attention, "q_a_proj", "kv_a_proj_with_mqa", "indexer.wk", "indexer.weights_proj"),
-        )
-        yield Migration(f"{attention}q_a_layernorm.weight", consumers(attention, "q_b_proj", "indexer.wq_b"))
-        yield Migration(f"{attention}kv_b_proj.weight", consumers(attention, "o_proj"), values)
+        of_q, of_values = consumers(attention, "q_b_proj", "indexer.wq_b"), consumers(attention, "o_proj")
+        # All other matrices read the layer's input: one that were missed would be scaled on one side only.
+        others = names_present - {*of_q, *of_values, f"{attention}kv_b_proj.weight"}
+        matrices = (name for name in others if name.startswith(attention) and len(reader.describe(name)[0]) == 2)
+        of_input = sorted((name for name in matrices if name.endswith(".weight")), reverse=True)  # q_a_proj first
+        yield Migration(f"model.layers.{layer}.input_layernorm.weight", tuple(of_input))
+        yield Migration(f"{attention}q_a_layernorm.weight", of_q)
+        yield Migration(f"{attention}kv_b_proj.weight", of_values, values)
         feed_forward = [mlp]
         if config.mlp_layer_types[layer] == "sparse":
             experts = [f"{mlp}experts.{expert}." for expert in range(config.n_routed_experts)]

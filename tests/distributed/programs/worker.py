@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 from unittest.mock import patch
 
@@ -36,11 +35,10 @@ import torch
 from collectives import record
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.calls.jobs import prefill
-from dsa_engine.engine.calls.reply import Reply
+from dsa_engine.engine.calls.reply import Inbox, Reply
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.limits import Add, new_requests
-from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.requests.samples import RequestTokens
+from dsa_engine.engine.requests.samples import Ended, RequestTokens, StepTokens
 from dsa_engine.engine.steps import batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -140,20 +138,20 @@ def waiting_pair(
 
 def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[CompletionOutput]:
     """Like ``LLM.generate``; one more request arrives every ``every`` steps."""
-    replies: dict[Request, Reply] = {}
+    inbox, replies = Inbox(lambda stopped: None), list[Reply]()
     step = 0
     while len(replies) < len(prompts) or llm.engine.has_work:
         if step % every == 0 and len(replies) < len(prompts):
             (add,) = new_requests(prompts[len(replies)], params[len(replies)], None, llm.engine.limits)
             add.id = next(llm.engine.ids)
-            request = llm.engine.queue(add)
-            replies[request] = Reply(add, None, SimpleQueue())
-            replies[request].request = request
-        for request, tokens, _ in llm.engine.step():
-            replies[request].take(tokens, request.ending)
+            llm.engine.queue(add)
+            replies.append(Reply(add, None, lambda item: None))
+            inbox.replies[add.id] = replies[-1]
+        for tokens in llm.engine.step():
+            inbox.put(tokens)
         step += 1
     barrier(llm.engine)
-    return [reply.completion(0) for reply in replies.values()]
+    return [reply.completion(0) for reply in replies]
 
 
 def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], tuple[int, list[int]]]:
@@ -167,9 +165,9 @@ def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], t
 
     def begun(add: Add) -> None:
         begin(add)
-        loop._requests[add.id].delivery = "tokens"  # on every rank, to compare them
+        loop._requests[add.id].tracked = True  # on every rank, to compare them
 
-    def taken(sampled: RequestTokens) -> RequestTokens:
+    def taken(sampled: RequestTokens) -> Ended | None:
         result, request = take(sampled), sampled.request
         if request.finish_reason is None and sampled.draft_result is not None:
             drafts, done = request.drafts, len(request) - len(request.prompt)
@@ -190,7 +188,7 @@ def preempt_now_and_then(llm: LLM) -> None:
     engine, steps = llm.engine, 0
     original = engine.step
 
-    def step() -> list[RequestTokens]:
+    def step() -> list[StepTokens]:
         nonlocal steps
         sampled = original()
         steps += 1

@@ -93,7 +93,7 @@ def test_tokens_and_a_rank_that_is_killed_under_load(
 
         assert list(pool.map(tokens, prompts)) == wanted
         running = [pool.submit(outcome, number) for number in range(12)]
-        while 'vllm:num_requests_running{model_name="demo-random"} 12.0' not in client.get("/metrics").text:
+        while 'vllm:num_requests_running{engine="0",model_name="demo-random"} 12.0' not in client.get("/metrics").text:
             time.sleep(0.05)
         rank_0 = pid_of(0, process.pid)
         os.kill(pid_of(1, process.pid), signal.SIGKILL)

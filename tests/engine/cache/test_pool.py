@@ -77,7 +77,7 @@ class Simulation:
                     with pytest.raises(CapacityError):
                         scheduler.capacity.check(wish.prompt, wish.output)
                     return
-                request.delivery = "tokens" if mine is self.copies[0] else "nothing"
+                request.tracked = mine is self.copies[0]
                 scheduler.add(request)
                 mine[number] = request
 

@@ -252,15 +252,18 @@ def test_no_step_waits_for_a_grammar_that_is_compiled(monkeypatch: pytest.Monkey
         assert not llm.loop._compiling
 
 
-def test_compiled_grammars_are_few(llm: LLM) -> None:
-    grammars = llm.engine.runner.grammars
+def test_compiled_grammars_are_few(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request keeps its own, however many others come meanwhile."""
+    grammars, compiles, compiled = llm.engine.runner.grammars, GrammarMasks._compile, list[str]()
     assert grammars is not None
+    monkeypatch.setattr(GrammarMasks, "_compile", lambda self, of: compiled.append(of) or compiles(self, of))
     forms = [{"regex": f"[a-z]{{{2 + number}}}"} for number in range(40)] * 2
     prompts = [[5, number] for number in range(80)]
     given = [SamplingParams(max_tokens=50, structured_outputs=form) for form in forms]
     for one, form in zip(llm.generate(prompts, given, use_tqdm=False), forms):
         assert re.fullmatch(form["regex"], one.text)
     assert grammars.ready <= grammars._compiled.keys() and len(grammars._compiled) == 32
+    assert len(compiled) <= len(forms)
 
 
 @pytest.mark.parametrize("other", [{"min_tokens": 2}, {"ignore_eos": True}])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.requests.samples import RequestTokens
+from dsa_engine.engine.requests.samples import Ended, RequestTokens
 from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.engine.speculation.drafter import GraphKey
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -66,7 +66,7 @@ def test_padded_steps_with_drafts(
     engine.runner.graphs = Counted(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=32))
     take, accepted = engine._take, list[int]()
 
-    def taken(sampled: RequestTokens) -> RequestTokens:
+    def taken(sampled: RequestTokens) -> Ended | None:
         result, request = take(sampled), sampled.request
         if request.finish_reason is None and sampled.draft_result is not None:
             accepted.append(sampled.draft_result.accepted)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.calls.reply import Reply
 from dsa_engine.engine.requests.limits import Add
-from dsa_engine.engine.requests.request import Chunk, Request, SampledToken
-from dsa_engine.engine.requests.samples import Samples, StepResult
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.samples import Samples, StepResult, ranked
 from dsa_engine.engine.requests.scheduler import Step
 
 PROMPTS = [[5, 6, 7, 8], [9, 30, 31, 32] * 11]  # the second is longer than its selection
@@ -65,11 +65,12 @@ def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:
     ]
     read = engine.runner.launch(engine.runner.plan(Step(chunks))).read()
     for number, (request, output, count) in enumerate(zip(requests, wanted, rows, strict=True)):
-        tokens = read.of(request, number, count)
-        assert [one.token for one in tokens] == output.token_ids[1 : 1 + count]
-        if output.logprobs is not None:
-            for one, logprobs in zip(tokens, output.logprobs[1:], strict=False):
-                assert one.logprobs == pytest.approx(logprobs, abs=1e-3)
+        tokens = read.tokens[number, :count].tolist()
+        assert tokens == output.token_ids[1 : 1 + count]
+        if output.logprobs is not None and request.params.logprobs is not None:
+            rows = read.logprobs_of(np.array([number]))[0]
+            for token, row, logprobs in zip(tokens, rows.tolist(), output.logprobs[1:], strict=False):
+                assert ranked(token, row, request.params.logprobs) == pytest.approx(logprobs, abs=1e-3)
         engine.finish(request, "abort")
     for output in wanted[2::5]:
         assert set(output.token_ids[:3]) <= set(allowed) and output.token_ids[3] not in allowed
@@ -137,13 +138,12 @@ class Letters:
     ],
 )
 def test_pieces_of_a_stream(interval: int, steps: list[int], pieces: list[int]) -> None:
-    params, mailbox = SamplingParams(max_tokens=sum(steps), ignore_eos=True), SimpleQueue[Any]()
-    reply = Reply(Add([5], params), Letters(), mailbox, interval)  # type: ignore[arg-type]
+    params, given = SamplingParams(max_tokens=sum(steps), ignore_eos=True), list[Any]()
+    reply = Reply(Add([5], params), Letters(), given.append, interval)  # type: ignore[arg-type]
     request = Request(0, [5], params)
     for count in steps:
-        sampled = [SampledToken(1) for _ in range(count)]
+        sampled = [1] * count
         endings = [request.append(token, ()) for token in sampled]
-        reply.take(sampled, endings[-1])
-    given = [mailbox.get_nowait() for _ in range(mailbox.qsize())]
+        reply.take(sampled, 0.0, endings[-1])
     assert [len(piece.token_ids) for piece in given] == pieces
     assert [piece.finish_reason for piece in given] == [None] * (len(pieces) - 1) + ["length"]

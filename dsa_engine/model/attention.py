@@ -16,7 +16,6 @@ model without an indexer, take the MHA form, which is cheaper for them; the batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.expand_latents import expand_latents, pays
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import CacheFormat, latent_format
+from dsa_engine.kernels.formats.cache_format import latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul, split_matrices
 from dsa_engine.kernels.rows.rms_norm import rms_norm
@@ -35,9 +34,9 @@ from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.kernels.rows.store_rows import store_rows
-from dsa_engine.kernels.runtime.pieces import Results
+from dsa_engine.kernels.runtime.kernel import as_one
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.indexer import Indexer
+from dsa_engine.model.indexer import Indexer, IndexQueries
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
@@ -87,98 +86,65 @@ class Attention(Weighted):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Writes the cache rows of ``x [T, hidden]``, normed, and attends: ``[T, hidden]``, and the selection that this
         layer used. ``topk_slots``: that of the last layer with an indexer, ``[sparse rows, index_topk]``."""
-        cache.use(self.layer)
-        formats, pools = cache.format, (cache.latent[self.layer], cache.index_keys[self.layer])
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
-        own, *quantized = batch.piece(Attention._prepared, self, x, formats)
-        if own is None:
-            stored = self._store_cache_rows(x, _joined(quantized), batch, cache)
-        else:
-            stored = self._gather_cache_rows(own, batch, cache)
-        q_resid, *quantized_resid = batch.piece(Attention._q_resid, self, x, *quantized)
-        with stage("indexer prolog"):  # stages are timed on the main stream: they see the start of side work and a wait
-            queries = partial(batch.piece, Attention._indexed, self, x, q_resid, *quantized_resid, formats)
-            indexed = self.streams.index_queries.run(queries, x, q_resid)
         with stage("MLA prolog"):
-            q_mha, q_mqa = batch.piece(Attention._queries, self, q_resid, *quantized_resid)
+            quantized = self.q_a.quantize_for_several(x)
+        stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, quantized, batch, cache)
+        with stage("MLA prolog"):
+            q_resid = rms_norm(self.q_a.of_quantized(x, quantized), self.q_a_norm, LATENT_NORM_EPS)
+            quantized_resid = self.q_b.quantize_for_several(q_resid)
+        indexed = self._index_queries(x, q_resid, quantized_resid, batch, cache)
+        with stage("MLA prolog"):
+            q_mha, q_mqa = self._queries(self.q_b.of_quantized(q_resid, quantized_resid), batch)
         with stage("indexer prolog"):
             index_queries = indexed()
         stored()
-        del quantized, quantized_resid, queries  # read by side streams until now
-        attend = q_mha, q_mqa, *index_queries, topk_slots, *pools, formats
-        out, out_latent, topk_slots, overflowing = batch.piece(Attention._attend, self, *attend)
+        del quantized, quantized_resid
+        topk_slots, overflowing = self._select(index_queries, topk_slots, batch, cache)
+        with stage("sparse flash attention"):
+            out_latent = self._mqa(q_mqa, batch, cache, topk_slots)
+            out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
+            self._mha(q_mha, batch, cache, out)
         # Beside the computation: records of the selection; and tokens of the other micro-batch, before o_proj's
         # exchange, as collectives begin in the order of the host.
         if batch.recorder is not None:
-            rows = pools[0], topk_slots, formats.latent
+            rows = cache.latent[self.layer], topk_slots, cache.format.latent
             batch.recorder.record(
                 q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *rows, self.config.softmax_scale
             )
-        del attend, q_mha, q_mqa, index_queries
-        batch.send_tokens()
+        as_one(ForwardBatch.send_tokens, batch)
         with stage("MLA epilog"):
-            epilog = Attention._epilog
-            run = batch.piece if self.tp.size == 1 else lambda function, owner, *given: function(owner, batch, *given)
-            (attended,) = run(epilog, self, out, out_latent, overflowing)
+            per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
+            attended = head_parallel_projection(out, self.o, batch.tp_rows, self.tp)
+            if overflowing is not None:  # then the logits are NaN too, which ends the row's request
+                attended[batch.first_sparse :].masked_fill_(overflowing[:, None], torch.nan)
             return attended, topk_slots
 
-    def _prepared(self, batch: ForwardBatch, x: torch.Tensor, formats: CacheFormat) -> Results:
-        """``x`` quantised for several products; before that, if cache rows are gathered, those of the local tokens,
-        latent row and index key side by side. The rows after these are undefined."""
-        with stage("MLA prolog"):
-            quantized = self.q_a.quantize_for_several(x)
-        if not batch.gathers:
-            return [None, *_parts(quantized)]
-        tokens, latent, index_key = x.shape[0], formats.latent.columns, formats.index_key
-        width = formats.packed_width(index_key=self.indexer is not None)
-        own = x.new_empty(batch.cp_rows, width, dtype=formats.latent.pool_dtype)
-        with stage("MLA prolog"):
-            self._store_latent(x, quantized, batch, formats.latent, own[:tokens, :latent])
-        if self.indexer is not None and index_key is not None:
-            with stage("indexer prolog"):
-                into = own[:tokens, latent : latent + index_key.columns]
-                self.indexer.store_keys(x, quantized, batch, index_key, into)
-        return [own, *_parts(quantized)]
+    def _index_queries(
+        self, x: torch.Tensor, q_resid: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
+    ) -> Callable[[], IndexQueries | None]:
+        """Starts to compute the indexer's queries and head weights, if rows select; returns a function that waits for
+        them."""
 
-    def _q_resid(self, batch: ForwardBatch, x: torch.Tensor, *quantized: Any) -> Results:
-        """The normed output of q_a, and the same quantised."""
-        with stage("MLA prolog"):
-            q_resid = rms_norm(self.q_a.of_quantized(x, _joined(quantized)), self.q_a_norm, LATENT_NORM_EPS)
-            return [q_resid, *_parts(self.q_b.quantize_for_several(q_resid))]
+        def queries() -> IndexQueries | None:
+            key_format = cache.format.index_key
+            if self.indexer is None or key_format is None or not batch.sparse_mqa.rows:
+                return None
+            return self.indexer.queries(x, q_resid, quantized, batch, key_format)
 
-    def _indexed(self, batch: ForwardBatch, x: torch.Tensor, q_resid: torch.Tensor, *rest: Any) -> Results:
-        """The indexer's queries and head weights, if rows select."""
-        *quantized, formats = rest
-        if self.indexer is None or formats.index_key is None or not batch.sparse_mqa.rows:
-            return [None, None]
-        return [*self.indexer.queries(x, q_resid, _joined(quantized), batch, formats.index_key)]
+        # Stages are timed on the main stream: they see only the start of side work and the wait for it.
+        with stage("indexer prolog"):
+            return self.streams.index_queries.run(queries, x, q_resid, *_parts(quantized))
 
-    def _attend(
-        self, batch: ForwardBatch, q_mha: torch.Tensor, q_mqa: torch.Tensor, q_index: torch.Tensor | None,
-        weights: torch.Tensor | None, topk_slots: torch.Tensor | None, pool: torch.Tensor, keys: torch.Tensor | None,
-        formats: CacheFormat,
-    ) -> Results:  # fmt: skip
-        """The heads' results, of which the rows in MHA form are written; the latent results of the other rows; the
-        selection, by :meth:`.Indexer.select` where this layer has an indexer and rows select, else that of the last one
-        that had; and what that finds overflowing."""
-        overflowing = None
-        if self.indexer is not None and keys is not None and q_index is not None and weights is not None:
-            assert formats.index_key is not None
-            topk_slots, overflowing = self.indexer.select((q_index, weights), keys, batch, formats.index_key)
-        with stage("sparse flash attention"):
-            out_latent = self._mqa(q_mqa, batch, pool, formats.latent, topk_slots)
-            out = q_mqa.new_empty(batch.rows, self.config.num_attention_heads, self.config.v_head_dim)
-            self._mha(q_mha, batch, pool, formats.latent, out)
-        return [out, out_latent, topk_slots, overflowing]
-
-    def _epilog(
-        self, batch: ForwardBatch, out: torch.Tensor, out_latent: torch.Tensor, overflowing: torch.Tensor | None
-    ) -> Results:
-        per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
-        attended = head_parallel_projection(out, self.o, batch.tp_rows, self.tp)
-        if overflowing is not None:  # then the logits are NaN too, which ends the row's request
-            attended[batch.first_sparse :].masked_fill_(overflowing[:, None], torch.nan)
-        return [attended]
+    def _select(
+        self, queries: IndexQueries | None, topk_slots: torch.Tensor | None, batch: ForwardBatch, cache: KVCache
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """:meth:`.Indexer.select` where this layer has an indexer and rows select; else the selection of the last one
+        that had."""
+        keys, key_format = cache.index_keys[self.layer], cache.format.index_key
+        if self.indexer is None or keys is None or key_format is None or queries is None:
+            return topk_slots, None
+        return self.indexer.select(queries, keys, batch, key_format)
 
     def _store_cache_rows(
         self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
@@ -187,19 +153,22 @@ class Attention(Weighted):
         side_stream, indexer, stored_as = self.streams.cache_rows, self.indexer, cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            given = x, quantized, batch
-            waits = [side_stream.run(lambda: self._store_latent(*given, stored_as.latent, latent_pool, slots), x)]
+            given, held = (x, quantized, batch), (x, *_parts(quantized))
+            waits = [side_stream.run(lambda: self._store_latent(*given, stored_as.latent, latent_pool, slots), *held)]
         if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
-                waits.append(side_stream.run(lambda: indexer.store_keys(*given, key_format, key_pool, slots), x))
+                waits.append(side_stream.run(lambda: indexer.store_keys(*given, key_format, key_pool, slots), *held))
 
         def stored() -> None:
             with stage("indexer prolog"):
                 for wait in waits:
                     wait()
-            cache.stored(self.layer, batch)
+            as_one(Attention._stored, self, batch, cache)
 
         return stored
+
+    def _stored(self, batch: ForwardBatch, cache: KVCache) -> None:
+        cache.stored(self.layer, batch)
 
     def _store_latent(
         self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, row_format: LatentFormat,
@@ -211,36 +180,40 @@ class Attention(Weighted):
         latent = self.kv_a.of_quantized(x, quantized)
         store_latent(latent, *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
 
-    def _gather_cache_rows(self, own: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
-        """Starts gathering the cache rows of the context-parallel group's tokens; returns a function that waits for
-        them and writes them to the slots of their tokens, −1 for rows that are none."""
+    def _gather_cache_rows(
+        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
+    ) -> Callable[[], None]:
+        """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
+        side; returns a function that waits for them and writes them to the slots of their tokens. The rows after this
+        rank's tokens are undefined, and their slots are −1."""
+        cache_format, latent_pool, key_pool = cache.format, cache.latent[self.layer], cache.index_keys[self.layer]
+        tokens, latent, index_key = x.shape[0], cache_format.latent.columns, cache_format.index_key
+        width = cache_format.packed_width(index_key=self.indexer is not None)
+        own = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
+        with stage("MLA prolog"):
+            self._store_latent(x, quantized, batch, cache_format.latent, own[:tokens, :latent])
+        if self.indexer is not None and index_key is not None:
+            with stage("indexer prolog"):
+                into = own[:tokens, latent : latent + index_key.columns]
+                self.indexer.store_keys(x, quantized, batch, index_key, into)
         with stage("communication"):
             gathered = self.runtime.mesh.cp.all_gather_async(own)
 
         def stored() -> None:
             with stage("communication"):
                 rows = gathered()
-            pools = cache.latent[self.layer], cache.index_keys[self.layer]
-            batch.piece(Attention._store_gathered, self, rows, *pools, cache.format)
-            cache.stored(self.layer, batch)
+            with stage("MLA prolog"):
+                if key_pool is None or index_key is None:
+                    store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], batch.slot_mapping)
+                else:
+                    store_cache_rows(latent_pool, key_pool, rows, batch.slot_mapping, index_key)
+            as_one(Attention._stored, self, batch, cache)
 
         return stored
 
-    def _store_gathered(
-        self, batch: ForwardBatch, rows: torch.Tensor, pool: torch.Tensor, keys: torch.Tensor | None,
-        formats: CacheFormat,
-    ) -> Results:  # fmt: skip
-        with stage("MLA prolog"):
-            if keys is None or formats.index_key is None:
-                store_rows(pool, rows[:, : pool.shape[-1]], batch.slot_mapping)
-            else:
-                store_cache_rows(pool, keys, rows, batch.slot_mapping, formats.index_key)
-        return []
-
-    def _queries(self, batch: ForwardBatch, q_resid: torch.Tensor, *quantized: Any) -> Results:
-        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the other rows with W_UK
-        absorbed, ``[T - mha_rows, heads, latent_dim]``."""
-        q = self.q_b.of_quantized(q_resid, _joined(quantized))
+    def _queries(self, q: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the output of q_b: queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the other
+        rows with W_UK absorbed, ``[T - mha_rows, heads, latent_dim]``."""
         config, border = self.config, batch.mha_rows
         nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
         q = q.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
@@ -253,15 +226,15 @@ class Attention(Weighted):
         apply_rope(
             others[..., nope:], batch.cos[border:], batch.sin[border:], interleaved=interleaved, out=mqa[..., rank:]
         )
-        return [mha, mqa]
+        return mha, mqa
 
     def _mqa(
-        self, q: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor, row_format: LatentFormat,
-        topk_slots: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, q: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
+    ) -> torch.Tensor:
         """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: dense rows attend to all visible tokens, the
         sparse rows after them to the selected ones."""
-        border, scale, workspace = batch.dense_mqa.rows, self.config.softmax_scale, self.runtime.workspace
+        pool, row_format, border = cache.latent[self.layer], cache.format.latent, batch.dense_mqa.rows
+        scale, workspace = self.config.softmax_scale, self.runtime.workspace
         how: Any = {"row_format": row_format, "scale": scale, "workspace": workspace}
         parts = []
         if border:
@@ -278,9 +251,7 @@ class Attention(Weighted):
             return parts[0]
         return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], row_format.rank)
 
-    def _mha(
-        self, q: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor, row_format: LatentFormat, out: torch.Tensor
-    ) -> None:
+    def _mha(self, q: torch.Tensor, batch: ForwardBatch, cache: KVCache, out: torch.Tensor) -> None:
         """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``. Keys and
         values are expanded piece by piece: as many segments, and of their heads, as the workspace holds, or one."""
         if batch.mha is None:
@@ -294,18 +265,18 @@ class Attention(Weighted):
             step = max(1, max_keys // part.cu_seqlens_k.rows)
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
-                given = (q[rows, heads], *self._expand(pool, row_format, part.key_slots, heads, eighth))
+                given = (q[rows, heads], *self._expand(cache, part.key_slots, heads, eighth))
                 lengths, scale = (part.cu_seqlens_q, part.cu_seqlens_k), config.softmax_scale
                 dense_attention(*given, *lengths, scale=scale, workspace=4 * eighth, out=out[rows, heads])
 
     def _expand(
-        self, pool: torch.Tensor, row_format: LatentFormat, slots: torch.Tensor, heads: slice, workspace: int
+        self, cache: KVCache, slots: torch.Tensor, heads: slice, workspace: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``. Latent
         rows are gathered piece by piece, as many as the workspace holds."""
         config, dtype = self.config, self.runtime.dtype
         rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-        w_uk, w_uv = self.w_uk[heads], self.w_uv[heads]
+        w_uk, w_uv, pool, row_format = self.w_uk[heads], self.w_uv[heads], cache.latent[self.layer], cache.format.latent
         k = torch.empty(slots.shape[0], w_uk.shape[0], config.qk_head_dim, dtype=dtype, device=pool.device)
         v = k.new_empty(*k.shape[:2], config.v_head_dim)
         block = max(_MIN_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
@@ -319,9 +290,5 @@ class Attention(Weighted):
         return k, v
 
 
-def _parts(quantized: Quantized | None) -> Sequence[Any]:
-    return (None,) * len(Quantized._fields) if quantized is None else quantized
-
-
-def _joined(parts: Sequence[Any]) -> Quantized | None:
-    return None if parts[0] is None else Quantized(*parts)
+def _parts(quantized: Quantized | None) -> Sequence[torch.Tensor]:
+    return () if quantized is None else (quantized.codes, quantized.scales)

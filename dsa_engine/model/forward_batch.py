@@ -255,11 +255,11 @@ class ForwardBatch:
             self._seen_pages = pages, index
         return self._seen_pages
 
-    def piece(self, function: Callable[..., Results], owner: object, *given: Any) -> Results:
-        """``function(owner, self, *given)``, see :meth:`.Pieces.run`."""
+    def piece(self, function: Callable[..., Results], owner: object, inputs: list[Any]) -> Results:
+        """``function(owner, self, inputs)``, see :meth:`.Pieces.run`."""
         if self.pieces is None:
-            return function(owner, self, *given)
-        return self.pieces.run(function, owner, self, given)
+            return function(owner, self, inputs)
+        return self.pieces.run(function, owner, self, inputs)
 
     def send_tokens(self) -> None:
         """Sends the tokens that wait for their counts; called when the device has work while the host waits."""

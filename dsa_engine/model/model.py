@@ -58,6 +58,7 @@ class DecoderLayer(Weighted):
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
+        self.layer = layer
         prefix = f"model.layers.{layer}"
         self.eps = config.rms_norm_eps
         self.input_norm = self.weight(f"{prefix}.input_layernorm.weight", config.hidden_size)
@@ -86,6 +87,23 @@ class DecoderLayer(Weighted):
                 so that their memory is free while this layer runs.
             residual: ``[T, hidden]``; None before the first layer, whose one delta is the embedding.
         """
+        pools = cache.latent[self.layer], cache.index_keys[self.layer]
+        given = [*delta, residual, topk_slots, cache, *pools]
+        delta.clear()
+        cache.use(self.layer)
+        residual, topk_slots, *fed = batch.piece(DecoderLayer._run, self, given)
+        moe = self.moe
+        if moe is None:
+            return fed, residual, topk_slots
+        added = yield from moe.forward(fed, batch)
+        return added, residual, topk_slots
+
+    def _run(self, batch: ForwardBatch, inputs: list[Any]) -> Results:
+        """All up to the next transfer; ``inputs``: delta, residual, selection, the caches, and this layer's pools, as
+        each layer has its own. Returns the residual, the selection, and the dense feed-forward part's output or what
+        :meth:`.MoE.begin` returns."""
+        *delta, residual, topk_slots, cache, _, _ = inputs
+        inputs.clear()
         with stage("MLA prolog"):
             if residual is None:
                 residual = delta.pop()
@@ -93,23 +111,14 @@ class DecoderLayer(Weighted):
             else:
                 normed, residual = add_delta(delta, residual, self.input_norm, self.eps)
         attended, topk_slots = self.attention(normed, batch, cache, topk_slots)
-        fed, residual, *routed = batch.piece(DecoderLayer._feed, self, attended, residual)
-        del attended
-        if self.moe is not None:
-            added = yield from self.moe(fed, routed, batch)
-            return added, residual, topk_slots
-        return [fed], residual, topk_slots
-
-    def _feed(self, batch: ForwardBatch, attended: torch.Tensor, residual: torch.Tensor) -> Results:
-        """The dense feed-forward layer's output, or the experts' input; the residual; and with experts what
-        :meth:`.MoE.route` returns."""
         with stage("MLA epilog"):
             normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
+        del attended
         if self.moe is not None:
-            return [normed, residual, *self.moe.route(normed, batch)]
+            return [residual, topk_slots, *self.moe.begin(normed, batch)]
         assert self.mlp is not None
         with stage("dense MLP"):
-            return [self.mlp(normed), residual]
+            return [residual, topk_slots, self.mlp(normed)]
 
 
 def add_delta(
@@ -236,11 +245,11 @@ class Model(Weighted):
         self, make: Callable[[], ForwardBatch], cache: KVCache, layers: Sequence[int] | None
     ) -> Pass[torch.Tensor]:
         batch = make()
-        if has_hook():  # stages are timed by what they run
+        if has_hook() or batch.recorder is not None:  # they see what each layer runs
             batch.pieces = None
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
-            delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots)
+            delta, residual, topk_slots = yield from layer.forward(delta, residual, batch, cache, topk_slots)
         assert residual is not None
         return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]
 

@@ -19,13 +19,14 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
+from dsa_engine.kernels.runtime.kernel import as_one
 from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.model.forward_batch import ForwardBatch, Pass
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.counts import count_topk_ids
-from dsa_engine.parallel.experts.dispatch import Dispatch, Routed, StepSizes
+from dsa_engine.parallel.experts.dispatch import CountedDispatcher, Dispatch, Routed, StepSizes
 
 
 class Router(Weighted):
@@ -91,30 +92,26 @@ class MoE(Weighted):
         self.max_pairs = runtime.max_tokens * mesh.experts_per_token(top_k) if chunk is None else chunk
         self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
-    def route(self, x: torch.Tensor, batch: ForwardBatch) -> Results:
-        """``x [T, hidden]`` as it travels to experts, and its ``topk_ids`` and ``topk_weights``."""
+    def begin(self, x: torch.Tensor, batch: ForwardBatch) -> Results:
+        """Starts the tokens ``x [T, hidden]`` on their way, or tells their counts; then the shared expert, if there is
+        one, so that they do not wait for it. Returns what :meth:`forward` needs."""
         with stage("MoE gate"):
             topk_ids, topk_weights = self.router(x, batch.token_mask)
             if self.shared is None:
                 topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, self.config.n_routed_experts)
         with stage("MoE dispatch"):
-            product = self.experts.product
-            to_words = product.to_words if self.dispatchers[batch.decodes].takes_words(product.blockwise) else None
-            return [x if to_words is None else to_words(x), topk_ids, topk_weights]
-
-    def forward(self, x: torch.Tensor, routed: Results, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
-        """``x [T, hidden]`` and what :meth:`route` gives for it -> the terms of equation 12, ``[T, hidden]`` each: the
-        sums of the routed experts, and the output of the shared expert, if it is not one of them. That is launched when
-        the tokens are on their way, so that they do not wait for it, or while their counts are. ``routed`` is emptied.
-        """
-        topk_ids, topk_weights = routed[1:]
-        with stage("MoE dispatch"):
-            dispatch = self._start(x, Routed(*routed), batch)
-        routed.clear()
+            dispatch = self._start(x, topk_ids, topk_weights, batch)
         shared = None
         if self.shared is not None:
             with stage("MoE shared"):
-                shared = self.streams.shared_expert.run(partial(batch.piece, MoE._shared_output, self, x), x)
+                shared = self.streams.shared_expert.run(partial(self.shared, x), x)
+        return [dispatch, shared, *((topk_ids, topk_weights) if self.config.batch_invariant else ())]
+
+    def forward(self, begun: Results, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
+        """The terms of equation 12, ``[T, hidden]`` each: the sums of the routed experts, and the output of the shared
+        expert, if it is not one of them."""
+        dispatch, shared, *routed = begun
+        begun.clear()
         yield "MoE dispatch"
         with stage("MoE dispatch"):
             rounds = dispatch.rounds  # it may wait for the tokens
@@ -124,25 +121,27 @@ class MoE(Weighted):
         with stage("MoE combine"):
             sums = dispatch.combine()
             if self.config.batch_invariant:
+                topk_ids, topk_weights = routed
                 pair_rows = torch.arange(len(sums), dtype=torch.int32, device=sums.device).view(topk_ids.shape)
                 sums = combine(sums, pair_rows, topk_weights)
-            return [sums, *(shared() if shared else [])]
+            return [sums, *([shared()] if shared else [])]
 
-    def _shared_output(self, batch: ForwardBatch, x: torch.Tensor) -> Results:
-        assert self.shared is not None
-        return [self.shared(x)]
-
-    def _start(self, x: torch.Tensor, routed: Routed, batch: ForwardBatch) -> Dispatch:
-        copies, (tokens, topk_ids, topk_weights) = 1, routed
+    def _start(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, batch: ForwardBatch
+    ) -> Dispatch:
+        dispatcher, product, copies = self.dispatchers[batch.decodes], self.experts.product, 1
+        tokens, to_words = x, product.to_words
+        if to_words is not None and dispatcher.takes_words(product.blockwise):
+            tokens = to_words(x)
         if self.config.batch_invariant:
             copies = topk_ids.shape[1]
             tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)
             topk_weights = topk_weights.new_ones(topk_ids.shape)
         # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
         max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
-        sizes = StepSizes(batch.ep_rows * copies, max_pairs, x.shape[1] * x.element_size(), batch.piece)
-        routed = Routed(tokens, topk_ids, topk_weights)
-        return self.dispatchers[batch.decodes].start(self.expert_parallel, routed, sizes, batch.unsent)
+        sizes = StepSizes(batch.ep_rows * copies, max_pairs, x.shape[1] * x.element_size())
+        start = dispatcher.start if isinstance(dispatcher, CountedDispatcher) else partial(as_one, dispatcher.start)
+        return start(self.expert_parallel, Routed(tokens, topk_ids, topk_weights), sizes, batch.unsent)
 
     def _run_round(self, dispatch: Dispatch, number: int, batch: ForwardBatch) -> None:
         with stage("MoE dispatch"):

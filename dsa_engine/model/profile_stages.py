@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -36,7 +36,16 @@ class StageHook(Protocol):
 
 
 _hook: StageHook | None = None
-_UNWATCHED = nullcontext()
+
+
+class _Unwatched(AbstractContextManager[None]):
+    """Does nothing, in built-in functions, as a layer enters many stages: they take anything and return ""."""
+
+    __enter__ = staticmethod("".format)  # type: ignore[assignment]
+    __exit__ = staticmethod("".format)  # type: ignore[assignment]
+
+
+_UNWATCHED = _Unwatched()
 
 
 def stage(name: str) -> AbstractContextManager[None]:

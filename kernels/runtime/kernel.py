@@ -26,8 +26,6 @@ WATCHES = _KNOWN and not INTERPRETED  # whether launches can be watched
 
 _settings = triton.knobs.runtime
 
-STREAM = object()
-
 
 class _OfThread(threading.local):
     watch: Any = None  # see watched
@@ -65,31 +63,22 @@ class Kernel(JITFunction):
         x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, here.get_current_stream(device), function, metadata, None, None, None, *bound.values())
 
-    def again(
-        self, grid: tuple[int, ...], args: Any, constants: dict[str, Any]
-    ) -> tuple[Any, list[Any], dict[str, Any]]:
-        """What repeats a launch that has been made: a function, its arguments, with ``STREAM`` for the current stream,
-        and named ones."""
-        if _settings.launch_enter_hook.calls or _settings.launch_exit_hook.calls:
-            return partial(self.launch, grid), [*args], constants
+    def again(self, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """What repeats a launch that has been made, on the stream that is the current one now: a function and its
+        arguments."""
         device = driver.active.get_current_device()
         bound, classes, options = self.device_caches[device][-1](*args, **constants)
         key = (device, *classes, *options.items())
         run, function, metadata = self._compiled[key]
         x, y, z = (*grid, 1, 1)[:3]
-        return run, [x, y, z, STREAM, function, metadata, None, None, None, *bound.values()], {}
-
-
-def current_stream() -> int:
-    """The current stream of the current device, as launches take it."""
-    here = driver.active
-    return here.get_current_stream(here.get_current_device())
+        stream = driver.active.get_current_stream(device)
+        return run, [x, y, z, stream, function, metadata, None, None, None, *bound.values()]
 
 
 @contextmanager
 def watched(watch: Any) -> Iterator[None]:
-    """Within, launches of this thread are ``watch.launched(kernel, grid, …)``, and calls of other libraries'
-    functions, which may launch anything, ``watch.called(function, args, kwargs)``."""
+    """Within, launches of this thread are ``watch.launched(kernel, grid, …)``, and what :func:`as_one` runs is
+    ``watch.called(function, args, named)``."""
     before, _of_thread.watch = _of_thread.watch, watch
     try:
         yield
@@ -97,8 +86,11 @@ def watched(watch: Any) -> Iterator[None]:
         _of_thread.watch = before
 
 
-def call_library(run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    return run(*args, **kwargs) if _of_thread.watch is None else _of_thread.watch.called(run, args, kwargs)
+def as_one(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """``function(*args, **named)``, which a record (`pieces.py`) has as one call, whatever it launches, does or reads,
+    with the tensors and objects of each layer among its arguments; ``function`` itself is the same for all layers."""
+    watch = _of_thread.watch
+    return function(*args, **named) if watch is None else watch.called(function, args, named)
 
 
 def kernel(function: Any = None, **options: Any) -> Any:

@@ -7,9 +7,12 @@ and to pinned memory it does not, and PyTorch keeps such memory alive until the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+
+from dsa_engine.kernels.runtime.kernel import as_one
 
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
@@ -64,8 +67,13 @@ def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 def download(values: torch.Tensor) -> Callable[[], list[Any]]:
     """Like :func:`to_host`; the values come as nested lists."""
-    read = to_host(values)
-    return lambda: read().tolist()
+    read: Callable[[], list[Any]] = as_one(partial, _listed, as_one(to_host, values))
+    return read
+
+
+def _listed(read: Callable[[], torch.Tensor]) -> list[Any]:
+    numbers: list[Any] = read().tolist()
+    return numbers
 
 
 class SideStream:
@@ -86,7 +94,7 @@ class SideStream:
         """Marks what the current stream has been given so far, for :meth:`run` with ``from_mark``. Work from a mark may
         take the memory of results that were freed before, so there is a new mark after the last use of each."""
         if self._marked is not None:
-            self._marked.record()
+            as_one(self._marked.record)
 
     def run(self, work: Callable[[], Result], *inputs: torch.Tensor, from_mark: bool = False) -> Callable[[], Result]:
         """Starts ``work`` after everything that the current stream has been given so far.
@@ -101,29 +109,23 @@ class SideStream:
         """
         stream, before = self._stream, self._marked if from_mark else self._before
         if stream is None or before is None:
-            result = work()
-            return lambda: result
+            joined: Callable[[], Result] = as_one(partial, as_one, _join, None, [], work())
+            return joined
         current, done = torch.cuda.current_stream(), torch.cuda.Event()
         if not from_mark:
-            before.record(current)
-        stream.wait_event(before)  # as recorded now: the event serves again
-        torch.cuda.set_stream(stream)
+            as_one(before.record, current)
+        as_one(stream.wait_event, before)  # as recorded now: the event serves again
+        as_one(torch.cuda.set_stream, stream)
         try:
             result = work()
-            done.record(stream)
+            as_one(done.record, stream)
         finally:
-            torch.cuda.set_stream(current)
+            as_one(torch.cuda.set_stream, current)
         # No record_stream, which would keep freed memory until a capture ends. The inputs are held until the current
         # stream has waited, so their memory is not reused before. The result's memory belongs to the side stream: its
         # next user there comes after a wait for everything that the current stream was given before, or for a mark.
-        held = list(inputs)
-
-        def join() -> Result:
-            torch.cuda.current_stream().wait_event(done)  # not for the stream, which may have later work
-            held.clear()
-            return result
-
-        return join
+        joined = as_one(partial, as_one, _join, done, [*inputs], result)
+        return joined
 
     def relay(
         self, start: Callable[[], Begun], follow: Callable[[Begun], Result], *inputs: torch.Tensor
@@ -141,3 +143,10 @@ class SideStream:
             return self.run(lambda: follow(start()), *inputs)
         begun = start()
         return lambda: follow(begun)
+
+
+def _join(done: torch.cuda.Event | None, held: list[torch.Tensor], result: Result) -> Result:
+    if done is not None:
+        torch.cuda.current_stream().wait_event(done)  # not for the stream, which may have later work
+    held.clear()
+    return result

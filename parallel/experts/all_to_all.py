@@ -13,6 +13,7 @@ for each 128, a power of two. They are added in float32 as before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
 from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.kernel import as_one
 from dsa_engine.parallel.experts.dispatch import (
     CountedDispatcher,
     Dispatch,
@@ -97,15 +99,11 @@ def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
 class AllToAll(CountedDispatcher):
     def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
         plan = SendPlan.of(routed.topk_ids, experts.placement.rank_of, experts.group.size)
-        assert plan.counts is not None
-        wait = experts.counts(plan.counts)
-
-        def counted() -> Dispatch:
-            whole, largest = wait()
-            rounds = rounds_needed(largest, step.max_pairs, experts.group.size, routed.topk_ids.shape[1])
-            quantized = experts.quantized_sum_bytes is not None
-            return send_in_rounds(experts.group, experts, routed, plan, whole, rounds, quantized)
-
+        order, ranks, counts = plan
+        assert counts is not None
+        counted: Callable[[], Dispatch] = as_one(
+            partial, _counted, experts, routed, step, order, ranks, counts, experts.counts(counts)
+        )
         return counted
 
     def memory(self, sizes: PrefillSizes) -> Memory:
@@ -113,6 +111,16 @@ class AllToAll(CountedDispatcher):
         chunk, (ranks, k) = sizes.chunk or 0, (sizes.ranks, sizes.k)
         rounds = rounds_needed(sizes.pairs, chunk or sizes.pairs, ranks, k)
         return Memory(sizes.tokens * min(ranks, k) * sizes.back, max(chunk, ranks * (k + 1)), rounds, rows=4)
+
+
+def _counted(
+    experts: ExpertParallel, routed: Routed, step: StepSizes, order: Order, ranks: torch.Tensor, counts: torch.Tensor,
+    wait: Callable[[], tuple[RecvPlan, int]],
+) -> Dispatch:  # fmt: skip
+    whole, largest = wait()
+    rounds = rounds_needed(largest, step.max_pairs, experts.group.size, routed.topk_ids.shape[1])
+    quantized = experts.quantized_sum_bytes is not None
+    return send_in_rounds(experts.group, experts, routed, SendPlan(order, ranks, counts), whole, rounds, quantized)
 
 
 def make(mesh: Ranks) -> Dispatcher:
@@ -157,7 +165,7 @@ class AllToAllDispatch(Dispatch):
         self._source, self._pair_rows = source, pair_rows
         self._plans, self._quantized_sums = plans, quantized_sums
         self._returned: torch.Tensor | None = None  # [rows, hidden or words]: at most k rows a token, under any routing
-        self._first = [0, *accumulate(sum(plan.send) for plan in plans)]  # first row of each round
+        self._first = [0, *accumulate(map(sum, [plan.send for plan in plans]))]  # first row of each round
         self._returning: Callable[[], None] = lambda: None
         self._start(0)
 

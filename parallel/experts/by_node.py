@@ -23,7 +23,7 @@ import torch
 
 from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.token_ranks import token_ranks
-from dsa_engine.kernels.runtime.pieces import Results
+from dsa_engine.kernels.runtime.kernel import as_one
 from dsa_engine.parallel.experts.all_to_all import (
     AllToAll,
     AllToAllDispatch,
@@ -49,6 +49,7 @@ from dsa_engine.parallel.experts.placement import (
     ExpertPlacement,
     NodeGroups,
     RecvPlan,
+    Way,
     has_two_levels,
     largest_groups,
     peers_of,
@@ -90,31 +91,37 @@ class ByNode(CountedDispatcher):
         self._groups = groups
 
     def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
-        groups, size, k = self._groups, experts.group.size, routed.topk_ids.shape[1]
+        groups, size = self._groups, experts.group.size
         if (tables := experts.node_tables) is None:
             tables = experts.node_tables = NodeTables(groups, experts.placement)
-        ranks, first, counts, *order = step.piece(_sent, experts, routed.topk_ids)
+        # Of the ranks that hold experts, and of those along the rail that take tokens for them.
+        ranks, first, counts = token_ranks(routed.topk_ids, tables.there, size)
+        assert counts is not None
         wait = experts.ways(counts[None], groups, tables.takers)
-
-        def counted() -> Dispatch:
-            ways, order_along = wait(), Order(*order)
-            rows, rounds = (
-                sum(ways[0].along.send),
-                rounds_needed(ways[0].brought, step.max_pairs, tables.largest_rail, k),
-            )
-            source, pair_rows = order_along.tokens[:rows], order_along.pair_rows
-            if rounds > 1:
-                final = SendPlan(expert_order(first[0], size), ranks[0], counts[:, :2])
-                along = SendPlan(order_along, ranks[1], counts[:, 2:])
-                cut = in_rounds(along, rows, rounds)
-                source, pair_rows, _ = cut
-                ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
-            plans, quantized = [way.along for way in ways], experts.quantized_sum_bytes is not None
-            rail = partial(AllToAllDispatch, groups.rail, tables.whole, routed, source, pair_rows, plans, quantized)
-            inside = [(way.inside, rounds_needed(way.busiest, step.max_pairs, tables.largest_node, k)) for way in ways]
-            return ByNodeDispatch(groups, experts, tables.inner, rail, inside)
-
+        along = expert_order(first[1], size)
+        counted: Callable[[], Dispatch] = as_one(
+            partial, ByNode._counted, self, experts, routed, step, ranks, first, counts, along, wait
+        )
         return counted
+
+    def _counted(
+        self, experts: ExpertParallel, routed: Routed, step: StepSizes, ranks: torch.Tensor, first: torch.Tensor,
+        counts: torch.Tensor, order: Order, wait: Callable[[], list[Way]],
+    ) -> Dispatch:  # fmt: skip
+        groups, tables, ways = self._groups, experts.node_tables, wait()
+        k, max_pairs, size = routed.topk_ids.shape[1], step.max_pairs, experts.group.size
+        rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
+        source, pair_rows = order.tokens[:rows], order.pair_rows
+        if rounds > 1:
+            final = SendPlan(expert_order(first[0], size), ranks[0], counts[:, :2])
+            along = SendPlan(order, ranks[1], counts[:, 2:])
+            cut = in_rounds(along, rows, rounds)
+            source, pair_rows, _ = cut
+            ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
+        plans, quantized = [way.along for way in ways], experts.quantized_sum_bytes is not None
+        rail = partial(AllToAllDispatch, groups.rail, tables.whole, routed, source, pair_rows, plans, quantized)
+        inside = [(way.inside, rounds_needed(way.busiest, max_pairs, tables.largest_node, k)) for way in ways]
+        return ByNodeDispatch(groups, experts, tables.inner, rail, inside)
 
     def memory(self, sizes: PrefillSizes) -> Memory:
         """There are the results of a round inside, and the rows along the rail: even routing sends a token to few
@@ -136,13 +143,6 @@ def make(mesh: Ranks) -> Dispatcher:
         which = "all ranks are on one node" if len(set(mesh.nodes)) == 1 else "every node has one rank"
         logger.info("the dispatch 'by_node' is 'all_to_all' here, as %s", which)
     return AllToAll()
-
-
-def _sent(experts: ExpertParallel, _: object, topk_ids: torch.Tensor) -> Results:
-    """:func:`.token_ranks` of the ranks that hold experts and of those along the rail that take tokens for them, and
-    the order of the latter."""
-    ranks, first, counts = token_ranks(topk_ids, experts.node_tables.there, experts.group.size)
-    return [ranks, first, counts, *expert_order(first[1], experts.group.size)]
 
 
 class ByNodeDispatch(Dispatch):

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dsa_engine.kernels.moe.expert_order import local_topk_ids
-from dsa_engine.kernels.runtime.pieces import Results
+from dsa_engine.kernels.runtime.kernel import as_one
 from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.experts.placement import ExpertParallel, NodeGroups
@@ -81,10 +81,6 @@ class Dispatch(ABC):
         """Waits for the sums over all ranks for this rank's own tokens, ``[T, hidden]``."""
 
 
-def _run(function: Callable[..., Results], owner: object, *given: object) -> Results:
-    return function(owner, None, *given)
-
-
 class StepSizes(NamedTuple):
     """What limits a step's dispatch, the same on all ranks."""
 
@@ -93,7 +89,6 @@ class StepSizes(NamedTuple):
     # several rounds, and if there may be more, the host waits for their number.
     max_pairs: int = sys.maxsize
     sum_bytes: int | None = None  # of a token's sum in the run's dtype; None: those of the token
-    piece: Callable[..., Results] = _run  # runs what all layers do alike (:meth:`.ForwardBatch.piece`)
 
 
 class ModelSizes(NamedTuple):
@@ -206,12 +201,14 @@ class NoDispatch(Dispatch):
 
 class OverlappedDispatch(Dispatch):
     """Tokens that travel on the stream ``side`` beside what the main stream is given between the making of the dispatch
-    and :meth:`send`, so that the device has work while the host waits for counts. ``counted``: waits for the counts,
-    which are on their way, and makes the dispatch; it holds what the dispatch reads."""
+    and :meth:`send`, which is added to ``unsent``, so that the device has work while the host waits for counts.
+    ``counted``: waits for the counts, which are on their way, and makes the dispatch; it holds what the dispatch
+    reads."""
 
-    def __init__(self, counted: Callable[[], Dispatch], side: SideStream):
+    def __init__(self, counted: Callable[[], Dispatch], side: SideStream, unsent: Sends):
         self._counted, self._side = counted, side
         side.mark()
+        unsent.append(self.send)
 
     def send(self) -> None:
         def work() -> tuple[Dispatch, Received]:
@@ -246,12 +243,17 @@ class CountedDispatcher(Dispatcher):
     @abstractmethod
     def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
         """Starts to exchange counts, of tokens with physical experts; returns a function that waits for them, and sends
-        the tokens of the first round."""
+        the tokens of the first round: made by :func:`.as_one`, for the layers that repeat this one."""
 
     def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
         counted = self.count(experts, routed._replace(topk_ids=experts.to_physical(routed.topk_ids)), step)
-        if unsent is None:
-            return counted()
-        overlapped = OverlappedDispatch(counted, experts.side_stream)
-        unsent.append(overlapped.send)
-        return overlapped
+        started: Dispatch = (
+            as_one(_sent, counted)
+            if unsent is None
+            else as_one(OverlappedDispatch, counted, experts.side_stream, unsent)
+        )
+        return started
+
+
+def _sent(counted: Callable[[], Dispatch]) -> Dispatch:
+    return counted()

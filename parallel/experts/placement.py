@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
 from dsa_engine.kernels.moe.way_numbers import way_numbers
+from dsa_engine.kernels.runtime.kernel import as_one
 from dsa_engine.kernels.runtime.transfer import SideStream, download, upload
 from dsa_engine.parallel.group import Group
 
@@ -244,10 +245,7 @@ class ExpertParallel:
         largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
         read = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))
 
-        def wait() -> tuple[RecvPlan, int]:
-            rows = read()
-            return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
-
+        wait: Callable[[], tuple[RecvPlan, int]] = as_one(partial, _plan, read)
         return wait
 
     def plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
@@ -263,9 +261,7 @@ class ExpertParallel:
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape)
         read = download(way_numbers(by_pair, self.group.index, takers))
 
-        def wait() -> list[Way]:
-            return [Way.of(row, groups) for row in read()]
-
+        wait: Callable[[], list[Way]] = as_one(partial, _ways, read, groups)
         return wait
 
     def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:
@@ -274,3 +270,13 @@ class ExpertParallel:
         if missing := -len(local_ids) % together:
             local_ids = F.pad(local_ids, (0, 0, 0, missing), value=-1)
         return download((local_ids.view(-1, together * local_ids.shape[1]) >= 0).sum(dim=1))()
+
+
+def _plan(read: Callable[[], list[list[int]]]) -> tuple[RecvPlan, int]:
+    *rows, largest = read()
+    size = len(rows) // 2
+    return RecvPlan.of(rows[:size], rows[size:]), largest[0]
+
+
+def _ways(read: Callable[[], list[list[int]]], groups: NodeGroups) -> list[Way]:
+    return [Way.of(row, groups) for row in read()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +32,9 @@ class Layer:
 Function = Callable[..., list[Any]]
 
 
-def computed(layer: Layer, batch: Any, x: torch.Tensor, residual: torch.Tensor | None, scale: float) -> list[Any]:
+def computed(layer: Layer, batch: Any, inputs: list[Any]) -> list[Any]:
     """Views, writes in place and into a given tensor, several results, a list of tensors, an unused result."""
+    x, residual, scale = inputs
     y = x @ layer.weight.t() if layer.kind else torch.mm(x, layer.weight.t())
     head, right = y.split((2, 4), dim=1)
     out = y.new_empty(len(y), 4)
@@ -54,11 +56,17 @@ SCALE = 0.5
 BATCH = SimpleNamespace(shift=torch.linspace(0, 1, 8)[:, None])
 
 
+# A layer's first run finds what it leads to.
+LAYERS, OTHERS = ([Layer(number, kind) for number in range(10)] for kind in (0, 1))
+for one in (*LAYERS, *OTHERS):
+    Pieces().run(lambda layer, batch, inputs: [], one, BATCH, [])
+
+
 def run(pieces: Pieces, function: Function, layers: list[Layer], rows: int = 5) -> None:
     """Each layer both ways; writes in place too."""
     for layer in layers:
         mine, wanted = given(layer.layer, rows), given(layer.layer, rows)
-        ours, theirs = pieces.run(function, layer, BATCH, mine), function(layer, BATCH, *wanted)
+        ours, theirs = pieces.run(function, layer, BATCH, [*mine]), function(layer, BATCH, [*wanted])
         assert len(ours) == len(theirs)
         for a, b in zip((*ours, *mine), (*theirs, *wanted), strict=True):
             assert torch.equal(a, b) and a.stride() == b.stride() if isinstance(a, torch.Tensor) else a == b
@@ -68,12 +76,12 @@ def run(pieces: Pieces, function: Function, layers: list[Layer], rows: int = 5) 
 def test_the_same_numbers() -> None:
     """The third layer and all after it run the record; layers of another kind and other shapes have their own."""
     pieces = Pieces()
-    run(pieces, computed, [Layer(number) for number in range(5)])
+    run(pieces, computed, LAYERS[:5])
     assert pieces.replays == 3
-    run(pieces, computed, [Layer(number, kind=1) for number in range(3)])
-    run(pieces, computed, [Layer(number) for number in range(4)], rows=3)
+    run(pieces, computed, OTHERS[:3])
+    run(pieces, computed, LAYERS[:4], rows=3)
     assert pieces.replays == 3 + 1 + 2
-    run(pieces, computed, [Layer(9)])
+    run(pieces, computed, LAYERS[9:])
     assert pieces.replays == 7
 
 
@@ -81,8 +89,8 @@ def test_the_same_numbers() -> None:
 def test_results_are_freed_after_their_last_use() -> None:
     pieces, made = Pieces(), []
 
-    def chain(layer: Layer, batch: Any, x: torch.Tensor) -> list[Any]:
-        first = x + 1
+    def chain(layer: Layer, batch: Any, inputs: list[Any]) -> list[Any]:
+        first = inputs.pop() + 1
         made.append(weakref.ref(first))
         second = first * 2
         del first
@@ -95,21 +103,26 @@ def test_results_are_freed_after_their_last_use() -> None:
         return x
 
     for number in range(4):
-        pieces.run(chain, Layer(number), BATCH, (torch.ones(777),))
+        pieces.run(chain, LAYERS[number], BATCH, [torch.ones(777)])
     record = next(iter(pieces._records.values()))
     assert record is not None and record.calls is not None and pieces.replays == 2
-    assert [len(call.last) for call in record.calls] == [0, 1, 1], "x + 1 and then its double"
+    assert [len(call.last) for call in record.calls] == [1, 1, 1], "x, x + 1 and then its double"
     assert made[-1]() is None
 
 
 REFUSED: dict[str, Function] = {
-    "reads a number": lambda layer, batch, x: [x * x.sum().item()],
-    "a shape by numbers": lambda layer, batch, x: [x.nonzero()],
-    "a tensor from elsewhere": lambda layer, batch, x: [x + OTHER],
+    "reads a number": lambda layer, batch, x: [x[0] * x[0].sum().item()],
+    "a shape by numbers": lambda layer, batch, x: [x[0].nonzero()],
+    "a tensor from elsewhere": lambda layer, batch, x: [x[0] + OTHER],
     "returns a tensor from elsewhere": lambda layer, batch, x: [OTHER],
-    "another library's operation": lambda layer, batch, x: [torch.ops.prims.neg(x)],
+    "an object from elsewhere": lambda layer, batch, x: [kernel.as_one(scaled, partial(float, 2), x[0])],
+    "another library's operation": lambda layer, batch, x: [torch.ops.prims.neg(x[0])],
 }
 OTHER = torch.ones(4)
+
+
+def scaled(factor: Callable[[], float], x: torch.Tensor) -> torch.Tensor:
+    return x * factor()
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -118,7 +131,7 @@ def test_what_is_not_repeated(what: str) -> None:
     pieces = Pieces()
     for number in range(4):
         x = given(number)[0]
-        assert torch.equal(pieces.run(REFUSED[what], Layer(number), BATCH, (x,))[0], REFUSED[what](None, BATCH, x)[0])
+        assert torch.equal(pieces.run(REFUSED[what], LAYERS[number], BATCH, [x])[0], REFUSED[what](None, BATCH, [x])[0])
     assert pieces.replays == 0
 
 
@@ -131,12 +144,13 @@ def test_another_librarys_function_is_called_again() -> None:
         calls.append(x)
         return x * float(both[0].sum()) + both[1]  # it may read numbers too
 
-    def piece(layer: Layer, batch: Any, x: torch.Tensor) -> list[Any]:
-        return [kernel.call_library(function, (x + 1,), {"both": (layer.others[0], x)}) * 2]
+    def piece(layer: Layer, batch: Any, inputs: list[Any]) -> list[Any]:
+        (x,) = inputs
+        return [kernel.as_one(function, x + 1, (layer.others[0], x)) * 2]
 
     for number in range(4):
-        layer, x = Layer(number), given(number)[0]
-        assert torch.equal(pieces.run(piece, layer, BATCH, (x,))[0], piece(layer, BATCH, x)[0])
+        layer, x = LAYERS[number], given(number)[0]
+        assert torch.equal(pieces.run(piece, layer, BATCH, [x])[0], piece(layer, BATCH, [x])[0])
     assert pieces.replays == 2 and len(calls) == 8
 
 
@@ -151,13 +165,13 @@ def test_launches_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_only._driver_for.cache_clear()
     pieces = Pieces()
 
-    def piece(layer: Layer, batch: Any, x: torch.Tensor) -> list[Any]:
-        return [silu_mul(x[1:])]
+    def piece(layer: Layer, batch: Any, inputs: list[Any]) -> list[Any]:
+        return [silu_mul(inputs[0][1:])]
 
     with compile_only.compile_only(90):
         for number in range(4):
             x = torch.zeros(3, 256)
-            (result,) = pieces.run(piece, Layer(number), BATCH, (x,))
+            (result,) = pieces.run(piece, LAYERS[number], BATCH, [x])
             given = [value for value in launched[-1][9:] if isinstance(value, torch.Tensor)]
             assert [one.data_ptr() for one in given] == [x[1:].data_ptr(), result.data_ptr()]
     compile_only._driver_for.cache_clear()

@@ -41,6 +41,11 @@ _ALIGNED = 512  # bytes: PyTorch's allocator rounds up to this
 _GRID_LIMIT = (2**31 - 1, 65535, 65535)  # CUDA's limits of programs in x, y and z
 
 
+def _launch(kernel: Kernel, grid: tuple[int, ...], names: list[str], *args: Any) -> None:
+    count = len(args) - len(names)
+    kernel.launch(grid, *args[:count], **dict(zip(names, args[count:], strict=True)))
+
+
 class _NoDevice(FakeTensorMode):
     """Does not look for the device that ``torch.cuda`` reports."""
 
@@ -117,7 +122,11 @@ class FakeDevice:
             stack.enter_context(self._fake)  # first, as it checks for CUDA
             for where, name, instead in (
                 (Kernel, "launch", lambda kernel, *args, **how: self._run_kernel(kernel, *args, **how)),
-                (Kernel, "again", lambda kernel, grid, args, how: (partial(kernel.launch, grid), [*args], how)),
+                (
+                    Kernel,
+                    "again",
+                    lambda kernel, grid, args, how: (partial(_launch, kernel, grid, [*how]), [*args, *how.values()]),
+                ),
                 (DummyReader, "load", lambda *_: None),
                 (KVCache, "fill_random", lambda *_: None),
                 (atexit, "register", lambda *_: None),

@@ -40,7 +40,7 @@ def _is_own(x: Any) -> bool:
 def reached(owner: Any) -> tuple[list[Any], list[Any]]:
     """The tensors and objects that an object leads to, and a description of all there is: if it is the same, the order
     is too."""
-    found: list[Any] = []
+    things: list[Any] = []
     described: list[Any] = []
     met: set[int] = set()
     waiting = [owner]
@@ -55,13 +55,13 @@ def reached(owner: Any) -> tuple[list[Any], list[Any]]:
         elif id(one) not in met:
             met.add(id(one))
             if isinstance(one, torch.Tensor):
-                found.append(one)
+                things.append(one)
                 described.append((one.dtype, one.shape, one.stride(), one.storage_offset() * one.itemsize % 16))
             elif (one is owner or _is_own(one)) and hasattr(one, "__dict__"):
-                found.append(one)
+                things.append(one)
                 described.append(type(one))
                 waiting += [value for name, value in reversed(vars(one).items()) if name not in _SURROUNDINGS]
-    return found, described
+    return things, described
 
 
 class _Call(NamedTuple):
@@ -95,10 +95,10 @@ class Pieces:
         returns a list of what they have made.
         """
         own = vars(owner).get("_reached")
-        if own is None:  # found once, and after a layer has made what it makes when it first runs
+        if own is None:  # once, and after a layer has made what it makes when it first runs
             results = function(owner, batch, inputs)
-            found, described = reached(owner)
-            vars(owner)["_reached"] = found, _kinds.setdefault(tuple(described), len(_kinds))
+            things, described = reached(owner)
+            vars(owner)["_reached"] = things, _kinds.setdefault(tuple(described), len(_kinds))
             return results
         kind: list[Any] = [function, own[1]]
         for x in inputs:

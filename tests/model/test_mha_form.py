@@ -36,12 +36,11 @@ def test_memory_stays_within_the_workspace(
         segments = [Segment(i * rows, rows, i, sees - rows) for i in range(requests)]
         batch: Any = SimpleNamespace(mha=MHASegments.of(segments, tables, page_size), mha_rows=requests * rows)
         attention = engine.model.layers[0].attention
-        cached = engine.cache.latent[0], engine.cache.format.latent
         g = torch.Generator().manual_seed(0)
         q = torch.randn(requests * rows, engine.config.num_attention_heads, engine.config.qk_head_dim, generator=g)
         out = torch.empty(*q.shape[:2], engine.config.v_head_dim)
         with torch.inference_mode():
-            peaks.append(peak_memory(partial(attention._mha, q, batch, *cached, out)))
+            peaks.append(peak_memory(partial(attention._mha, q, batch, engine.cache, out)))
         results.append(out)
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
     print(f"{peaks[0]:,} and {peaks[1]:,} bytes")

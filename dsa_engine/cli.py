@@ -42,7 +42,7 @@ COMMANDS = {
     "generate": Command("generate from a prompt and print the text as it comes", "generate:run_generate"),
     "chat": Command("a conversation on the terminal", "chat:run_chat"),
     "lens": Command("what each word of an answer looked at in a document, as an HTML file", "lens:run_lens"),
-    "serve": Command("OpenAI's API over HTTP, for any number of clients", "serve:run_serve"),
+    "serve": Command("the APIs of OpenAI and Anthropic over HTTP, for any number of clients", "serve:run_serve"),
     "info": Command("parameters, bytes per dtype, cache bytes per token, and what fits", "info:run_info"),
     "plan": Command(
         "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits", "planner.command:run_plan"

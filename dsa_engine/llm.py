@@ -80,6 +80,7 @@ class LLM(AsyncCalls):
         *,
         prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
         use_tqdm: bool = True,
+        priority: int | Seq[int] | None = None,
         **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Generates for all prompts together, and returns their outputs in the order of the prompts.
@@ -95,21 +96,24 @@ class LLM(AsyncCalls):
             sampling_params: one for all prompts, or one for each; default: :meth:`get_default_sampling_params`.
             prompt_token_ids: prompts of token ids, in place of ``prompts``.
             use_tqdm: show a progress bar.
+            priority: of each prompt, or of all; lower ones come first and are preempted last; default: 0.
             of_vllm: other arguments of vLLM's method, with values that change nothing (``lora_request=None``).
 
         Raises:
             TypeError, ValueError, CapacityError: an argument or a prompt is not possible; nothing has run.
         """
         refuse(of_vllm)
-        return self._led(lambda _: self._generate(either(prompts, prompt_token_ids), sampling_params, use_tqdm))
+        given = either(prompts, prompt_token_ids)
+        return self._led(lambda _: self._generate(given, sampling_params, use_tqdm, priority))
 
     def _generate(
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         use_tqdm: bool,
+        priority: int | Seq[int] | None,
     ) -> list[RequestOutput]:
-        prepared, before = self.prepare(prompts, sampling_params), self.engine.num_generated_tokens
+        prepared, before = self.prepare(prompts, sampling_params, priority), self.engine.num_generated_tokens
         with self._begin(prepared) as call:
             with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
                 show = partial(self._show_progress, bar, call.replies, before)
@@ -141,6 +145,7 @@ class LLM(AsyncCalls):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
+        priority: int | Seq[int] | None = None,
         **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Like :meth:`generate`, for one conversation or several, in the form that the model was trained with.
@@ -161,9 +166,11 @@ class LLM(AsyncCalls):
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        return self._led(lambda _: self._chat(messages, sampling_params, use_tqdm, how))
+        return self._led(lambda _: self._chat(messages, sampling_params, use_tqdm, how, priority))
 
-    def _chat(self, messages: Any, sampling_params: Any, use_tqdm: bool, how: Mapping[str, Any]) -> list[RequestOutput]:
+    def _chat(
+        self, messages: Any, sampling_params: Any, use_tqdm: bool, how: Mapping[str, Any], priority: Any
+    ) -> list[RequestOutput]:
         form = self.conversation_format
         several, prompts = conversations(messages), []
         for conversation in several:
@@ -178,12 +185,14 @@ class LLM(AsyncCalls):
             params = [
                 _after_thought(form, one, str(prompt["prompt"])) for one, prompt in zip(params, prompts, strict=True)
             ]
-        outputs = self._generate(prompts, params, use_tqdm)
+        outputs = self._generate(prompts, params, use_tqdm, priority)
         for output, conversation in zip(outputs, several, strict=True):
             form.add_messages(output, conversation, how["tools"])
         return outputs
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Iterator[StreamPiece]:
         """Generates for one prompt and yields pieces of the output; the last piece has a ``finish_reason``.
 
         Text that could still change (half a character, the beginning of a stop string) waits for the next piece. The
@@ -192,12 +201,14 @@ class LLM(AsyncCalls):
         """
         if self._spmd is None:
             self._calls.check()
-            return self._pieces(prompt, sampling_params)
+            return self._pieces(prompt, sampling_params, priority)
         self._spmd.check()
-        return self._spmd.pieces(lambda _: self._pieces(prompt, sampling_params))
+        return self._spmd.pieces(lambda _: self._pieces(prompt, sampling_params, priority))
 
-    def _pieces(self, prompt: Prompt, params: SamplingParams | None) -> Generator[StreamPiece, None, None]:
-        with self._begin([self._prepare_stream(prompt, params)], streams=True) as call:
+    def _pieces(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> Generator[StreamPiece, None, None]:
+        with self._begin([self._prepare_stream(prompt, params, priority)], streams=True) as call:
             (reply,) = call.replies
             with self.engine.progress(len(reply.add.prompt_ids), "tokens", "prefill") as bar:
                 piece = call.get(None if bar.disable else lambda: bar.update(_prefilled(reply) - bar.n))
@@ -207,7 +218,7 @@ class LLM(AsyncCalls):
                 yield piece
 
     def astream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[StreamPiece, None]:
         """Does what :meth:`stream` does, in an event loop: ``async for piece in llm.astream(…)``.
 
@@ -215,10 +226,12 @@ class LLM(AsyncCalls):
         :meth:`agenerate` raises.
         """
         self._calls.check()
-        return self._async_pieces(prompt, sampling_params)
+        return self._async_pieces(prompt, sampling_params, priority)
 
-    async def _async_pieces(self, prompt: Prompt, params: SamplingParams | None) -> AsyncGenerator[StreamPiece, None]:
-        prepared = await asyncio.to_thread(self._prepare_stream, prompt, params)
+    async def _async_pieces(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> AsyncGenerator[StreamPiece, None]:
+        prepared = await asyncio.to_thread(self._prepare_stream, prompt, params, priority)
         async with aclosing(self.pieces_of([prepared])) as together:
             async for pieces in together:
                 for piece in pieces:

@@ -246,7 +246,6 @@ _PARALLEL_OF_DECODE = (
     "decode_dispatch",
     "moe_chunk_size",
     "redundant_experts",
-    "route_shared_expert",
     "expert_loads",
     "record_expert_loads",
     "rebalance_every",

@@ -195,7 +195,7 @@ class RequestOutput:
         return self.outputs[0].message
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one is made for every token of every stream
 class StreamPiece:
     """The new text and tokens of a streamed request. ``str(piece)`` is the text.
 

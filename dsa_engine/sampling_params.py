@@ -20,7 +20,7 @@ _MAX_CHARACTERS = 1024  # of a stop string or a bad word
 _MAX_ENTRIES = {"stop": 512, "stop_token_ids": 512, "bad_words": 512, "logit_bias": 512, "allowed_token_ids": 4096}
 
 # What a request asks of the sampler beyond its most likely token, see `SamplingParams.asks`.
-NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES, HAS_GRAMMAR, RECORDS = (1 << bit for bit in range(7))
+NEEDS_HOST, DRAWS, MIN_P, TOP_P, PENALISES, HAS_GRAMMAR, RECORDS, HAS_BUDGET = (1 << bit for bit in range(8))
 
 String = Annotated[str, NOT_EMPTY]
 Penalty = Annotated[float, at_least(-2, 2)]
@@ -69,6 +69,9 @@ class SamplingParams(Options):
         "maximum number of generated tokens; None: as many as max_model_len allows.",
     )
     min_tokens: Count = option(0, "no end-of-sequence token, stop token or stop string before this many.")
+    thinking_token_budget: CountOrAll | None = option(
+        None, "a thought, from <think> on, has at most this many tokens before </think>; None or -1: any number."
+    )
     stop: String | list[String] | None = option(
         None, "strings that end the text; up to 512, of up to 1024 characters each."
     )
@@ -159,7 +162,7 @@ class SamplingParams(Options):
         """What it asks of the sampler, ``NEEDS_HOST`` and its neighbours added up; without ``min_tokens``, which asks
         for the host only at first."""
         asks = PENALISES * self.penalises + HAS_GRAMMAR * (self.structured_outputs is not None)
-        asks += RECORDS * (self.selection > 0)
+        asks += RECORDS * (self.selection > 0) + HAS_BUDGET * (self.thinking_token_budget not in (None, -1))
         if self.logprobs is not None or self.allowed_token_ids or self.logit_bias or self.bad_words:
             asks += NEEDS_HOST
         if self.temperature > 0:

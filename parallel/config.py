@@ -67,11 +67,6 @@ class ParallelConfig(Options):
         "the largest loads, which share their tokens. Each takes the memory of an expert in every layer. Default: one "
         "for each rank if expert_loads or rebalance_every is given and memory allows it.",
     )
-    route_shared_expert: bool = option(
-        False,
-        "the shared expert is one more routed expert, which every token chooses: it lies on the ranks that hold its "
-        "replicas, not on all. Give ``redundant_experts`` for it.",
-    )
     expert_loads: File | Loads | None = option(
         None,
         "a file with the loads of each layer's experts, by which they are placed on ranks, so that ranks have equal "

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -84,17 +85,22 @@ class _Reporter:
         self._rank, self._world_size = launched_rank()
         self._ending = threading.Lock()  # the thread that acquires it ends the process
         self._left = threading.Event()
+        self._answers = 0  # of the store, to questions of the thread that watches
 
     def connect(self, patience_s: float) -> None:
         """Connects to the store, and watches for failures of other ranks from now on."""
         if self.store is None:
             self.store = _connect(patience_s)
-            watch = threading.Thread(target=self._watch, daemon=True, name="dsa_engine failures")
-            watch.start()
+            works: list[Callable[[], None]] = [self._watch]
+            works += [] if launched_store() else [partial(self._guard, patience_s)]
+            threads = [threading.Thread(target=work, daemon=True, name="dsa_engine failures") for work in works]
+            for thread in threads:
+                thread.start()
 
             def stop() -> None:  # a running thread could crash the ending interpreter
                 self._left.set()
-                watch.join(_ANSWER_S)
+                for thread in threads:
+                    thread.join(_ANSWER_S)
 
             atexit.register(stop)
 
@@ -142,16 +148,28 @@ class _Reporter:
             store = _connect(_ANSWER_S)  # the other connection may be in use by the main thread
             while not store.check(["first"]):
                 store.add(SIGN_OF_LIFE.format(self._rank), 1)
+                self._answers += 1
                 if self._left.wait(_POLL_S):
                     return
             first = store.get("first").decode()
             store.set(f"rank {self._rank}", "")
         except Exception as error:
             logger.info("the store of the run does not answer (%s): failures of other ranks are not read there", error)
+            self._left.set()
             return
         if self._ending.acquire(timeout=_OWN_S):  # else the main thread has failed too, and ends the process
             faulthandler.dump_traceback_later(_LAST_S, exit=True, file=2)
             self._follow(store, first)
+
+    def _guard(self, patience_s: float) -> None:
+        """Ends this process if a question to the store has no answer for so long: rank 0, which has it, is stopped."""
+        answers, silent = 0, 0.0
+        while not self._left.wait(_POLL_S):
+            silent = silent + _POLL_S if answers == self._answers else 0.0
+            answers = self._answers
+            if silent > patience_s:
+                self._ending.acquire(timeout=_OWN_S)  # a main thread that has failed waits for the store, too
+                self._follow(None, f"the store of the run, which rank 0 has, is silent for {patience_s:g} s: stopped")
 
     def _follow(self, store: dist.Store | None, first: str | None) -> None:
         """Ends this process after the rank that failed ``first``; None: says nothing."""

@@ -219,10 +219,6 @@ class Mesh:
             work() if alone else Meeting(self.run_ranks, self.run_rank).all_succeed(work, wait_s, self.config.timeout)
         )
 
-    def experts_per_token(self, top_k: int) -> int:
-        """Number of experts of a token: those that its router chooses, and the shared one if that is routed."""
-        return top_k + self.config.route_shared_expert
-
     @property
     def static_decode(self) -> bool:
         """Whether the shapes of a decode step are independent of the routing, so that the host need not wait for it."""

@@ -5,11 +5,15 @@ question; it is right if every token of its greedy answer is. With --hf-override
 dense up to that length.
 
 With --speculative-config '{"num_speculative_tokens": 3}' also tokens a step with drafts, by sampling parameters, and
-how many of 8 continuations of held-out text, 160 tokens with the seeds 0 to 7, are equal without drafts.
+how many of 8 continuations of held-out text, 160 tokens with the seeds 0 to 7, are equal without drafts. --rounds 5:
+tokens of a second of the engine's thread at 1, 8 and 32 requests, without drafts, with all, and with as many as bring
+most: medians of runs in turn, and the ratio of the last to the better of the others.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +29,7 @@ from dsa_engine.commands.arguments import (
     reported,
     run,
 )
+from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.report import format_table, run_report, write_json
 from dsa_engine.system.output_files import check_outputs
 
@@ -42,6 +47,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--length", type=lengths, default=[1024, 8192], help="tokens of the documents")
     parser.add_argument("--cases", type=int, default=100, help="questions at each length")
+    parser.add_argument("--rounds", type=int, default=0, help="of rates with numbers of drafts")
     add_json_argument(parser)
     add_engine_arguments(parser)
     args = parser.parse_args()
@@ -53,16 +59,20 @@ def main() -> None:
         cases = retrieval(llm, documents, length, args.cases)
         results[length] = {"right": sum(right for _, right in cases) / len(cases), "cases": cases}
     drafts = [continuations(llm, documents, how) for how in SAMPLING if llm.engine.runner.num_drafts]
+    rates = {requests: rates_of(llm.engine, documents, requests, args.rounds) for requests in (1, 8, 32) if args.rounds}
     if not llm.engine.mesh.is_leader:
         return
     if args.json:
-        figures = {"retrieval": results, "drafts": drafts}
+        figures = {"retrieval": results, "drafts": drafts, "rates": rates}
         write_json(args.json, run_report(llm.engine, reported(args), llm.engine.mesh.world_size) | figures)
     rows = [(f"{length:,}", len(result["cases"]), f"{result['right']:.1%}") for length, result in results.items()]
     print(format_table(("tokens", "cases", "right"), rows))
     if drafts:
         measured = [(str(how), f"{one['tokens a step']:.2f}", one["equal"]) for how, one in zip(SAMPLING, drafts)]
         print(format_table(("sampling", "tokens a step", "equal without drafts"), measured))
+    if rates:
+        shown = [(n, *(f"{rate:,.0f}" for rate in of), f"{of[2] / max(of[:2]):.3f}") for n, of in rates.items()]
+        print(format_table(("requests", "no drafts", "all", "as many as bring most", "ratio"), shown))
 
 
 class Conversation(NamedTuple):
@@ -91,16 +101,42 @@ def retrieval(llm: LLM, documents: Documents, length: int, count: int) -> list[t
     return cases
 
 
+def rates_of(engine: Engine, documents: Documents, requests: int, rounds: int) -> list[float]:
+    """Decoded tokens of a second of this thread, at temperature 1: without drafts, with all, and with as many as bring
+    most; these have learnt in a round before."""
+    rngs = [np.random.default_rng([SEED, seed]) for seed in range(requests)]
+    prompts = [[documents.bos, *np.concatenate([*documents.passage(rng, 200)])[:199].tolist()] for rng in rngs]
+    chosen, rates = None, dict[Any, list[float]]()
+    for number in [0, engine.options.num_drafts, None] * (1 + rounds):
+        engine.set_num_drafts(number)
+        if number is None:
+            decoding = engine.scheduler.decoding
+            chosen = decoding.draft_number = chosen or decoding.draft_number
+        params = [SamplingParams(max_tokens=400, ignore_eos=True, seed=seed) for seed in range(requests)]
+        added = [engine.add(*one) for one in zip(prompts, params, strict=True)]
+        while not all(one.output for one in added):
+            engine.step()
+        before, begun = sum(len(one.output) for one in added), time.thread_time()
+        while all(one.finish_reason is None for one in added):
+            engine.step()
+        seconds = time.thread_time() - begun
+        rates.setdefault(number, []).append((sum(len(one.output) for one in added) - before) / seconds)
+        while engine.has_work:
+            engine.step()
+    return [statistics.median(of[1:]) for of in rates.values()]
+
+
 def continuations(llm: LLM, documents: Documents, how: dict[str, Any], count: int = 8) -> dict[str, Any]:
     """Tokens of a step with drafts, and how many of the outputs are those without drafts."""
     rngs = [np.random.default_rng([SEED, seed]) for seed in range(count)]
     prompts = [[documents.bos, *np.concatenate([*documents.passage(rng, 200)])[:199].tolist()] for rng in rngs]
     params = [SamplingParams(max_tokens=160, ignore_eos=True, seed=seed, **how) for seed in range(count)]
-    drafted = llm.generate(prompts, params)
     drafts = llm.engine.runner.num_drafts
+    llm.engine.set_num_drafts(drafts)
+    drafted = llm.generate(prompts, params)
     llm.engine.set_num_drafts(0)
     plain = llm.generate(prompts, params)
-    llm.engine.set_num_drafts(drafts)
+    llm.engine.set_num_drafts(None)
     counts = [one.metrics.speculation for one in drafted if one.metrics.speculation is not None]
     accepted, steps = (sum(of) for of in zip(*((one.num_accepted_tokens, one.num_drafts) for one in counts)))
     equal = sum(one.token_ids == other.token_ids for one, other in zip(drafted, plain))

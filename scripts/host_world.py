@@ -62,8 +62,10 @@ class _NullModel(Model):
         parts = [batch] if isinstance(batch, ForwardBatch) else [make() for make in batch.batches]
         return torch.zeros(sum(part.rows for part in parts), self.config.hidden_size)
 
-    def draft(self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        return hidden
+    def draft(
+        self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache
+    ) -> tuple[torch.Tensor, None]:
+        return hidden, None
 
     def logits(self, hidden: torch.Tensor, padded_rows: int | None = None, head: Any = None) -> torch.Tensor:
         logits = torch.zeros(hidden.shape[0], self.config.vocab_size)

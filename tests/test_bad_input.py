@@ -146,12 +146,6 @@ def test_overrides(demo_cache: Path, overrides: dict[str, Any], error: type[Exce
         load(hf_overrides=overrides)
 
 
-def test_a_shared_expert_larger_than_a_routed_one(demo_cache: Path) -> None:
-    parallel = ParallelConfig(route_shared_expert=True)
-    with pytest.raises(ValueError, match="route_shared_expert .* has 2"):
-        load(load_format="dummy", hf_overrides={"n_shared_experts": 2}, parallel=parallel)
-
-
 LFS = "version https://git-lfs.github.com/spec/v1\n"
 
 

@@ -147,12 +147,15 @@ def test_habits(demo_cache: Path) -> None:
 
         for wrong, instead in (
             ({"lora_request": object()}, "merge the adapter"),
-            ({"priority": [1]}, "order in which they come"),
             ({"prompt_token_ids": [5]}, "not both prompts and prompt_token_ids"),
             ({"no_such": 1}, "no argument 'no_such'"),
         ):
             with pytest.raises(TypeError, match=instead):
                 llm.generate([[5, 6, 7]], greedy, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="1 prompts, but 2 priorities"):
+            llm.generate([[5, 6, 7]], greedy, priority=[1, 2])
+        (late,) = llm.generate([[5, 6, 7]], greedy, priority=[1])
+        assert late.token_ids == plain.token_ids
         for name, instead in (("embed", "only generate"), ("llm_engine", "use llm.engine"), ("no_such", "'no_such'$")):
             with pytest.raises(AttributeError, match=instead):
                 getattr(llm, name)

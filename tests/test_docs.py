@@ -32,8 +32,6 @@ NOT_OURS = {
     "generation_config.json",
     "message/",
     "program.py",
-    "python/sglang/srt/models/deepseek_nextn.py",
-    "vllm/model_executor/models/deepseek_mtp.py",
 }
 
 

@@ -43,7 +43,7 @@ def run_info(args: argparse.Namespace) -> None:
     counted = figures(config, args.ranks, args.tp_size, memory)
     if args.json:
         write_json(args.json, counted)
-    modules = f"{counted['mtp_modules']} MTP module(s), with their copies of embedding and head"
+    modules = f"{counted['mtp_modules']} MTP module(s), with their copies of embedding and head, if they hold any"
     mtp = f", and {counted['mtp_parameters']:,} in {modules}" if counted["mtp_parameters"] else ""
     print(
         f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counted['parameters']:,} parameters, "

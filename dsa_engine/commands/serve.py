@@ -1,4 +1,4 @@
-"""``dsa-engine serve``: OpenAI's API over HTTP. With several ranks, rank 0 serves and the others follow."""
+"""``dsa-engine serve``: the APIs of OpenAI and Anthropic. With several ranks, rank 0 serves and the others follow."""
 
 from __future__ import annotations
 

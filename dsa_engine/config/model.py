@@ -65,6 +65,7 @@ class ModelConfig:
     index_head_dim: int
     index_rope_interleaved: bool
     indexer_types: tuple[str, ...]  # per layer: "full" selects, "shared" reuses the last selection, "none"
+    index_share_for_mtp_iteration: bool  # later passes of an MTP module reuse the selection of its first
     # feed-forward
     intermediate_size: int
     mlp_layer_types: tuple[str, ...]  # per layer: "dense" or "sparse"
@@ -154,6 +155,7 @@ class ModelConfig:
             # DeepSeek-V3.2 rotates halves in the indexer, GLM-5 rotates pairs there as in the main attention.
             index_rope_interleaved=keys.flag("indexer_rope_interleave", model_type == "glm_moe_dsa"),
             indexer_types=_indexer_types(keys, layers) if has_indexer else ("none",) * layers,
+            index_share_for_mtp_iteration=keys.flag("index_share_for_mtp_iteration", False) and has_indexer,
             mlp_layer_types=_mlp_layer_types(keys, layers),
             norm_topk_prob=keys.flag("norm_topk_prob", True),
             routed_scaling_factor=keys.number("routed_scaling_factor"),

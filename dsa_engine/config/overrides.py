@@ -36,6 +36,9 @@ def overridden(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
         return merge_overrides(remaining, overrides)
     if None in (overrides.get(name, given) for name in _ROPE[:2]):  # no scaling
         base = {key: value for key, value in base.items() if key == "rope_theta"}
+    if "factor" in given and (base | given).get("rope_type", "default") == "default":
+        advice = "give rope_type 'yarn' and original_max_position_embeddings with it"
+        raise ValueError(f"hf_overrides: a factor of RoPE changes nothing where its type is 'default'; {advice}")
     merged = merge_overrides(remaining, overrides)
     return {key: value for key, value in merged.items() if key not in _ROPE} | {"rope_parameters": base | given}
 

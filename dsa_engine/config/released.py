@@ -67,6 +67,42 @@ _DEEPSEEK: dict[str, Any] = _COMMON | {
     "vocab_size": 129280,
 }
 
+# GLM-5 (FP8 release)
+_GLM_5: dict[str, Any] = _COMMON | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "eos_token_id": [154820, 154827, 154829],
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "quantization_config": RELEASED_QUANTIZATION,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+# GLM-5.2 and 5.3 (FP8 releases): an indexer in the layers 0, 1, 2, 6, 10, … 74, and in the MTP module
+_GLM_5_2: dict[str, Any] = _GLM_5 | {
+    "index_share_for_mtp_iteration": True,
+    "index_skip_topk_offset": 3,
+    "index_topk_freq": 4,
+    "indexer_rope_interleave": True,
+    "max_position_embeddings": 1048576,
+    "moe_router_dtype": "float32",
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+}
+
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     # DeepSeek-V3.2-Exp and V3.2
     "deepseek_v32": _DEEPSEEK
@@ -85,31 +121,9 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3",
         "quantization_config": RELEASED_QUANTIZATION,
     },
-    # GLM-5 (FP8 release)
-    "glm_moe_dsa": _COMMON
-    | {
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "model_type": "glm_moe_dsa",
-        "eos_token_id": [154820, 154827, 154829],
-        "hidden_size": 6144,
-        "index_head_dim": 128,
-        "index_n_heads": 32,
-        "index_topk": 2048,
-        "intermediate_size": 12288,
-        "max_position_embeddings": 202752,
-        "n_group": 1,
-        "num_attention_heads": 64,
-        "num_hidden_layers": 78,
-        "num_key_value_heads": 64,
-        "q_lora_rank": 2048,
-        "qk_nope_head_dim": 192,
-        "quantization_config": RELEASED_QUANTIZATION,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-        "topk_group": 1,
-        "v_head_dim": 256,
-        "vocab_size": 154880,
-    },
+    "glm_moe_dsa": _GLM_5,
+    "glm_5_2": _GLM_5_2,
+    "glm_5_3": _GLM_5_2,
 }
 
 
@@ -119,7 +133,10 @@ HUB_IDS = {
     **{f"deepseek-ai/DeepSeek-V3.2{last}": "deepseek_v32" for last in ("", "-Exp", "-Exp-Base", "-Speciale")},
     **{f"deepseek-ai/DeepSeek-{name}": "deepseek_v3" for name in _OF_DEEPSEEK_V3.split()},
     **dict.fromkeys(("zai-org/GLM-5-FP8", "zai-org/GLM-5"), "glm_moe_dsa"),
+    **dict.fromkeys(("zai-org/GLM-5.2-FP8", "zai-org/GLM-5.2"), "glm_5_2"),
+    **dict.fromkeys(("zai-org/GLM-5.3", "zai-org/GLM-5.3-BF16"), "glm_5_3"),
 }
+_PLAIN_HUB_IDS = ("zai-org/GLM-5", "zai-org/GLM-5.2", "zai-org/GLM-5.3-BF16")  # in bfloat16
 
 
 def released_fp8() -> QuantizationConfig:
@@ -135,6 +152,6 @@ def released_config(name: str) -> dict[str, Any]:
     if known not in RELEASED_CONFIGS:
         raise ValueError(f"no released configuration {name!r}; there are {', '.join(RELEASED_CONFIGS)}")
     config = copy.deepcopy(RELEASED_CONFIGS[known])
-    if name == "zai-org/GLM-5":
+    if name in _PLAIN_HUB_IDS:
         del config["quantization_config"]
     return config

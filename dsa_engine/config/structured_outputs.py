@@ -15,9 +15,8 @@ from dsa_engine.config.fields import Options, documented, option
 from dsa_engine.config.grammar_check import GrammarCheck
 
 MAX_CHARACTERS = 2**17  # a grammar of so many takes up to a quarter of a second to read
-MAX_CHOICES = 10_000
 # At each place: a weak model may write nothing else, up to its last token, where it may go on with blank lines.
-WHITE_SPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,32}"
+WHITE_SPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,16}"
 _MADE = '{"grammars"'  # a grammar in the library's own form
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _check = GrammarCheck()
@@ -61,8 +60,6 @@ class StructuredOutputsParams(Options):
         """The grammar as llguidance reads it: JSON with a list of grammars, the first of which is the output's."""
         kind = next(name for name in _KINDS if getattr(self, name) not in (None, False))
         value = {"type": "object"} if self.json_object else getattr(self, kind)
-        if kind == "choice" and len(value) > MAX_CHOICES:
-            raise ValueError(f"choice in structured_outputs has {len(value)} texts, of at most {MAX_CHOICES}")
         try:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:

@@ -24,7 +24,7 @@ _ADVICE = {
     "dbo_prefill_token_threshold",
     "prompts are always prefilled in chunks, of max_num_batched_tokens": "enable_chunked_prefill "
     "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold",
-    "requests run in the order in which they come": "scheduling_policy priority",
+    "give requests a priority, which is always honoured": "scheduling_policy",
     "nothing is compiled by torch.compile; enforce_eager=True does without CUDA graphs": "compilation_config",
     "leave it out: nothing here is of this kind": "disable_custom_all_reduce disable_hybrid_kv_cache_manager "
     "num_scheduler_steps",
@@ -73,7 +73,7 @@ _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "task runner": ("auto", "generate"),
     "chat_template_content_format": ("auto",),
     "distributed_executor_backend": ("mp", "uni"),
-    "scheduling_policy": ("fcfs",),
+    "scheduling_policy": ("fcfs", "priority"),
     "block_size": (64,),
 }
 _DEFAULTS = {name: values for names, values in _DONE_ANYWAY.items() for name in names.split()}

@@ -15,6 +15,7 @@ another request at once: the device works in order, so the new request overwrite
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from dsa_engine.engine.cache.steps import CacheSteps
+from dsa_engine.engine.requests.draft_number import choices_up_to
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
 from dsa_engine.engine.requests.request import Chunk, Ending, Request
 from dsa_engine.engine.requests.samples import (
@@ -87,11 +89,14 @@ class Engine:
         stored = [] if self.cache_steps.stores is None else [self.cache_steps.stores.launched]
         self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, *stored)
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
-        self.set_num_drafts(self.options.num_drafts)
+        self.set_num_drafts(None)
 
-    def set_num_drafts(self, num_drafts: int) -> None:
-        """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``."""
+    def set_num_drafts(self, num_drafts: int | None) -> None:
+        """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``; None: as many
+        of them as bring most (``draft_number.py``)."""
         allowed = self.options.num_drafts
+        adapts, num_drafts = num_drafts is None and self._may_adapt, allowed if num_drafts is None else num_drafts
+        choices = choices_up_to(num_drafts) if adapts else (num_drafts,)
         if not 0 <= num_drafts <= allowed:
             raise ValueError(
                 f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {allowed}"
@@ -99,7 +104,9 @@ class Engine:
         self.check_idle()
         if self.options.cache_folder is not None and num_drafts != allowed:
             raise RuntimeError(f"a cache_folder holds the rows of {allowed} drafts a step; leave it out")
-        self.scheduler.set_num_drafts(num_drafts)
+        self.scheduler.set_num_drafts(choices)
+        if self.mesh.device.type == "cpu":  # which others use meanwhile
+            self.scheduler.decoding.draft_number.clock = time.thread_time
         self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
         if modules != prefix_cache.lookahead:
@@ -108,6 +115,12 @@ class Engine:
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
         # With drafts, the host does not know which tokens the next step computes: only a padded step can follow.
         self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
+
+    @property
+    def _may_adapt(self) -> bool:
+        """Whether steps may differ in their number of drafts: relaxed acceptance would give other tokens, several
+        modules need each other's rows, and the two parts of a run agree on a number."""
+        return self.runner.relaxed is None and len(self.model.mtp) == 1 and not self.mesh.has_counterpart
 
     @property
     def num_generated_tokens(self) -> int:
@@ -138,10 +151,11 @@ class Engine:
 
     def make_request(self, add: Add) -> Request:
         seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
-        params, words, salt = add.params, add.bad_words, add.cache_salt
-        request = Request(add.id, add.prompt_ids, params, words, cache_salt=salt, draw_key=seed_key(seed))
+        params, words, salt = add.params, (add.bad_words, add.think_tokens), add.cache_salt
+        request = Request(add.id, add.prompt_ids, params, *words, cache_salt=salt, draw_key=seed_key(seed))
+        request.priority = add.priority
         if params.structured_outputs is not None and (grammars := self.runner.grammars) is not None:
-            grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs)
+            grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs.grammar)
         return request
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
@@ -157,6 +171,8 @@ class Engine:
         whole step failed, and its requests have ended with this ``exception``; an error in the sampling of one request
         ends only that request.
         """
+        if self._in_flight is None and (number := self.scheduler.decoding.draft_number).due:
+            number.exchange(self.mesh.world.all_gather, self.mesh.device)
         self.cache_steps.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.
         ahead = self.async_scheduling and not has_hook()

@@ -178,13 +178,13 @@ class EngineLoop:
         form, grammars = add.params.structured_outputs, self.engine.runner.grammars
         assert form is not None and grammars is not None
         if add.compiled is None:
-            add.compiled = grammars.compiled(form)
-            if form.grammar not in grammars.ready:
+            add.compiled = grammars.compiled(form.grammar)
+            if add.compiled not in grammars.ready:
                 self._compiling[add.id] = add
                 if self._sends:
                     add.compiled.add_done_callback(lambda _: self.calls.put((Compiled(add.id), None)))
                 return
-        grammars.announce(form)
+        grammars.ready.add(add.compiled)
         self._backlog.append(add)
 
     def _abort(self, ids: Sequence[int]) -> None:

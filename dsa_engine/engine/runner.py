@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.requests.request import Chunk
-from dsa_engine.engine.requests.samples import DecodeStep, StepResult
+from dsa_engine.engine.requests.samples import StepResult
 from dsa_engine.engine.requests.scheduler import Step
 from dsa_engine.engine.sampling.grammar import GrammarMasks
 from dsa_engine.engine.sampling.sampler import Sampler, prompt_logprobs
@@ -38,7 +38,7 @@ class ModelRunner:
     relaxed: RelaxedAcceptance | None = None  # replaces sampled tokens by likely drafts; None accepts drafts strictly
     micro_batches: MicroBatches | None = None  # which steps are cut in two; None: none
     grammars: GrammarMasks | None = None  # the forms of outputs; None: requests have none
-    num_drafts: int = 0  # number of tokens that MTP modules draft for a request in a step; 0: the modules do not run
+    num_drafts: int = 0  # maximum number of drafts of a request in a step; 0: the MTP modules do not run
     hooks: list[Callable[[StepPlan], None]] = field(default_factory=list)  # before every forward pass, with its plan
 
     def __post_init__(self) -> None:
@@ -62,33 +62,35 @@ class ModelRunner:
                 plan = plan.padded(config, self.graphs.contexts)
         else:
             bucket = None
-            if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step.decode):
-                bucket = bucket_of(step.decode, self.graphs.contexts, self.num_drafts)
+            if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step):
+                bucket = bucket_of(step.decode, self.graphs.contexts, step.num_drafts)
             plan = StepPlan.of_decode(step.decode, rank, world, config, bucket)
         if self.micro_batches is not None and not plan.records:
             plan = self.micro_batches.cut(plan, config)
+        plan.num_drafts = step.num_drafts
         for hook in self.hooks:
             hook(plan)
         return plan
 
-    def _fits_graph(self, step: DecodeStep) -> bool:
+    def _fits_graph(self, step: Step) -> bool:
         """Whether a graph can run a step of static shapes. With drafts the graph contains the sampling too, so a step
         whose sampling needs the host runs eagerly; so does one that records selections."""
-        return not step.asks & RECORDS and (self.num_drafts == 0 or not step.asks & NEEDS_HOST)
+        assert step.decode is not None
+        return not step.decode.asks & RECORDS and (step.num_drafts == 0 or not step.decode.asks & NEEDS_HOST)
 
     def runs_ahead(self, plan: StepPlan, before: StepResult) -> bool:
         """Whether this step can be launched without waiting for the device.
 
         A step without graphs of more than some thousand tokens waits, as it counts the tokens of each expert first.
-        With drafts only a graph can follow, and only a step that has left an outcome; with drafts of a request with a
-        grammar none can, as the host makes masks for them. A prefill waits, even of one token: if its request has lost
-        its pages under the step in flight, the token of that step is not to be taken.
+        With drafts only a graph can follow, and only a step that has left an outcome with as many; with drafts of a
+        request with a grammar none can, as the host makes masks for them. A prefill waits, even of one token: if its
+        request has lost its pages under the step in flight, the token of that step is not to be taken.
         """
-        if plan.decode is None or not self._is_static(plan) or plan.records:
+        if plan.decode is None or not self._is_static(plan) or plan.records or plan.num_drafts != before.drafted:
             return False
         if self.graphs is None:
-            return self.num_drafts == 0
-        if self.num_drafts == 0:
+            return plan.num_drafts == 0
+        if plan.num_drafts == 0:
             return self.graphs.ready(plan.bucket)
         if plan.bucket is None or self.drafter is None or not before.follows or plan.decode.asks & HAS_GRAMMAR:
             return False
@@ -102,7 +104,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan, before: StepResult | None = None) -> StepResult:
         """Computes a step and samples the next tokens of its requests, the same on every rank. ``before``: the step in
         flight, whose tokens have not been read."""
-        if self.num_drafts and plan.bucket is not None:
+        if plan.num_drafts and plan.bucket is not None:
             assert self.drafter is not None and self.graphs is not None
             masks, wanted = None, plan.own.wanted
             if self.grammars is not None:
@@ -117,13 +119,13 @@ class ModelRunner:
             layers, size = self._config.num_hidden_layers, self.cache.page_size
             selections = recorded(batch.recorder, plan, layers, size, self._mesh)
             samples, batch.recorder = replace(samples, selections=selections), None  # MTP modules record nothing
-        if self.num_drafts == 0:
+        if plan.num_drafts == 0 and (plan.decode is not None or self.num_drafts == 0):
             return samples
         assert self.drafter is not None
         if not isinstance(batch, ForwardBatch):  # MTP modules run the step whole
             batch = self._batch(replace(plan, micro_batches=None), sampled)
             assert isinstance(batch, ForwardBatch)
-        return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts)
+        return self.drafter.draft(plan, batch, hidden, samples, plan.num_drafts)
 
     @torch.inference_mode()
     def last_logits(self, chunk: Chunk) -> torch.Tensor | None:

@@ -18,15 +18,9 @@ def random_prompt(engine: Engine, length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(engine.config.vocab_size) for _ in range(length)]
 
 
-def add_filled(engine: Engine, length: int, params: SamplingParams) -> Request:
-    """A request with ``length`` prompt tokens and random cache rows, which decodes from the next step on. Its tokens
-    mean nothing. Raises as :meth:`.engine.Engine.add`, and ``CapacityError`` if there is no room right now."""
-    (request,) = add_all_filled(engine, 1, length, params)
-    return request
-
-
-def add_all_filled(engine: Engine, count: int, length: int, params: SamplingParams) -> list[Request]:
-    """``count`` such requests, in a fraction of the time: the prompt is checked once, and each rank fills its own."""
+def add_filled(engine: Engine, count: int, length: int, params: SamplingParams) -> list[Request]:
+    """``count`` requests with ``length`` prompt tokens and random cache rows, which decode from the next step on. Their
+    tokens mean nothing. Raises as :meth:`.engine.Engine.add`, and ``CapacityError`` if there is no room right now."""
     (add,) = new_requests([0] * length, params, None, engine.limits)
     requests = []
     for _ in range(count):

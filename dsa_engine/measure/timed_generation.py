@@ -10,7 +10,7 @@ from functools import cached_property
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import agree_on_prompts
-from dsa_engine.measure.requests import add_all_filled, random_prompt
+from dsa_engine.measure.requests import add_filled, random_prompt
 from dsa_engine.measure.stage_timer import StageTimer
 from dsa_engine.sampling_params import SamplingParams
 
@@ -80,7 +80,7 @@ def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: Samp
 
 def _fill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
     """Runs also one step, in which graphs are captured; no first token is timed."""
-    generation.requests += add_all_filled(generation.engine, len(prompts), len(prompts[0]), params)
+    generation.requests += add_filled(generation.engine, len(prompts), len(prompts[0]), params)
     while not generation.step_end_times:
         generation.step()
 

@@ -99,8 +99,8 @@ class Attention(Weighted):
         with stage("indexer prolog"):
             index_queries = indexed()
         stored()
-        del quantized, quantized_resid
-        topk_slots, overflowing = self._select(index_queries, topk_slots, batch, cache)
+        del quantized, quantized_resid  # read by side streams until now
+        topk_slots = self._select(index_queries, topk_slots, batch, cache)
         with stage("sparse flash attention"):
             out_latent = self._mqa(q_mqa, batch, cache, topk_slots)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
@@ -115,10 +115,11 @@ class Attention(Weighted):
         as_one(ForwardBatch.send_tokens, batch)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
-            attended = head_parallel_projection(out, self.o, batch.tp_rows, self.tp)
-            if overflowing is not None:  # then the logits are NaN too, which ends the row's request
-                attended[batch.first_sparse :].masked_fill_(overflowing[:, None], torch.nan)
-            return attended, topk_slots
+            return head_parallel_projection(out, self.o, batch.tp_rows, self.tp), topk_slots
+
+    def _indexer_for(self, batch: ForwardBatch) -> Indexer | None:
+        """None where the rows attend to a given selection: no later row reads their index keys either."""
+        return self.indexer if batch.selection is None else None
 
     def _index_queries(
         self, x: torch.Tensor, q_resid: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
@@ -127,10 +128,10 @@ class Attention(Weighted):
         them."""
 
         def queries() -> IndexQueries | None:
-            key_format = cache.format.index_key
-            if self.indexer is None or key_format is None or not batch.sparse_mqa.rows:
+            indexer, key_format = self._indexer_for(batch), cache.format.index_key
+            if indexer is None or key_format is None or not batch.sparse_mqa.rows:
                 return None
-            return self.indexer.queries(x, q_resid, quantized, batch, key_format)
+            return indexer.queries(x, q_resid, quantized, batch, key_format)
 
         # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
@@ -138,19 +139,19 @@ class Attention(Weighted):
 
     def _select(
         self, queries: IndexQueries | None, topk_slots: torch.Tensor | None, batch: ForwardBatch, cache: KVCache
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> torch.Tensor | None:
         """:meth:`.Indexer.select` where this layer has an indexer and rows select; else the selection of the last one
         that had."""
         keys, key_format = cache.index_keys[self.layer], cache.format.index_key
         if self.indexer is None or keys is None or key_format is None or queries is None:
-            return topk_slots, None
+            return topk_slots
         return self.indexer.select(queries, keys, batch, key_format)
 
     def _store_cache_rows(
         self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
     ) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
-        side_stream, indexer, stored_as = self.streams.cache_rows, self.indexer, cache.format
+        side_stream, indexer, stored_as = self.streams.cache_rows, self._indexer_for(batch), cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
             given, held = (x, quantized, batch), (x, *_parts(quantized))

@@ -227,6 +227,8 @@ class ForwardBatch:
     token_mask: torch.Tensor | None  # [T] bool: rows that are tokens, in a padded step; None where all are
     micro_batches: MicroBatchPair | None = None  # the layers run these instead
     recorder: SelectionRecorder | None = None  # gets what rows attend to
+    # [sparse rows, index_topk] int32: slots that an earlier pass has selected, in place of the indexer
+    selection: torch.Tensor | None = None
     first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
     _seen_pages: tuple[torch.Tensor, torch.Tensor] | None = None
     # In a micro-batch on CUDA: sends of tokens that wait for their counts, of both micro-batches; None: none waits.

@@ -71,7 +71,7 @@ class KVCache:
         self.block_tables = BlockTables(page_size, device)
         self.before_use: list[Callable[[int], None]] = []
         self.after_store: list[Callable[[int], None]] = []
-        # Not cleared: no row is read before it is written.
+        # Zeros: the rows of modules that have not run (``draft_number.py``) are read like others.
         layers, keys = config.indexer_types, format.index_key
         self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]
         self.index_keys = [

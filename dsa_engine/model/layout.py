@@ -47,7 +47,7 @@ class ParameterCounts:
 
     total: int  # without the MTP modules
     active: int  # those that one token passes through: all but the experts it is not routed to
-    mtp: int  # those of the MTP modules, with their copies of the embedding and the head
+    mtp: int  # those of the MTP modules, with the copies of embedding and head that DeepSeek's hold
 
 
 def released_tensors(config: ModelConfig, fp8: bool) -> list[TensorSpec]:
@@ -90,8 +90,8 @@ def _declared(config: ModelConfig) -> list[TensorSpec]:
     model = Model(config, runtime, modules)
     specs = [spec for module in model.modules() if isinstance(module, Weighted) for spec in _specs(module, config)]
     for module in range(config.num_hidden_layers, config.num_hidden_layers + modules):
-        # Released MTP modules hold copies of the embedding and the head, which the model does not need.
-        for name in ("embed_tokens", "shared_head.head"):
+        # DeepSeek's MTP modules hold copies of the embedding and the head, which the model does not need.
+        for name in () if config.model_type == "glm_moe_dsa" else ("embed_tokens", "shared_head.head"):
             table = (config.vocab_size, config.hidden_size)
             specs.append(TensorSpec(f"model.layers.{module}.{name}.weight", table, config.dtype))
     return sorted(specs, key=lambda spec: _position(spec.name, config.num_hidden_layers + modules))

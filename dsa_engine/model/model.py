@@ -181,16 +181,17 @@ class MTPModule(Weighted):
 
     def forward(
         self, hidden: torch.Tensor, embedded: torch.Tensor, batch: ForwardBatch, cache: KVCache
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the module over a step's rows and writes its cache rows. ``hidden``: normed states of the main model, or
         the result of this or another module; ``embedded``: embeddings of later tokens, for module k those k positions
-        after the row; the result, the input of the head and of a further pass, is normed; all ``[T, hidden]``."""
+        after the row; the result, the input of the head and of a further pass, is normed; all ``[T, hidden]``. Also
+        returns the selection that it used, if any row is in sparse form."""
         with stage("MLA prolog"):
             joined = (rms_norm(embedded, self.embedding_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps))
             multiply = linear if is_batch_invariant() else F.linear
             x = multiply(torch.cat(joined, dim=-1), self.projection)
-        ((delta, residual, _),) = run_interleaved([self.layer([x], None, batch, cache, None)])
-        return add_delta(delta, residual, self.norm, self.eps)[0]
+        ((delta, residual, selection),) = run_interleaved([self.layer([x], None, batch, cache, batch.selection)])
+        return add_delta(delta, residual, self.norm, self.eps)[0], selection
 
 
 class Model(Weighted):
@@ -254,7 +255,9 @@ class Model(Weighted):
         return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]
 
     @_in_fixed_forms
-    def draft(self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+    def draft(
+        self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs an MTP module, counted from 0, over the step's rows; see :meth:`MTPModule.forward`."""
         one = self._module(module)
         return one(hidden, self._embedded(batch, self.embed if one.embed is None else one.embed), batch, cache)

@@ -13,7 +13,6 @@ import sys
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.moe.combine import combine
@@ -62,9 +61,6 @@ class MoE(Weighted):
 
     With ``ModelConfig.batch_invariant`` each pair of a token and an expert travels by itself, with weight 1, and the
     token's rank adds their results, in the order of its pairs: no sum depends on which ranks hold which experts.
-
-    With ``ParallelConfig.route_shared_expert`` the shared expert is the last of the routed ones, which every token
-    chooses with weight 1.
     """
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
@@ -74,42 +70,29 @@ class MoE(Weighted):
         prefix = f"model.layers.{layer}.mlp"
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
         self.router = Router(f"{prefix}.gate", config, runtime)
-        mesh, shared, top_k = runtime.mesh, f"{prefix}.shared_experts", config.num_experts_per_tok
+        mesh = runtime.mesh
         self.dispatchers = mesh.experts.dispatchers  # of prefill and of decode steps
-        routed = mesh.config.route_shared_expert
-        if routed and config.n_shared_experts != 1:
-            raise ValueError(
-                "route_shared_expert needs a shared expert of the size of a routed one, n_shared_experts 1; this model "
-                f"has {config.n_shared_experts}"
-            )
-        self.shared_load = 1 / top_k if routed else 0.0  # of the shared expert, over that of all others together
-        self.expert_parallel = mesh.experts.of_layer(
-            experts, layer, config.n_group, self.shared_load, config.topk_group
-        )
-        held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
+        self.expert_parallel = mesh.experts.of_layer(experts, layer, config.n_group, config.topk_group)
+        held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size
-        self.max_pairs = runtime.max_tokens * mesh.experts_per_token(top_k) if chunk is None else chunk
-        self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
+        self.max_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
+        self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
     def begin(self, x: torch.Tensor, batch: ForwardBatch) -> Results:
-        """Starts the tokens ``x [T, hidden]`` on their way, or tells their counts; then the shared expert, if there is
-        one, so that they do not wait for it. Returns what :meth:`forward` needs."""
+        """Starts the tokens ``x [T, hidden]`` on their way, or tells their counts; then the shared expert, so that they
+        do not wait for it. Returns what :meth:`forward` needs."""
         with stage("MoE gate"):
             topk_ids, topk_weights = self.router(x, batch.token_mask)
-            if self.shared is None:
-                topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, self.config.n_routed_experts)
         with stage("MoE dispatch"):
             dispatch = self._start(x, topk_ids, topk_weights, batch)
-        shared = None
-        if self.shared is not None:
-            with stage("MoE shared"):
-                shared = self.streams.shared_expert.run(partial(self.shared, x), x)
+        with stage("MoE shared"):
+            shared = self.streams.shared_expert.run(partial(self.shared, x), x)
         return [dispatch, shared, *((topk_ids, topk_weights) if self.config.batch_invariant else ())]
 
     def forward(self, begun: Results, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
         """The terms of equation 12, ``[T, hidden]`` each: the sums of the routed experts, and the output of the shared
-        expert, if it is not one of them."""
+        expert."""
         dispatch, shared, *routed = begun
         begun.clear()
         yield "MoE dispatch"
@@ -124,7 +107,7 @@ class MoE(Weighted):
                 topk_ids, topk_weights = routed
                 pair_rows = torch.arange(len(sums), dtype=torch.int32, device=sums.device).view(topk_ids.shape)
                 sums = combine(sums, pair_rows, topk_weights)
-            return [sums, *([shared()] if shared else [])]
+            return [sums, shared()]
 
     def _start(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, batch: ForwardBatch
@@ -153,9 +136,3 @@ class MoE(Weighted):
         batch.send_tokens()  # before the sums, which would hold them up
         with stage("MoE combine"):
             dispatch.send_back(number, sums)
-
-
-def _with_shared(topk_ids: torch.Tensor, topk_weights: torch.Tensor, shared: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[T, k]`` experts and weights -> ``[T, k + 1]``: also the expert ``shared`` with weight 1; −1 for padding."""
-    last = torch.where(topk_ids[:, :1] < 0, -1, shared).to(topk_ids.dtype)
-    return torch.cat((topk_ids, last), dim=1), F.pad(topk_weights, (0, 1), value=1.0)

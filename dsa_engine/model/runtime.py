@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,5 +36,4 @@ class Streams(NamedTuple):
 
     @classmethod
     def of(cls, runtime: Runtime) -> Streams:
-        enabled = os.environ.get("DSA_ENGINE_SIDE_STREAMS") != "0"  # for measuring the gain
-        return cls(*(SideStream(runtime.device, enabled=enabled) for _ in cls._fields))
+        return cls(*(SideStream(runtime.device) for _ in cls._fields))

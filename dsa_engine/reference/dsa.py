@@ -111,6 +111,7 @@ class Config:
     index_n_heads: int = 0  # 64
     index_head_dim: int = 0  # 128
     indexer_types: tuple[str, ...] = ()  # of a layer: "full" selects, "shared" takes the last selection before it
+    index_share_for_mtp_iteration: bool = False  # the MTP module's later passes take the selection of its first
     rope_interleave: bool = True
     indexer_rope_interleave: bool = False  # GLM-5 rotates pairs in the indexer too
     weight_block_size: tuple[int, int] = (128, 128)
@@ -466,14 +467,15 @@ class Model:
     def attention(self, layer: int, x: Tensor, batch: Batch, chosen: list[Tensor]) -> Tensor:
         """``x [T, 7168]``, normed -> ``[T, 7168]``. Rows are written first, so that a token sees itself.
 
-        ``chosen`` has the positions that each request's rows attend to. A layer with an indexer renews it; others
-        ("shared" in GLM-5.2) use it as the layer before them left it. Where none has one, it stays empty.
+        ``chosen`` has the positions ``[k]`` that each row attends to. A layer with an indexer renews it, a "shared"
+        one (GLM-5.2) uses it as it is. Where none has one, it stays empty.
         """
         c, w, rank = self.c, self.w.layers[layer].self_attn, self.world.rank
         positions = torch.tensor([p for _, p in batch.rows(rank)], dtype=torch.int64, device=x.device)  # [T]
         turn = self.turns(positions)
         rows = latent_rows(w, c, x, turn)
-        indexer = None if c.indexer_types[layer : layer + 1] == ("shared",) else w.indexer  # MTP's is beyond the tuple
+        kinds = (*c.indexer_types, "shared" if chosen else "full")  # the last is of the MTP module
+        indexer = None if kinds[layer : layer + 1] == ("shared",) else w.indexer
         keys = index_keys(indexer, c, x, turn) if indexer else None
         self.write(layer, batch, rows, keys)
         q, compressed = queries(w, c, x, turn)
@@ -481,13 +483,13 @@ class Model:
             q_index, head_weights = index_queries(indexer, c, x, compressed, turn)
             chosen.clear()
         attended, at = [q[:0, :, : c.kv_lora_rank]], 0  # a rank may have no rows
-        for number, (request, of_request) in enumerate(batch.of_ranks[rank]):
+        for request, of_request in batch.of_ranks[rank]:
             some, at = slice(at, at + len(of_request)), at + len(of_request)
             cached = request.slots(rank, range(of_request[-1] + 1), self.page_size)  # n slots: all that it may see
             if indexer:
                 keys = self.keys[layer][cached]  # [n, 128]: the indexer reads all of them ...
-                chosen.append(select(q_index[some], head_weights[some], keys, positions[some], c.index_topk))
-            best = chosen[number] if chosen else None  # ... and attention reads k of the latent rows
+                chosen.extend(select(q_index[some], head_weights[some], keys, positions[some], c.index_topk))
+            best = torch.stack(chosen[some]) if chosen else None  # ... and attention reads k of the latent rows
             rows = self.latent[layer][cached]  # (a copy of all n; the engine's kernels read pages in place)
             attended.append(attend(q[some], rows, positions[some], best, c.kv_lora_rank, c.softmax_scale))
         return output(w, c, torch.cat(attended))
@@ -508,13 +510,13 @@ class Model:
             x = self.layer(number, x, batch, chosen)
         return rms_norm(x, self.w.norm, self.c.rms_norm_eps)
 
-    def mtp(self, ids: Tensor, states: Tensor, batch: Batch) -> Tensor:
+    def mtp(self, ids: Tensor, states: Tensor, batch: Batch, chosen: list[Tensor]) -> Tensor:
         """The Multi-Token Prediction module, V3 (21-23): states ``[T, 7168]`` of tokens i and the ids ``[T]`` of tokens
         i + 1 -> normed states, whose logits are of tokens i + 2. It is a decoder layer with caches of its own."""
         w, eps = self.w.layers[self.c.num_hidden_layers], self.c.rms_norm_eps
         embedded = (self.w.embed_tokens if w.embed_tokens is None else w.embed_tokens)[ids]
         both = torch.cat((rms_norm(embedded, w.enorm, eps), rms_norm(states, w.hnorm, eps)), -1)  # [T, 2 * 7168]
-        x = self.layer(self.c.num_hidden_layers, F.linear(both, w.eh_proj), batch, [])
+        x = self.layer(self.c.num_hidden_layers, F.linear(both, w.eh_proj), batch, chosen)
         return rms_norm(x, w.shared_head.norm, eps)
 
     def logits(self, states: Tensor, mtp: bool = False) -> Tensor:
@@ -776,8 +778,7 @@ class Engine:
 
     def sample(self, batch: Batch, states: Tensor) -> dict[int, list[int]]:
         """The token after each row that has no known one: the last row of a prompt, all rows in decode."""
-        mine: dict[int, list[int]] = {}
-        own = batch.rows(self.world.rank)
+        mine, own = dict[int, list[int]](), batch.rows(self.world.rank)
         rows = [row for row, (request, p) in enumerate(own) if p + 1 >= len(request.tokens)]
         for row, logits in zip(rows, self.model.logits(states[rows])):
             request, p = own[row]
@@ -787,7 +788,7 @@ class Engine:
     def accept(self, request: Request, sampled: list[int]) -> None:
         """Verifies drafts. A row was computed with the drafts before it, and its token is right if these are. So tokens
         are taken up to the first that differs from its draft, and that one too: each is the model's own choice, with
-        the random numbers of its position, as without drafts. Later steps overwrite the cache rows of wrong drafts."""
+        the random numbers of its position, as without drafts."""
         for number, token in enumerate(sampled):
             request.tokens.append(token)
             request.computed = len(request.tokens) - 1
@@ -802,12 +803,14 @@ class Engine:
         known tokens row 8, which sees token 9, gives draft 1. Then the module runs over its own state and draft: on the
         rank with row 8, row 9 sees draft 1 and gives draft 2. Rows from 9 on are void; the next step redoes them.
         A draft is drawn with the random numbers of its position, as its token will be: so draws often agree too."""
+        chosen = list[Tensor]()
         for number in range(self.scheduler.num_drafts if sampled else 1):  # none: chunks of unfinished prompts
-            states = self.model.mtp(self.ids(batch, after=1), states, batch)
+            states = self.model.mtp(self.ids(batch, after=1), states, batch, chosen)
             last = {one: len(one.tokens) + number - 2 for one in batch.requests if one.number in sampled}
             rows = [row for row, (request, p) in enumerate(batch.rows(self.world.rank)) if last.get(request) == p]
             going = [[(one, [last[one] + 1]) for one, some in own if last.get(one) in some] for own in batch.of_ranks]
             batch, states = Batch(going, prefill=False), states[rows]
+            chosen = [chosen[row] for row in rows] if self.config.index_share_for_mtp_iteration and chosen else []
             own = zip(batch.rows(self.world.rank), self.model.logits(states, mtp=True))
             guesses = self.world.union({one.number: sample(logits, one, p + 1) for (one, p), logits in own})
             for request in batch.requests:
@@ -871,9 +874,6 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, **sizes: int) -> 
     Args:
         dtype: of weights and activations; default: bfloat16 on CUDA, float32 on a CPU.
         sizes: ``pages`` and ``page_size`` (tokens) of a rank's caches; ``chunk``, see :class:`Scheduler`.
-
-    Raises:
-        ValueError: another kind of model.
     """
     path = Path(__file__).parents[1] / "demo_model" if folder == "demo" else Path(folder)
     return Engine(path, dtype or (torch.bfloat16 if torch.cuda.is_available() else torch.float32), **sizes)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError, BodyLimit, EngineError, HostCheck, KeyCheck, add_handlers, bad_request
 from dsa_engine.server.forms.chat import ChatForm
 from dsa_engine.server.forms.completions import CompletionForm
+from dsa_engine.server.forms.conversation import ConversationForm
 from dsa_engine.server.forms.form import Form, to_json
+from dsa_engine.server.forms.messages import CountRequest, MessagesForm, MessagesRequest
 from dsa_engine.server.forms.protocol import (
+    AbortBody,
     ChatRequest,
     CompletionRequest,
     Conversation,
@@ -74,12 +78,11 @@ class Server:
         card = {"id": name, "object": "model", "created": self.created, "owned_by": "dsa_engine", "parent": None}
         return card | {"root": self.llm.facts.model, "max_model_len": self.llm.facts.max_model_len}
 
-    def chat(self, asked: ChatRequest) -> ChatForm:
-        return ChatForm(self.llm, self._form(), asked, self.model(asked.model), self._template(asked))
-
-    def response(self, asked: ResponsesRequest) -> ResponsesForm:
-        template = self._template(Conversation.model_validate(asked.model_extra))
-        return ResponsesForm(self.llm, self._form(), asked, self.model(asked.model), template)
+    def conversation(
+        self, form: type[ConversationForm[Any]], asked: ChatRequest | ResponsesRequest | CountRequest
+    ) -> Form:
+        model, chat = self.model(asked.model), asked.chat
+        return form(self.llm, self._form(), asked, chat, model, self._template(chat))
 
     def completion(self, asked: CompletionRequest) -> CompletionForm:
         return CompletionForm(self.llm, asked, self.model(asked.model))
@@ -105,12 +108,7 @@ class Server:
             ids = self.llm.encode_prompt(asked.prompt, asked.add_special_tokens is not False)
         else:
             text = self._form().render(
-                asked.messages,
-                tools=asked.tools or None,
-                chat_template=self._template(asked),
-                chat_template_kwargs=asked.template_variables,
-                add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-                continue_final_message=asked.continue_final_message,
+                **asked.rendering, chat_template=self._template(asked), tools=asked.tools or None
             )
             ids = self.llm.encode_prompt(text, bool(asked.add_special_tokens))
         texts = tokenizer.hf.convert_ids_to_tokens(ids) if asked.return_token_strs else None
@@ -145,7 +143,7 @@ class Server:
             form = parse(asked)
             if form.asked.stream and form.params.prompt_logprobs is not None:
                 raise ValueError("prompt_logprobs are not streamed; leave them or stream out")
-            prompts = self.llm.prepare(form.prompts, form.params)
+            prompts = self.llm.prepare(form.prompts, form.params, form.asked.priority)
             for one in prompts:
                 form.asked.check_room(len(one.adds[0].prompt_ids), self.llm.facts.max_model_len)
             return form, prompts
@@ -174,6 +172,8 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     if origins := server.options.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
+    app.include_router(_api(server))
+
     @app.get("/health")
     @app.get("/ping")
     @app.get("/ready")
@@ -185,13 +185,29 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    app.include_router(_api(server))
     _add_page(app)
     return app
 
 
 def _api(server: Server) -> APIRouter:
     api = APIRouter(dependencies=[Depends(KeyCheck(server.options.api_key))] if server.options.api_key else [])
+
+    # The first routes are found first, and these requests are the many.
+    @api.post("/v1/completions")
+    async def completions(request: Request, asked: CompletionRequest) -> Response:
+        return await server.generate(request, asked, server.completion)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
+        return await server.generate(request, asked, partial(server.conversation, ChatForm))
+
+    @api.post("/v1/responses")
+    async def responses(request: Request, asked: ResponsesRequest) -> Response:
+        return await server.generate(request, asked, partial(server.conversation, ResponsesForm))
+
+    @api.post("/v1/messages")
+    async def messages(request: Request, asked: MessagesRequest) -> Response:
+        return await server.generate(request, asked, partial(server.conversation, MessagesForm))
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -219,6 +235,16 @@ def _api(server: Server) -> APIRouter:
             "version": __version__,
         }
 
+    @api.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": False}
+
+    @api.get("/kv_event_sources")
+    async def kv_event_sources() -> list[dict[str, Any]]:
+        """Where routers subscribe to the events of the prefix cache."""
+        where = server.llm.facts.kv_events
+        return [where | {"data_parallel_rank": 0, "replay_endpoint": None}] if where else []
+
     @api.get("/load")
     @api.get("/get_load")
     async def load() -> dict[str, Any]:
@@ -226,17 +252,23 @@ def _api(server: Server) -> APIRouter:
         about = {"num_reqs": state.running, "num_waiting_reqs": state.waiting, "token_usage": state.cache_usage}
         return {"server_load": server.admission.outputs} | about
 
-    @api.post("/v1/completions")
-    async def completions(request: Request, asked: CompletionRequest) -> Response:
-        return await server.generate(request, asked, server.completion)
+    @api.post("/v1/chat/completions/render")
+    async def render(request: Request, asked: ChatRequest) -> Response:
+        """The token ids that the prompt of a chat has."""
+        (prompt,) = (await server.parsed(request, asked, partial(server.conversation, ChatForm))).prompts
+        return Response(to_json({"token_ids": prompt["prompt_token_ids"]}), media_type="application/json")
 
-    @api.post("/v1/chat/completions")
-    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
-        return await server.generate(request, asked, server.chat)
+    @api.post("/abort_requests")
+    async def abort_requests(asked: AbortBody) -> dict[str, Any]:
+        """Ends requests of this HTTP process."""
+        leaving = [client for client, name in server.admission.leaving.items() if name in (asked.request_ids or [name])]
+        for client in leaving:
+            client.cancel()
+        return {"aborted": len(leaving)}
 
-    @api.post("/v1/responses")
-    async def responses(request: Request, asked: ResponsesRequest) -> Response:
-        return await server.generate(request, asked, server.response)
+    @api.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, asked: CountRequest) -> dict[str, int]:
+        return (await server.parsed(request, asked, partial(server.conversation, MessagesForm))).count
 
     @api.post("/tokenize")
     async def to_tokens(request: Request, asked: TokenizeRequest) -> Response:

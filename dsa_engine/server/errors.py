@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, for every failure of a request, and what refuses a request before it is read."""
+"""Errors in OpenAI's form or Anthropic's, for every failure of a request; what refuses one before it is read."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+# Anthropic's, where they are others.
+_MESSAGES_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _PATHS = (
-    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize and /detokenize, as models here write "
-    "text"
+    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /tokenize and /detokenize, as "
+    "models here write text"
 )
 MAX_BODY_BYTES = 16 << 20
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds that a client is told to wait before it tries again
@@ -43,14 +45,17 @@ class ApiError(HTTPException):
         super().__init__(status, message, _RETRY_AFTER if status in (429, 503) else None)
         self.param, self.code = param, code
 
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+    def body(self, path: str = "") -> dict[str, Any]:
+        """In the form of the API that has the path."""
+        status = self.status_code
+        if path.startswith("/v1/messages"):
+            kind = (_TYPES | _MESSAGES_TYPES).get(status, "invalid_request_error" if status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.detail}}
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    @property
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status_code, self.headers)
+    def response(self, path: str) -> JSONResponse:
+        return JSONResponse(self.body(path), self.status_code, self.headers)
 
 
 SHUTTING_DOWN = ApiError(503, "the server ends, and has cut what was running; try again later", code="shutdown")
@@ -80,17 +85,18 @@ def failed(error: BaseException) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answers errors of routes, of bodies and of routing itself in OpenAI's form."""
+    """Answers errors of routes, of bodies and of routing itself."""
 
     @app.exception_handler(HTTPException)
     async def expected(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error, ApiError):
-            return error.response
+            return error.response(request.url.path)
         words = {
             404: f"there is nothing at {request.url.path}; there are {_PATHS}",
             405: f"{request.url.path} does not take {request.method}",
         }
-        response = ApiError(error.status_code, words.get(error.status_code, str(error.detail))).response
+        said = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
+        response = said.response(request.url.path)
         response.headers.update(error.headers or {})
         return response
 
@@ -102,30 +108,34 @@ def add_handlers(app: FastAPI) -> None:
         if name == "" and isinstance(first["input"], bytes):  # FastAPI has not read it
             kind = shown(request.headers.get("content-type", ""))
             words = f"the body's content type is {kind}; send JSON, with the header Content-Type: application/json"
-            return ApiError(415, words).response
+            return ApiError(415, words).response(request.url.path)
         if first["type"] == "json_invalid":
             message = f"the body is not valid JSON: {first['ctx']['error']}"
         elif name:
-            message = f"{name}: {message}, not {shown(first['input'])}"
-        return ApiError(400, message, name.partition(".")[0] or None).response
+            message = f"{name}: {message}" + ("" if first["type"] == "missing" else f", not {shown(first['input'])}")
+        return ApiError(400, message, name.partition(".")[0] or None).response(request.url.path)
 
     @app.exception_handler(EngineError)
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return failed(error).response
+        return failed(error).response(request.url.path)
 
 
 class KeyCheck(HTTPBearer):
-    """Refuses requests without ``Authorization: Bearer KEY``; the comparison takes equal time for all wrong keys."""
+    """Refuses requests without ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; the comparison takes equal time for
+    all wrong keys."""
 
     def __init__(self, key: str):
         super().__init__(auto_error=False)
         self._key = key.encode()
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
-        given = await super().__call__(request)
-        if given is None or not hmac.compare_digest(given.credentials.encode(), self._key):
-            words = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
+        bearer = await super().__call__(request)
+        given = (bearer.credentials if bearer else "", request.headers.get("x-api-key", ""))
+        if not any(hmac.compare_digest(one.encode(), self._key) for one in given):
+            words = (
+                "the API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key: KEY"
+            )
             raise ApiError(401, words, code="invalid_api_key")
 
 
@@ -141,7 +151,7 @@ class HostCheck:
         if not self._hosts or not host or re.sub(r":\d*$", "", host.lower()) in self._hosts:
             return await self._app(scope, receive, send)
         words = f"the header Host is {shown(host)}, this server is {', '.join(self._hosts)}; a proxy sends one of these"
-        await ApiError(400, words).response(scope, receive, send)
+        await ApiError(400, words).response(scope["path"])(scope, receive, send)
 
 
 class BodyLimit:
@@ -164,4 +174,4 @@ class BodyLimit:
         try:
             await self._app(scope, limited, send)
         except asyncio.CancelledError:  # the server ends, and waits no longer for the rest of a body
-            await SHUTTING_DOWN.response(scope, receive, send)
+            await SHUTTING_DOWN.response(scope["path"])(scope, receive, send)

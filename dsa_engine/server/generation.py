@@ -41,6 +41,7 @@ class Admission:
 
     def __init__(self, limit: int, number: int = 0, counts: MutableSequence[int] | None = None):
         self.limit, self._number = limit, number
+        self.leaving: dict[asyncio.Future[None], str] = {}  # the ends of clients of this process: cancelled, an abort
         self._counts = [0] if counts is None else counts
 
     @property
@@ -91,7 +92,7 @@ class Generation(Response):
         error: ApiError | None = None
         try:
             with self._admission.admit(self._unfinished), self._counting():
-                work = self._stream(send) if self._form.asked.stream else self._whole()
+                work = self._stream(send, scope.get("send", send)) if self._form.asked.stream else self._whole()
                 body = await self._or_departure(work, receive)
         except ClientLeft:
             return
@@ -105,7 +106,7 @@ class Generation(Response):
             logger.exception("a request failed")
             error = failed(unforeseen)
         if error is not None and not self._started:
-            await error.response(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         elif self._started:
             last = b"" if error is None else self._form.failed(error)
             await send({"type": "http.response.body", "body": last + self._form.end_of_stream, "more_body": False})
@@ -115,15 +116,19 @@ class Generation(Response):
     async def _or_departure(self, work: Coroutine[Any, Any, bytes], receive: Receive) -> bytes:
         """Does the work, unless the client leaves before or its time is over: then its requests are aborted."""
         running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+        self._admission.leaving[gone] = self._form.asked.request_name
         try:
             await asyncio.wait((running, gone), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 return running.result()
+            if gone.cancelled():
+                raise ApiError(499, "the request was aborted by /abort_requests", code="aborted")
             if gone.done():
                 raise ClientLeft
             limit = f"{self._timeout_s:g} seconds (--request-timeout)"
             raise ApiError(504, f"the request took more than {limit}", code="timeout")
         finally:
+            del self._admission.leaving[gone]
             gone.cancel()
             if not running.done():
                 running.cancel()
@@ -150,27 +155,28 @@ class Generation(Response):
             raise ApiError(500, f"an output failed: {reason}")
         return to_json(self._form.whole(outputs) | {"usage": self._form.usage(usage_of(outputs))})
 
-    async def _stream(self, send: Send) -> bytes:
+    async def _stream(self, send: Send, send_events: Send) -> bytes:
         form, n = self._form, self._form.params.n
         show = form.asked.stream_options or StreamOptions()
         continuous = show.include_usage and show.continuous_usage_stats
         prompts = [one.adds[0].prompt_ids for one in self._prepared]
         form.begin(prompts)
-        usage, times = StreamUsage(prompts, n), dict[int, float]()  # when tokens of an output came last
+        usage, times = StreamUsage(prompts, n), [0.0] * self._unfinished  # when tokens of each output came last
         async with aclosing(self._llm.pieces_of(self._prepared)) as together:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             self._started = True
             async for pieces in together:
                 events, now, unfinished = [], time.perf_counter(), self._unfinished
                 for piece in pieces:
+                    index, ending, tokens = piece.index, piece.finish_reason, len(piece.token_ids)
                     before = form.usage(usage.form) if continuous else None
                     usage.add(piece)
-                    if piece.token_ids and piece.index in times:
-                        self._metrics.came(len(piece.token_ids), now - times[piece.index])
-                    times[piece.index] = now
-                    if piece.finish_reason is not None:
-                        self._finished(*divmod(piece.index, n), piece, usage.output_tokens[piece.index])
-                    for chunk in form.chunks(piece) if piece.finish_reason != "error" else ():
+                    if tokens and times[index]:
+                        self._metrics.came(tokens, now - times[index])
+                    times[index] = now
+                    if ending is not None:
+                        self._finished(*divmod(index, n), piece, usage.output_tokens[index])
+                    for chunk in form.chunks(piece) if ending != "error" else ():
                         if continuous:
                             begins = "role" in chunk["choices"][0].get("delta", ())  # before the first token
                             chunk["usage"] = before if begins else form.usage(usage.form)
@@ -179,7 +185,7 @@ class Generation(Response):
                 if not self._unfinished and reason is None:
                     events += map(form.event, form.last(usage.form))
                 if events:
-                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                    await send_events({"type": "http.response.body", "body": b"".join(events), "more_body": True})
                 if reason is not None:
                     raise ApiError(500, f"an output failed: {reason}")
         return b""

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dsa_engine.server.app import Server, make_app
@@ -32,6 +33,7 @@ ENGINE_ENDED = 1  # exit status; the process has said so
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048  # connections that wait for a process to take them
 _SILENT_S = 30  # after which a client that has sent a part of a request, or nothing, is no longer awaited
+_WHOLE_S = 300  # nor one whose request is not whole then: 16 MiB take so long at 0.5 Mbit/s
 _LAST_WORDS_S = 2  # for the events that end streams which outlast the time to finish
 
 
@@ -70,6 +72,8 @@ def hosts_of(bound: socket.socket, host: str) -> list[str]:
 class _Connection(HttpToolsProtocol):
     """A connection with a limit of time for what is half sent, and without chunks in HTTP/1.0, which has none."""
 
+    _begun: float | None = None  # when the request that is half sent has begun
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_more()
@@ -78,10 +82,15 @@ class _Connection(HttpToolsProtocol):
         super().data_received(data)
         if (cycle := self.cycle) is None or cycle.scope is not self.scope or cycle.more_body:
             self._await_more()
+        else:
+            self._begun = None
 
     def _await_more(self) -> None:
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(_SILENT_S, self.timeout_keep_alive_handler)
+        now = self.loop.time()
+        self._begun = now if self._begun is None else self._begun
+        end = min(now + _SILENT_S, self._begun + _WHOLE_S)
+        self.timeout_keep_alive_task = self.loop.call_at(end, self.timeout_keep_alive_handler)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -103,7 +112,13 @@ class HttpServer(uvicorn.Server):
         options |= {"lifespan": "off", "http": _Connection, "ws": "none", "server_header": False}
         options |= {"access_log": False, "log_config": None, "log_level": "error"}
         options |= {"backlog": 1}  # connections that a process takes at once, as others may have the next ones
-        super().__init__(uvicorn.Config(make_app(server, hosts_of(bound, server.options.host)), **options))
+        app = make_app(server, hosts_of(bound, server.options.host))
+
+        async def with_send(scope: Scope, receive: Receive, send: Send) -> None:
+            scope["send"] = send  # events need not pass through all that lies around the routes
+            await app(scope, receive, send)
+
+        super().__init__(uvicorn.Config(with_send, **options))
         self.app_server, self._bound, self.url = server, bound, url_of(bound)
         self.failed = False
         self._say = logger.info if server.number == 0 else logger.debug  # once for all processes of a server

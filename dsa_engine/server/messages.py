@@ -37,6 +37,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     model: str  # the option as it was given
     pid: int  # the engine's process
     cache: dict[str, str] = {}  # settings of the caches, as metrics show them
+    kv_events: dict[str, str] | None = None  # endpoint and topic of the prefix cache's events
     no_selection: str | None = None  # see :class:`.requests.limits.Limits`
 
 
@@ -47,21 +48,25 @@ class NewRequest(msgspec.Struct, tag=True):
     prompt_ids: bytes  # int32
     params: dict[str, Any]
     bad_words: list[list[int]]
+    think_tokens: tuple[int, int] | None
     arrival: float
     cache_salt: str | None
+    priority: int
     delivery: Literal["tokens", "end"]
 
     @classmethod
     def of(cls, add: Add) -> NewRequest:
         params = {name: getattr(add.params, name) for name in _PARAMS}
         prompt = array("i", add.prompt_ids).tobytes()
-        return cls(add.id, prompt, params, add.bad_words, add.arrival, add.cache_salt, add.delivery)
+        ids = add.bad_words, add.think_tokens
+        return cls(add.id, prompt, params, *ids, add.arrival, add.cache_salt, add.priority, add.delivery)
 
     def add(self, number: int) -> Add:
         """The engine's message, with its own number for the request."""
         params = SamplingParams(**self.params)
         prompt = array("i", self.prompt_ids)
-        return Add(prompt, params, self.bad_words, self.arrival, number, self.cache_salt, self.delivery)
+        ids = self.bad_words, self.think_tokens
+        return Add(prompt, params, *ids, self.arrival, number, self.cache_salt, self.priority, self.delivery)
 
 
 class AbortRequests(msgspec.Struct, tag=True):

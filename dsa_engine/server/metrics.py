@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -152,38 +153,33 @@ class _StateCollector:
     def __init__(self, facts: EngineFacts, model_name: str):
         self._labels = [model_name, _ENGINE]
         pages = {"block_size": str(facts.capacity.page_size), "num_gpu_blocks": str(facts.capacity.pages)}
-        self._cache = dict(zip(_LABELS, self._labels)) | {"cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
+        self._cache = {"cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
         self._cache["enable_prefix_caching"] = facts.cache.get("enable_prefix_caching", "")
 
     def collect(self) -> Iterator[Metric]:
+        def family(kind: Any, name: str, about: str, *values: float, **labels: Sequence[str]) -> Metric:
+            """One with a value, or with one for each value of a further label."""
+            made = kind(f"vllm:{name}", about, labels=[*_LABELS, *labels])
+            for value, more in zip(values, zip(*labels.values()) if labels else [()]):
+                made.add_metric([*self._labels, *more], value)
+            return made
+
+        cache = {label: [value] for label, value in self._cache.items()}
+        gauge, counter, state = GaugeMetricFamily, CounterMetricFamily, self.state
         about = "Settings of the caches; pages of a rank and their tokens are its blocks"
-        settings = GaugeMetricFamily("vllm:cache_config_info", about, labels=list(self._cache))
-        settings.add_metric(list(self._cache.values()), 1)
-        yield settings
-        state = self.state
+        yield family(gauge, "cache_config_info", about, 1, **cache)
         if state is None:
             return
-        for kind, name, about, value in (
-            (GaugeMetricFamily, "num_requests_running", "Requests that have pages", state.running),
-            (GaugeMetricFamily, "num_requests_waiting", "Requests that wait for pages", state.waiting),
-            (
-                GaugeMetricFamily,
-                "kv_cache_usage_perc",
-                "Fraction of cache pages that requests hold, on all ranks",
-                state.cache_usage,
-            ),
-            (CounterMetricFamily, "prefix_cache_queries", "Tokens of admitted requests", state.prefix_queries),
-            (CounterMetricFamily, "prefix_cache_hits", "Those of them whose pages were found", state.prefix_hits),
-            (CounterMetricFamily, "num_preemptions", "Times that a request has lost its pages", state.preemptions),
-        ):
-            family = kind(f"vllm:{name}", about, labels=_LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+        yield family(gauge, "num_requests_running", "Requests that have pages", state.running)
+        yield family(gauge, "num_requests_waiting", "Requests that wait for pages", state.waiting)
         about = "Requests that wait: for pages (capacity), or for what others compute or the disk (deferred)"
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", about, labels=[*_LABELS, "reason"])
-        waiting.add_metric([*self._labels, "capacity"], state.waiting - state.deferred)
-        waiting.add_metric([*self._labels, "deferred"], state.deferred)
-        yield waiting
+        waiting, reasons = (state.waiting - state.deferred, state.deferred), ("capacity", "deferred")
+        yield family(gauge, "num_requests_waiting_by_reason", about, *waiting, reason=reasons)
+        about = "Fraction of cache pages that requests hold, on all ranks"
+        yield family(gauge, "kv_cache_usage_perc", about, state.cache_usage)
+        yield family(counter, "prefix_cache_queries", "Tokens of admitted requests", state.prefix_queries)
+        yield family(counter, "prefix_cache_hits", "Those of them whose pages were found", state.prefix_hits)
+        yield family(counter, "num_preemptions", "Times that a request has lost its pages", state.preemptions)
         steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step of the engine", labels=_LABELS)
         below = list(accumulate(state.steps_by_tokens))
         buckets = [*zip(map(str, map(float, _LENGTHS)), below), ("+Inf", below[-1])]

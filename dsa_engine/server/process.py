@@ -76,6 +76,7 @@ class Relay(Reader):
     @property
     def facts(self) -> EngineFacts:
         llm, engine, options = self._llm, self._llm.engine, self._llm.engine.options
+        events = engine.scheduler.prefix_cache.events
         return EngineFacts(
             folder=str(llm.folder),
             default_sampling=llm.default_sampling,
@@ -89,6 +90,7 @@ class Relay(Reader):
             model=str(options.model),
             pid=os.getpid(),
             cache={name: str(getattr(options, name)) for name in ("kv_cache_dtype", "enable_prefix_caching")},
+            kv_events=None if events is None else events.where,
             no_selection=engine.limits.no_selection,
         )
 

@@ -14,6 +14,8 @@ from dsa_engine.config.checks import check_text
 from dsa_engine.errors import CheckpointError, ContextLengthError
 from dsa_engine.outputs import Logprobs
 
+THINKING = ("<think>", "</think>")  # texts of the tokens that begin and end a thought
+
 # Maximum number of tokens whose text is held back because they may still become a character.
 _MAX_PENDING = 12
 
@@ -58,6 +60,8 @@ class Tokenizer:
         kind, library = type(self.hf), PreTrainedTokenizerFast
         plain = isinstance(self.hf, library) and kind.decode is library.decode and kind._decode is library._decode
         self._decoder = self.hf.backend_tokenizer if plain and not self.hf.clean_up_tokenization_spaces else self.hf
+        # Whether the text of tokens is that of their bytes, one token's after the other's: as in released models.
+        self.joins_bytes = self._decoder is not self.hf and repr(self._decoder.decoder).startswith("ByteLevel(")
 
     @staticmethod
     def lies_in(folder: Path) -> bool:
@@ -206,11 +210,6 @@ class TextStream:
         self._tail = ""  # text after it, with which a stop string may begin
         self.stop_string: str | None = None  # the one that the text has reached
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the text has reached a stop string."""
-        return self.stop_string is not None
-
     def decoded(self, logprobs: Logprobs) -> Logprobs:
         """``logprobs``, each with the text of its token from now on."""
         for token, one in logprobs.items():
@@ -218,7 +217,7 @@ class TextStream:
         return logprobs
 
     def add(self, token: int) -> None:
-        """Appends a token; :attr:`stopped` tells whether the text has reached a stop string."""
+        """Appends a token."""
         self._tokens.append(token)
         if self._waits:
             return
@@ -229,8 +228,11 @@ class TextStream:
                 return
             settled, after = self._whole_characters()
         new = after[len(self._before) :]
-        self._window, self._settled = self._settled, settled
-        self._before = self._decode(self._tokens[self._window : settled])
+        if self._tokenizer.joins_bytes and not after.endswith("\ufffd"):  # what comes does not depend on what was
+            self._window, self._settled, self._before = settled, settled, ""
+        else:
+            self._window, self._settled = self._settled, settled
+            self._before = self._decode(self._tokens[self._window : settled])
         if not self._stop or len(self._tokens) <= self._min_tokens:
             self._final.append(new)
         else:
@@ -268,7 +270,7 @@ class TextStream:
     def finish(self) -> None:
         """Ends the stream: no text is held back any longer; an unfinished character at the end is decoded as it is."""
         self._final.append(self._tail)
-        if not self.stopped and self._settled < len(self._tokens):
+        if self.stop_string is None and self._settled < len(self._tokens):
             self._final.append(self._decode(self._tokens[self._window :])[len(self._before) :])
         self._tail, self._settled = "", len(self._tokens)
 

@@ -10,6 +10,8 @@ a pool's dtype. A dtype of caches is a file of this folder with both classes, an
 
 from __future__ import annotations
 
+import math
+import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -112,8 +114,14 @@ class RowFormat(ABC):
             )
 
     def empty_pool(self, pages: int, page_size: int, device: torch.device) -> torch.Tensor:
-        """``[pages, page_size, columns]``, not cleared: on a CPU untouched pages take no memory."""
-        return torch.empty(pages, page_size, self.columns, dtype=self.pool_dtype, device=device)
+        """``[pages, page_size, columns]``, zeros: on a CPU untouched pages take no memory."""
+        shape = pages, page_size, self.columns
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=self.pool_dtype, device=device)
+        # Of the system, as PyTorch writes its zeros.
+        size = math.prod(shape) * self.pool_dtype.itemsize
+        zeros = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(zeros, dtype=torch.uint8).view(self.pool_dtype).view(shape)
 
     def random_pages(self, pages: int, page_size: int, generator: torch.Generator) -> torch.Tensor:
         """Standard normal numbers as a pool holds them, ``[pages, page_size, columns]``, on the generator's device."""

@@ -98,7 +98,8 @@ class Pieces:
         if own is None:  # once, and after a layer has made what it makes when it first runs
             results = function(owner, batch, inputs)
             things, described = reached(owner)
-            vars(owner)["_reached"] = things, _kinds.setdefault(tuple(described), len(_kinds))
+            # Without the owner, whose memory would wait for the garbage collector.
+            vars(owner)["_reached"] = things[1:], _kinds.setdefault(tuple(described), len(_kinds))
             return results
         kind: list[Any] = [function, own[1]]
         for x in inputs:
@@ -113,8 +114,8 @@ class Pieces:
             return function(owner, batch, inputs)
         if record.calls is not None:
             self.replays += 1
-            return record.replay(own[0], inputs)
-        results = record.make(function, owner, batch, own[0], inputs)
+            return record.replay([owner, *own[0]], inputs)
+        results = record.make(function, owner, batch, [owner, *own[0]], inputs)
         if record.calls is None:
             self._records[key] = None
         return results

@@ -77,15 +77,13 @@ def _listed(read: Callable[[], torch.Tensor]) -> list[Any]:
 
 
 class SideStream:
-    """A second CUDA stream of a device; on a CPU, or if disabled, the same calls run the work in order.
+    """A second CUDA stream of a device; on a CPU the same calls run the work in order.
 
-    Args:
-        enabled: False runs the work on the current stream, to measure the gain of the overlap.
-        priority: of its kernels' blocks where multiprocessors become free; the main stream has 0, lower ones are first.
+    ``priority``: of its kernels' blocks where multiprocessors become free; the main stream has 0, lower ones are first.
     """
 
-    def __init__(self, device: torch.device, *, enabled: bool = True, priority: int = 0):
-        on_side = device.type == "cuda" and enabled
+    def __init__(self, device: torch.device, *, priority: int = 0):
+        on_side = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=priority) if on_side else None
         self._before = torch.cuda.Event() if on_side else None
         self._marked = torch.cuda.Event() if on_side else None

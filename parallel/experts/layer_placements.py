@@ -3,7 +3,6 @@ makes of them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -64,12 +63,11 @@ class LayerPlacements:
             )
         return given.of_layer(layer) if isinstance(given, ExpertCounts) else tuple(given)
 
-    def held(self, experts: int, layer: int, groups: int, shared: float = 0.0) -> Held:
+    def held(self, experts: int, layer: int, groups: int) -> Held:
         """The experts of each rank; see :meth:`ExpertDivision.of_layer`."""
-        if not shared and self._loads is None and not self._redundant:
+        if self._loads is None and not self._redundant:
             return contiguous(experts, self._ranks)
-        loads = with_shared(self.loads(experts, layer) or (1.0,) * experts, shared)
-        experts = len(loads)
+        loads = self.loads(experts, layer) or (1.0,) * experts
         replicas = experts + self._redundant
         if not self._ranks <= replicas <= experts * self._ranks:
             raise ValueError(
@@ -83,8 +81,8 @@ class LayerPlacements:
         return self._planned[loads, groups]
 
     def better(self, now: Held, loads: Sequence[float], groups: int) -> Held:
-        """The plan for other loads (of all logical experts, the shared one too if it is routed), on ranks where few
-        experts need to move; ``now``, the placement so far, if that is hardly worse."""
+        """The plan for other loads, of all logical experts, on ranks where few experts need to move; ``now``, the
+        placement so far, if that is hardly worse."""
         plan = balance_layer(loads, sum(map(len, now)), groups, self._nodes, self._ranks)
         if imbalance(loads, now) - imbalance(loads, plan) < _GAIN:
             return now
@@ -112,13 +110,10 @@ class ExpertDivision:
         for one in dict.fromkeys(self.dispatchers):
             one.prepare(sizes)
 
-    def of_layer(
-        self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
-    ) -> ExpertParallel:
+    def of_layer(self, experts: int, layer: int, groups: int = 1, top_groups: int = 1) -> ExpertParallel:
         """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement share
-        one object, unless placements change. ``groups`` and ``top_groups`` are those of the model's router;
-        ``shared``: load of one more expert, over the load of all others together; 0: there is none."""
-        held = self.placements.held(experts, layer, groups, shared)
+        one object, unless placements change. ``groups`` and ``top_groups`` are those of the model's router."""
+        held = self.placements.held(experts, layer, groups)
         changes = self._mesh.config.rebalance_every is not None
         key = held, layer if changes else None
         if key not in self._made:
@@ -166,8 +161,3 @@ class ExpertDivision:
     def _side_stream(self) -> SideStream:
         groups = self._mesh.node_groups
         return SideStream(self._mesh.device, priority=-1) if groups is None else groups.there
-
-
-def with_shared(loads: Sequence[float], shared: float) -> tuple[float, ...]:
-    """``loads``, and that of one more expert, which is ``shared`` times all others together; 0: there is none."""
-    return (*loads, shared * math.fsum(loads)) if shared else tuple(loads)

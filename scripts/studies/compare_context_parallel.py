@@ -28,47 +28,19 @@ from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.group import Group
 from dsa_engine.reference import dsa
 from dsa_engine.system.output_files import check_outputs
-from random_layer import SIZES, Size
+from random_layer import SIZES, Layer, Tokens
 
 # Relative errors: of all rows together, and of the median row. Rounding sometimes changes the last selected token at a
 # near tie, which changes single rows by a hundredth.
 MAX_ERRORS = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (5e-2, 5e-2)}
 WORKSPACE = 256 << 20  # bytes of scores at a time
-Tokens = tuple[Tensor, ...]  # of T tokens, see Layer.tokens
 Blocks = Iterable[tuple[Tensor, Tensor]]  # positions [n], ascending, and cache rows [n, width]
 
 
-class Layer:
-    """Weights of one layer, and what every form does with them; with the same ``seed`` all ranks have the same."""
+class Divided(Layer):
+    """What every form does with the layer."""
 
-    def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, seed: int = 0):
-        self.size, self.c, self.seed, self.latent = size, size.config(), seed, size.kv_rank + size.rope
-        self.w_uk, self.w_uv = dsa.up_projections(size.weights(dtype, device, seed), self.c)
-
-    def tokens(self, length: int) -> Tokens:
-        """Of a whole sequence: ``q [T, heads, nope + rope]``, rotated, W_UK not yet absorbed; ``rows [T, latent +
-        index_dim]`` of the caches; ``index_q [T, index_heads, index_dim]``; float32 ``weights [T, index_heads]``."""
-        s, like = self.size, self.w_uk
-        shapes = (
-            (s.heads, s.nope + s.rope),
-            (self.latent + s.index_dim,),
-            (s.index_heads, s.index_dim),
-            (s.index_heads,),
-        )
-        torch.manual_seed(self.seed + 1)
-        *others, weights = (torch.randn(length, *shape, dtype=like.dtype, device=like.device) for shape in shapes)
-        return *others, weights.float() * (s.index_heads * s.index_dim) ** -0.5
-
-    def absorb(self, q: Tensor, heads: slice = slice(None)) -> Tensor:
-        """Queries ``[T, heads, nope + rope]`` of ``heads`` to ``[T, heads, latent]``, for latent rows."""
-        plain, rotated = q.split((self.size.nope, self.size.rope), -1)
-        return torch.cat((torch.einsum("thd,hdr->thr", plain, self.w_uk[heads]), rotated), -1)
-
-    def values(self, summed: Tensor, heads: slice = slice(None)) -> Tensor:
-        """``[T, heads, kv_rank]`` to ``[T, heads, value]``."""
-        return torch.einsum("thr,hvr->thv", summed, self.w_uv[heads])
-
-    def select(self, tokens: Tokens, own: Tensor, blocks: Blocks) -> Tensor:
+    def select_of(self, tokens: Tokens, own: Tensor, blocks: Blocks) -> Tensor:
         """Positions ``[T, topk]`` that tokens at positions ``own [T]`` attend to, the best of all blocks; −1 after the
         last. A selection is final only after the last key has been scored."""
         _, _, index_q, weights = tokens
@@ -92,15 +64,6 @@ class Layer:
         pool, scale = rows[:, None].contiguous(), self.c.softmax_scale  # pages of one row
         return sparse_attention(q, pool, slots.int(), row_format=form, scale=scale, workspace=WORKSPACE)
 
-    def expected(self, tokens: Tokens) -> Tensor:
-        """``[T, heads, value]`` of a whole sequence: the reference, in a single process."""
-        q, rows, index_q, weights = tokens
-        latent, keys = rows.split((self.latent, self.size.index_dim), 1)
-        positions = torch.arange(len(q), device=q.device)
-        chosen = dsa.select(index_q, weights, keys, positions, self.size.topk)
-        q, rank, scale = self.absorb(q), self.size.kv_rank, self.c.softmax_scale
-        return self.values(dsa.attend(q, latent, positions, chosen, rank, scale))
-
 
 class HeadTail:
     """Rank r has the pieces r and ``2 · ranks − 1 − r`` of ``2 · ranks``: the same causal work on all ranks.
@@ -111,7 +74,7 @@ class HeadTail:
 
     divides_heads = False
 
-    def __init__(self, layer: Layer, group: Group, length: int):
+    def __init__(self, layer: Divided, group: Group, length: int):
         self.layer, self.group, self.length = layer, group, length
         of_ranks = [self.of_rank(rank) for rank in range(group.size)]
         self.positions = [torch.tensor(own, dtype=torch.int64, device=layer.w_uk.device) for own in of_ranks]
@@ -136,7 +99,7 @@ class HeadTail:
             all_rows[positions] = rows[: len(positions)]
         latent, keys = all_rows.split((self.layer.latent, self.layer.size.index_dim), 1)
         order = torch.arange(self.length, device=keys.device)
-        return latent, self.layer.select(tokens, self.own, [(order, keys)])
+        return latent, self.layer.select_of(tokens, self.own, [(order, keys)])
 
     def work(self) -> list[float]:
         """Operations of each rank: two for a multiply-add."""
@@ -166,7 +129,7 @@ class Ulysses(HeadTail):
 
     divides_heads = True
 
-    def __init__(self, layer: Layer, group: Group, length: int):
+    def __init__(self, layer: Divided, group: Group, length: int):
         super().__init__(layer, group, length)
         each, rest = divmod(layer.size.heads, group.size)
         if rest:
@@ -190,7 +153,7 @@ class Ring(HeadTail):
 
     def run(self, tokens: Tokens) -> Tensor:
         latent, keys = tokens[1].split((self.layer.latent, self.layer.size.index_dim), 1)
-        selected = self.layer.select(tokens, self.own, self.blocks(keys))
+        selected = self.layer.select_of(tokens, self.own, self.blocks(keys))
         q = self.layer.absorb(tokens[0])
         out = torch.zeros(*q.shape[:2], self.layer.size.kv_rank, device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
@@ -250,7 +213,7 @@ def main() -> None:
         raise ValueError("one rank has nothing to divide; start several: torchrun --nproc-per-node 2 …")
     dtype, size = (torch.bfloat16, "v3.2") if mesh.device.type == "cuda" else (torch.float32, "small")
     args.size = args.size or size
-    layer = Layer(SIZES[args.size], dtype, mesh.device)
+    layer = Divided(SIZES[args.size], dtype, mesh.device)
     results = [result for length in args.input_len for result in compare(layer, mesh, length, args)]
     if not mesh.is_leader:
         return
@@ -265,7 +228,7 @@ def main() -> None:
     print(format_table(columns, [[r[column] for column in columns] for r in results]))
 
 
-def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(layer: Divided, mesh: Mesh, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs every form once for its output, then all in turn for their times; the same results on every rank.
 
     Raises:
@@ -276,7 +239,7 @@ def compare(layer: Layer, mesh: Mesh, length: int, args: argparse.Namespace) -> 
         return mesh.world.all_gather(torch.tensor([value], dtype=torch.float64, device=mesh.device)).tolist()
 
     whole, results, runs = layer.tokens(length), [], []
-    of_whole = layer.expected(whole).double()
+    of_whole = layer.absorbed(whole, layer.select(whole)).double()
     for name in args.forms:
         form = FORMS[name](layer, mesh.world, length)
         tokens = tuple(tensor[form.own] for tensor in whole)

@@ -205,7 +205,8 @@ def test_released_sizes_by_hub_id(demo_cache: Path, tmp_path: Path, monkeypatch:
     assert {*HUB_IDS.values()} == {*RELEASED_CONFIGS}
     for hub_id, name in HUB_IDS.items():
         config = model_config(hub_id, {"num_hidden_layers": 5})
-        assert (config.quantization is None) == (hub_id == "zai-org/GLM-5")
+        plain = ("zai-org/GLM-5", "zai-org/GLM-5.2", "zai-org/GLM-5.3-BF16")
+        assert (config.quantization is None) == (hub_id in plain)
         known = model_config(name, {"num_hidden_layers": 5})
         assert replace(config, quantization=None) == replace(known, quantization=None)
         with pytest.raises(CheckpointError, match=f"hf download {hub_id}$"):

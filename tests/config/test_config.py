@@ -55,7 +55,7 @@ def test_rope_equals_that_of_transformers(model_type: str, rope: dict[str, Any])
     theirs = AutoConfig.for_model(**keys, num_key_value_heads=3)
     model = AutoModelForCausalLM.from_config(theirs)
     config = ModelConfig.from_dict(keys)
-    positions = torch.tensor([0, 1, 17, 511, 512, 5000, 100_000, 163_839])
+    positions = torch.tensor([0, 1, 17, 511, 512, 5000, 100_000, 163_839, 1_048_575])
     cos, sin = config.rope.cos_sin(positions)
     with torch.no_grad():
         expected = model.model.rotary_emb(torch.zeros(1, 1, 1), positions[None])
@@ -233,6 +233,9 @@ def test_an_override_without_a_reader_is_refused() -> None:
         ModelConfig.from_dict(SMALL, {"num_hiden_layers": 2})
     with pytest.raises(ValueError, match="has a key 'zzz'$"):
         ModelConfig.from_dict(SMALL, {"zzz": 2})
+    for rope in ({"rope_scaling": {"factor": 2.0}}, {"rope_parameters": {"factor": 2.0}}):  # GLM-5 has no scaling
+        with pytest.raises(ValueError, match="factor of RoPE changes nothing .* give rope_type 'yarn'"):
+            ModelConfig.from_dict(released_config("glm_moe_dsa"), rope)
     assert ModelConfig.from_dict(SMALL | {"use_cache": True}, {"use_cache": False}) == ModelConfig.from_dict(SMALL)
 
 

@@ -8,9 +8,11 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,13 +44,10 @@ def free_port() -> int:
         return server.getsockname()[1]  # free again when the server is closed
 
 
-def launch_with(
-    launcher: list[str], script: str, *arguments: object, timeout: float = 300, stdin: str | None = None
-) -> Any:
+def launch_with(launcher: list[str], script: str, *arguments: object, timeout: float = 300) -> Any:
     """Runs a launcher on a script; returns the finished process with its output."""
     process = subprocess.Popen(
         [*launcher, str(PROGRAMS / script), *map(str, arguments)],
-        stdin=None if stdin is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -57,7 +56,7 @@ def launch_with(
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(stdin, timeout=timeout)
+        out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 15)  # the launcher ends its ranks
         out, err = process.communicate(timeout=60)
@@ -66,21 +65,10 @@ def launch_with(
 
 
 @pytest.fixture(scope="session")
-def torchrun() -> Launch:
-    """``torchrun(ranks, script, *arguments, timeout=300, stdin=None)``: the finished process with its output."""
-
-    def launch(ranks: int, script: str, *arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return launch_with(command, script, *arguments, **how)
-
-    return launch
-
-
-@pytest.fixture(scope="session")
 def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Like ``torchrun``, but ranks are forks of a process that has imported PyTorch.
+    """``fork_ranks(ranks, script, *arguments, timeout=300, stdin=None)``: the finished ranks, with their output.
 
-    This is for tests of the ranks' results, in which the launcher has no part: starting it and each rank takes seconds.
+    They are forks of a process that has imported PyTorch, as starting Python takes seconds.
     """
     command = [sys.executable, str(PROGRAMS / "rank_server.py")]
     folder, numbers = tmp_path_factory.mktemp("ranks"), itertools.count()
@@ -109,12 +97,24 @@ def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
             codes = json.loads(server.stdout.readline()) if ended else []
             out, err = (files[name].read_text() if files[name].exists() else "" for name in ("out", "err"))
             if not ended:
-                os.killpg(server.pid, 9)
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    os.killpg(server.pid, number)
+                    time.sleep(2)  # in which an agent ends its ranks
                 pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
             return subprocess.CompletedProcess(command, max(map(abs, codes)), out, err)
 
         yield launch
         server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def torchrun(fork_ranks: Launch) -> Launch:
+    """Like ``fork_ranks``, with PyTorch's launcher between: it starts, watches and ends the ranks (agent.py)."""
+
+    def launch(ranks: int, script: str, *arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
+        return fork_ranks(1, "agent.py", ranks, PROGRAMS / script, *arguments, **how)
+
+    return launch
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +132,7 @@ def rank_results(fork_ranks: Launch) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def deepspeed() -> Launch:
-    """Like ``torchrun``, with DeepSpeed's launcher; skips the test if that is not installed."""
+    """Like ``torchrun``, with DeepSpeed's launcher and new processes; skips the test if that is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
 

@@ -98,12 +98,24 @@ class DraftingOracle:
 
     def _chain(self, tokens: list[int], hidden: torch.Tensor, count: int, choose: Any) -> torch.Tensor:
         rows = self._rows(0, tokens[1:], hidden[:-1])
-        logits = []
+        logits, first, selected = [], len(rows), list[torch.Tensor]()
+
+        def reuse(_: Any, __: Any, topk: torch.Tensor) -> torch.Tensor:  # [1, rows, selected]
+            selected.append(topk[:, -1:])  # the first of these counts; an entry that is there twice counts once
+            again = selected[0][..., torch.arange(topk.shape[-1]) % selected[0].shape[-1]]
+            return torch.cat((topk[:, :first], again.expand(-1, topk.shape[1] - first, -1)), dim=1)
+
+        attention = self.modules[0].model.layers[0].self_attn
+        hooks = []
+        if getattr(self.model.config, "index_share_for_mtp_iteration", False):
+            hooks = [attention.indexer.register_forward_hook(reuse)]
         for _ in range(count):
             out = self._run(0, rows)[-1:]
             logits.append(self._logits(0, out)[0])
             tokens.append(choose(logits[-1], tokens))
             rows = torch.cat((rows, self._rows(0, tokens[-1:], out)))
+        for hook in hooks:
+            hook.remove()
         return torch.stack(logits)
 
     def _each(self, tokens: list[int], hidden: torch.Tensor, count: int, choose: Any) -> torch.Tensor:

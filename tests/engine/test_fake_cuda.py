@@ -61,15 +61,14 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
         engine = fake_engine(device, model, world, quantization=quantization)
         added = prefill(device, engine, min(8192 * world, 131_072))
         sparse = 2  # layers with experts
-        assert device.waits == ["event in placement.py:wait"] * (sparse if world > 1 else 0)
+        assert device.waits == ["event in placement.py:_plan"] * (sparse if world > 1 else 0)
         multiplied = {dtype for launch in device.launches for dtype in launch.dtypes}
         assert multiplied == {torch.bfloat16}, "float32 has no tensor cores; gate and index weights sum in it"
         names = {launch.name for launch in device.launches}
         assert not names & {"aten::index_add", "aten::index_add_", "aten::index_put_"}, "sums in the order of atomics"
         assert added / 2**30 <= CASES[model, world, quantization]
 
-        for _ in range(min(2 * world, 64)):
-            add_filled(engine, 100_000, GREEDY)
+        add_filled(engine, min(2 * world, 64), 100_000, GREEDY)
         with device.watched():
             engine.step()  # warms up and captures; a wait within is an error
         for _ in range(2):  # launched before the previous step is read
@@ -111,11 +110,10 @@ def test_micro_batches(fake_engine: Callable[..., Any]) -> None:
             options = {"quantization": "dequantize", "enable_dbo": enabled}
             engine = fake_engine(device, "deepseek_v32", 8, **options)
             added = prefill(device, engine, 65_536)
-            assert device.waits == ["event in placement.py:wait"] * (4 if enabled else 2)
+            assert device.waits == ["event in placement.py:_plan"] * (4 if enabled else 2)
             exchanges = 2 * (1 + enabled)  # layers with experts, micro-batches
             assert device.count("collective", "all_to_all") == 2 * exchanges, "tokens, sums"
-            for _ in range(16):
-                add_filled(engine, 100_000, GREEDY)
+            add_filled(engine, 16, 100_000, GREEDY)
             with device.watched():
                 engine.step()
             (captured,) = device.captures
@@ -146,8 +144,7 @@ def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypat
             return [id(tensor) for tensor in (*tensors, *(one._replicas for one in placements))]
 
         begun_with = stored()
-        for _ in range(16):
-            add_filled(engine, 100_000, GREEDY)
+        add_filled(engine, 16, 100_000, GREEDY)
         engine.step()
         before = device.live
         for turn in range(5):
@@ -213,8 +210,7 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
     drafts |= {"begin_thinking_token": 5, "end_thinking_token": 6}
     with FakeDevice() as device:
         engine = fake_engine(device, "deepseek_v32", world, speculative_config=drafts)
-        for _ in range(2 * world):
-            add_filled(engine, 100_000, replace(params, max_tokens=200))
+        add_filled(engine, 2 * world, 100_000, replace(params, max_tokens=200))
         with device.watched():
             engine.step()  # warms up and captures; a wait within is an error
         for ahead in (1, 2, 3):
@@ -233,7 +229,7 @@ def test_micro_batches_by_node(fake_engine: Callable[..., Any], enabled: bool) -
         engine = fake_engine(device, "deepseek_v32", 8, parallel, quantization="dequantize", enable_dbo=enabled)
         prefill(device, engine, 65_536)
         micro_batches = 1 + enabled
-        assert device.waits == ["event in placement.py:wait"] * 2 * micro_batches
+        assert device.waits == ["event in placement.py:_ways"] * 2 * micro_batches
         groups = engine.mesh.node_groups
         assert groups is not None
         rail, node = (device.stream_of(group.ranks, group.communicator).number for group in (groups.rail, groups.node))

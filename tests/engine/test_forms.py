@@ -26,7 +26,7 @@ def forms(metrics: RequestMetrics) -> tuple[int, int, int]:
 def test_tokens_of_each_form(tiny_llm: Callable[..., LLM], random_ids: Callable[..., list[int]]) -> None:
     with tiny_llm(400, max_num_batched_tokens=80, enforce_eager=True, **OPTIONS) as llm:  # else all decode as sparse
         prompts = [random_ids(120), random_ids(30, seed=1), random_ids(98, seed=2)]
-        of_each = [forms(output.metrics) for output in llm.generate(prompts, GREEDY)]
+        of_each = [forms(llm.generate(prompt, GREEDY)[0].metrics) for prompt in prompts]  # together they share steps
         # chunks of 80 tokens: 80 in MHA form; 20 alone are too few for it; 4 tokens are decoded
         assert of_each[0] == (80, 20, 24) and of_each[1] == (0, 34, 0)
         assert sum(of_each[2]) == 102 and of_each[2][2] == 2, "tokens 100 and 101 see more than index_topk"

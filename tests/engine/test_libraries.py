@@ -63,11 +63,10 @@ def test_a_prefill_and_a_decode(
             libraries.use(names if used else {})
             calls.clear()
             prefill_once(device, engine, 8192 * world)
-            assert device.waits == ["event in placement.py:wait"] * (2 if world > 1 else 0)
+            assert device.waits == ["event in placement.py:_plan"] * (2 if world > 1 else 0)
             prefill = Counter(call.__name__ for call, _, _ in calls)
             calls.clear()
-            for _ in range(world):
-                add_filled(engine, 100_000, GREEDY)
+            add_filled(engine, world, 100_000, GREEDY)
             engine.step()  # warms up and captures; a wait within is an error
             decode = Counter(call.__name__ for call, _, _ in calls)
             replayed = len(calls)
@@ -109,8 +108,7 @@ def test_deep_ep(
                 assert len(device.waits) == layers and device.count("collective", "all_to_all") == 0
                 assert all(isinstance(args[1], tuple) for call, args, _ in calls if call.__name__ == "dispatch")
             if decode == "deep_ep":
-                for _ in range(64):
-                    add_filled(engine, 100_000, GREEDY)
+                add_filled(engine, 64, 100_000, GREEDY)
                 calls.clear()
                 with device.watched():
                     engine.step()  # warms up and captures; a wait within is an error

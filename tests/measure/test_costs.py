@@ -99,7 +99,7 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
     options: dict[str, Any] = {"max_num_seqs": 4, "enforce_eager": True, "progress": False}
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", **options)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    running = [add_filled(llm.engine, context, params) for _ in range(requests)]
+    running = add_filled(llm.engine, requests, context, params)
     llm.engine.step()  # everything that is created once
     with (
         references(),
@@ -182,6 +182,16 @@ def test_the_sizes_of_deepseek_v32() -> None:
     # The model's layers read all keys once for four rows, the module's in each of its three passes.
     assert drafted.index_keys == pytest.approx(read.index_keys * (61 + 3) / 61)
     assert drafted.latent_rows == pytest.approx(read.latent_rows * (61 * 4 + 4 + 1 + 1) / 61)
+
+
+def test_index_keys_that_glm_5_2_reads() -> None:
+    """21 of 78 layers have an indexer; of the module's three passes only the first selects."""
+    config = ModelConfig.from_dict(released_config("glm_5_2"))
+    weights = WeightBytes.of_rank(config, None, torch.bfloat16, 64)
+    costs = ModelCosts(config, weights, cache_format(config, torch.bfloat16))
+    for drafts in (0, 1, 3):
+        read = total(costs.decode(Decode(1, 64, 131_072, drafts)))
+        assert read.index_keys == (131_072 * 128 * 2) * (21 + (drafts > 0))
 
 
 @pytest.mark.parametrize("stored", ["fp8", None])

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.demo.random_checkpoint import RESIDUAL_GAIN, write_random_checkpoint
+from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-from dsa_engine.model.layout import parameter_counts, released_tensors
+from dsa_engine.model.layout import ParameterCounts, parameter_counts, released_tensors
 from dsa_engine.weights import CheckpointReader, Source, TensorSpec
 
 transformers = pytest.importorskip("transformers")
@@ -213,6 +214,42 @@ def test_parameters_of_the_released_models() -> None:
     assert fp8 == pytest.approx(v32.total * (1 + 4 / 128**2) + 2 * 129280 * 7168, rel=1e-3)
 
 
+def test_the_sizes_of_glm_5_2() -> None:
+    """By hand from config.json, and the numbers of its FP8 release: 59,585 tensors, of which 59,044 have scales, in
+    files of 755,632,050,320 bytes with their headers; a module of 19,905,841,664 bytes in bfloat16."""
+    config = ModelConfig.from_dict(released_config("glm_5_2"))
+    full = [layer for layer, kind in enumerate(config.indexer_types) if kind == "full"]
+    assert full == [0, 1, *range(2, 78, 4)] and len(full) == 21
+    indexer = 2048 * 32 * 128 + 6144 * 128 + 6144 * 32 + 2 * 128  # wq_b, wk, weights_proj, k_norm
+    attention = 6144 * 2048 + 2048 + 2048 * 64 * 256 + 6144 * 576 + 512 + 512 * 64 * (192 + 256) + 64 * 256 * 6144
+    layer, expert = attention + 2 * 6144, 3 * 6144 * 2048
+    moe = 257 * expert + 256 * 6144 + 256
+    main = 2 * 154880 * 6144 + 6144 + 78 * layer + 21 * indexer + 3 * 3 * 6144 * 12288 + 75 * moe
+    module = layer + indexer + moe + 2 * 6144 * 6144 + 3 * 6144
+    assert parameter_counts(config) == ParameterCounts(main, main - 75 * 248 * expert, module)
+    assert 2 * module + 2 * 256 == 19_905_841_664  # the router's bias is in float32
+    stored = released_tensors(config, fp8=True)
+    assert sum(s.name.endswith("_scale_inv") for s in stored) == 59_044 and len(stored) == 59_585 + 59_044
+    headers = 755_632_050_320 - sum(s.nbytes for s in stored)
+    assert 100 < headers / len(stored) < 150  # name, dtype, shape and offsets of a tensor
+    caches = [cache_bytes_per_token(config, cache_format(config, dtype)) for dtype in (torch.bfloat16, FP8)]
+    assert caches == [78 * 576 * 2 + 21 * 128 * 2, 78 * 656 + 21 * 132]
+
+
+def test_a_thin_copy_of_glm_5_2(tmp_path: Path) -> None:
+    """Its checkpoint has index tensors in the layers 0, 1, 2, 6 and in the module alone; as many numbers as counted."""
+    thin = {key: value for key, value in tiny("glm_moe_dsa").items() if key != "indexer_types"}
+    raw = released_config("glm_5_2") | thin | {"num_hidden_layers": 9, "eos_token_id": 1}
+    write_random_checkpoint(tmp_path / "out", raw, fp8=False)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    indexed = {int(name.split(".")[2]) for name in tensors if ".indexer." in name}
+    config = ModelConfig.from_pretrained(tmp_path / "out")
+    counts, kinds = parameter_counts(config), [*config.indexer_types, "full"]
+    assert indexed == {layer for layer, kind in enumerate(kinds) if kind == "full"} == {0, 1, 2, 6, 9}
+    assert sum(tensor.numel() for tensor in tensors.values()) == counts.total + counts.mtp
+    assert config.index_share_for_mtp_iteration
+
+
 def test_cache_bytes_per_token() -> None:
     def per_token(raw: dict[str, Any], dtype: torch.dtype) -> int:
         config = ModelConfig.from_dict(raw)
@@ -230,15 +267,16 @@ def test_cache_bytes_per_token() -> None:
 def test_released_configurations() -> None:
     for name in RELEASED_CONFIGS:
         config = released_config(name)
-        assert ModelConfig.from_dict(config).model_type == name == config["model_type"]
+        assert ModelConfig.from_dict(config).model_type == config["model_type"]
+        assert config["model_type"] == ("glm_moe_dsa" if name.startswith("glm") else name)
         config["rope_theta"] = config["num_hidden_layers"] = None  # a copy: the original stays
         assert released_config(name)["num_hidden_layers"] in (61, 78)
         # transformers' defaults for the type are the released sizes.
-        theirs = transformers.AutoConfig.for_model(name)
+        theirs = transformers.AutoConfig.for_model(config["model_type"])
         sizes = {key: value for key, value in released_config(name).items() if isinstance(value, int | float)}
         for key in sizes.keys() - {"bos_token_id", "eos_token_id"}:
-            # The one exception: the default length of deepseek_v3 is shorter than the released one.
-            if hasattr(theirs, key) and (name, key) != ("deepseek_v3", "max_position_embeddings"):
+            # The one exception: the default lengths are those of other releases.
+            if hasattr(theirs, key) and key != "max_position_embeddings":
                 assert (key, getattr(theirs, key)) == (key, sizes[key])
     with pytest.raises(ValueError, match="no released configuration 'gpt'.*deepseek_v32"):
         released_config("gpt")

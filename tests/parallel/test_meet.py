@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel import Mesh, ParallelConfig, agreement
+from dsa_engine.parallel import Mesh, ParallelConfig, agreement, failure
 from dsa_engine.parallel.failure import SIGN_OF_LIFE
 from dsa_engine.parallel.group import Group
 
@@ -132,6 +132,26 @@ def test_the_store_keeps_the_keys_of_the_last_meeting_only(
         verdicts = list(pool.map(run, meshes))
     assert verdicts == [[repr([(r, f"{n} {r}") for r in range(3)]) for n in range(20)]] * 3
     assert store.num_keys() - before == 4, "three texts and a verdict"
+
+
+def test_a_store_that_does_not_answer_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the process that has it were stopped; with a launcher's store no rank is ended for that."""
+    asked, go_on, said, ended = threading.Event(), threading.Event(), list[str](), threading.Event()
+
+    class Stopped:
+        def check(self, _: list[str]) -> bool:
+            asked.set()
+            go_on.wait(60)
+            raise RuntimeError
+
+    monkeypatch.setattr(failure, "_POLL_S", 0.01)
+    monkeypatch.setattr(failure, "_connect", lambda _: Stopped())
+    monkeypatch.setattr(failure, "_say", said.append)
+    monkeypatch.setattr(failure._Reporter, "_end", lambda self, _: (self._left.set(), ended.set()))
+    failure._Reporter(lambda *_: None).connect(0.1)
+    assert asked.wait(60) and ended.wait(60)
+    assert said == ["[rank 0] ends, because the store of the run, which rank 0 has, is silent for 0.1 s: stopped"]
+    go_on.set()
 
 
 def test_a_rank_that_shows_no_sign_of_life_is_not_waited_for(meshes: list[Rank], store: dist.Store) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -177,6 +177,21 @@ def test_the_key(serve: Any, tiny: LLM) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["mine", None])
+def test_an_abort(serve: Any, slow: LLM, name: str | None, stream: bool) -> None:
+    """By name, or of all."""
+    server = serve(slow)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", json=LONG | {"request_id": "mine", "stream": stream})
+        while not slow.engine.scheduler.has_work:
+            time.sleep(0.01)
+        assert server.answer("/abort_requests", request_ids=["other"]) == {"aborted": 0}
+        assert server.answer("/abort_requests", **({"request_ids": [name]} if name else {})) == {"aborted": 1}
+        answer = running.result()
+    assert answer.status_code == (200 if stream else 499) and '"code":"aborted"' in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("timeout", "signals"), [(20.0, 1), (0.2, 1), (20.0, 2)])
 def test_the_end(
     serve: Any, slow: LLM, timeout: float, signals: int, stream: bool, caplog: pytest.LogCaptureFixture
@@ -242,6 +257,20 @@ def test_requests_that_are_half_sent(serve: Any, slow: LLM, monkeypatch: pytest.
             half.sendall(sent)
         assert [half.recv(99) for half in halves] == [b""] * 4
         assert server.complete(**LONG)
+
+
+def test_a_request_that_never_ends(serve: Any, tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then holds no connection."""
+    monkeypatch.setattr(http, "_WHOLE_S", 0.4)
+    server = serve(tiny)
+    with socket.create_connection(("127.0.0.1", server.port), 0.05) as half, suppress(ConnectionError):
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: ")
+        for _ in range(200):
+            half.sendall(b"A")
+            with suppress(TimeoutError):
+                assert half.recv(99) == b""
+                return
+        pytest.fail("it is still open")
 
 
 def test_streams_of_http_1_0(server: Any) -> None:

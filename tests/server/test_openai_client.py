@@ -57,7 +57,7 @@ def test_completions(client: OpenAI, llm: LLM) -> None:
 
 def test_tools(client: OpenAI) -> None:
     """A random model calls nothing; that calls are read is in test_chat.py."""
-    given: Any = {"model": "demo", "messages": HELLO, "tools": TOOLS, "max_tokens": 3}
+    given: Any = {"model": "demo", "messages": HELLO, "tools": TOOLS, "max_tokens": 3, "temperature": 0}
     completion = client.chat.completions.create(**given, tool_choice="auto")
     assert completion.choices[0].message.tool_calls is None
     with client.chat.completions.stream(**given) as stream:

@@ -98,6 +98,9 @@ def route(servers: dict[str, Process], tmp_path: Path) -> Iterator[Callable[...,
 def test_kv_aware(servers: dict[str, Process], route: Callable[..., OpenAI]) -> None:
     """Each server has computed other prompts; the router knows them by the servers' events alone."""
     sources = [word for url in servers for word in ("--kv-event-source", f"{url}={EVENTS[url]}")]
+    for url in servers:
+        about = {"endpoint": EVENTS[url], "topic": "", "data_parallel_rank": 0, "replay_endpoint": None}
+        assert httpx.get(f"{url}/kv_event_sources", trust_env=False).json() == [about]
     client = route("--policy", "kv_aware", "--kv-event-block-size", "64", "--kv-event-model", "demo", *sources)
     time.sleep(1)  # until the router listens to the events
 

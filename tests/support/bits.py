@@ -16,7 +16,13 @@ from quantized_sizes import INDEXER, SIZES
 
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": SIZES | INDEXER | {"num_nextn_predict_layers": 1},
-    "glm_moe_dsa": SIZES | INDEXER | {"num_nextn_predict_layers": 1, "indexer_types": ["full", "shared"]},
+    "glm_moe_dsa": SIZES
+    | INDEXER
+    | {
+        "num_nextn_predict_layers": 1,
+        "indexer_types": ["full", "shared"],
+        "index_share_for_mtp_iteration": True,
+    },
     "deepseek_v3": SIZES | {"num_nextn_predict_layers": 1},
 }
 # By name: the argument of quantize_checkpoint, or None for the plain model; and the options of the engine.

@@ -57,6 +57,7 @@ class Wish:
     output: int
     arrives: int  # its step of arrival
     ends_after: int  # tokens after which it ends, as by an end token
+    priority: int
     leaves: int | None  # steps after which it ends, as by a closed stream
 
 
@@ -91,6 +92,7 @@ def crowd(rng: random.Random, tiers: int, large: bool = False) -> tuple[World, l
             output=rng.randint(1, room * 3 // 4),
             arrives=rng.randint(0, 12),
             ends_after=rng.choice([room, room, rng.randint(1, room)]),
+            priority=rng.choice([0, 0, 0, 1, -1]),
             leaves=rng.choice([None, None, None, rng.randint(0, 40)]),
         )
         for _ in range(rng.randint(20, 100) if large else rng.randint(1, 4 + 4 * world.world))

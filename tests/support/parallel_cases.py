@@ -54,11 +54,11 @@ def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
             "v32",
             parallel=config,
             options={"max_num_batched_tokens": 48},
-            lengths=[3, 48 * cp + 1, 96 * cp, 701],
+            lengths=[3, 48 * cp + 1, 96 * cp, 333],
             ragged=RAGGED,
         ),
-        case("experts in rounds", "v32", parallel=config | {"moe_chunk_size": 16}, lengths=[301], ragged=RAGGED),
-        case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 2}, ragged=RAGGED),
+        case("experts in rounds", "v32", parallel=config | {"moe_chunk_size": 40}, lengths=[301], ragged=RAGGED),
+        case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 4}, ragged=RAGGED),
         case("small pages", "glm", parallel=config, options={"page_size": 16}, lengths=[17, 333], ragged=RAGGED),
         case("sampled", "v32", parallel=config, ragged=RAGGED, params=SAMPLED),
         case("selection", "glm", parallel=config, options=DBO, ragged=RAGGED, params=GREEDY | {"selection": 3}),
@@ -92,15 +92,11 @@ def fp8_caches(cp: int, dispatch: str) -> dict[str, Any]:
     return case(name, "v32-fp8", parallel=parallel(cp, 1, dispatch), options=options, lengths=[5, 301], ragged=RAGGED)
 
 
-def replicas(model: str, cp: int, dispatch: str, number: int = 4, shared: bool = False, **keys: Any) -> dict[str, Any]:
-    """Replicas of the experts with the largest loads, which are made up.
-
-    Args:
-        shared: whether the shared expert is a routed one.
-    """
+def replicas(model: str, cp: int, dispatch: str, number: int = 4, **keys: Any) -> dict[str, Any]:
+    """Replicas of the experts with the largest loads, which are made up."""
     loads = [1.0 + (7 * expert) % 12 for expert in range(12)]
-    config = {"redundant_experts": number, "expert_loads": loads, "route_shared_expert": shared}
-    name = f"{number} replicas of {model}{', shared expert routed' * shared} cp{cp} {dispatch}"
+    config = {"redundant_experts": number, "expert_loads": loads}
+    name = f"{number} replicas of {model} cp{cp} {dispatch}"
     more = {"lengths": [2, 301], "ragged": RAGGED} | keys
     return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **more)
 
@@ -109,28 +105,24 @@ def by_node(nodes: list[int]) -> list[dict[str, Any]]:
     """The dispatch by nodes, in prefill and decode, with each feature that concerns the experts."""
     cp, at = len(nodes), {"nodes": nodes}
     once = parallel(cp, 1, "by_node")
-    in_rounds = once | {"moe_chunk_size": 16, "redundant_experts": 3, "route_shared_expert": True}
+    in_rounds = once | {"moe_chunk_size": 40, "redundant_experts": 4}
     cases = [
         case("plain", "v32", parallel=once, lengths=[1, 333], ragged=RAGGED),
         case("replicas, in rounds", "v32", parallel=in_rounds, lengths=[2, 301], ragged=RAGGED),
         case("chosen by size", "glm", parallel=parallel(cp, 1, "auto"), lengths=[17, 333], ragged=RAGGED),
         micro_batches("v32", cp, "by_node", preempts=True),
         micro_batches("v32", cp, "by_node", waiting=True),
-        micro_batches("v32", cp, "by_node", chunk=16, waiting=True),
+        micro_batches("v32", cp, "by_node", chunk=40, waiting=True),
         stored(cp, 1, "by_node"),
         rebalanced("v32", cp, "by_node"),
     ]
     return [one | at | {"name": f"by node {nodes}, {one['name']}"} for one in cases]
 
 
-def rebalanced(
-    model: str, cp: int, dispatch: str, number: int = 4, shared: bool = False, **keys: Any
-) -> dict[str, Any]:
+def rebalanced(model: str, cp: int, dispatch: str, number: int = 4, **keys: Any) -> dict[str, Any]:
     """Experts move in every second step, by what a few tokens have chosen."""
-    config = {"redundant_experts": number, "route_shared_expert": shared, "rebalance_every": 2}
-    name = (
-        f"rebalanced {model}, {number} replicas{', shared expert routed' * shared} cp{cp} {dispatch} {' '.join(keys)}"
-    )
+    config = {"redundant_experts": number, "rebalance_every": 2}
+    name = f"rebalanced {model}, {number} replicas cp{cp} {dispatch} {' '.join(keys)}"
     return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **{"ragged": RAGGED} | keys)
 
 
@@ -145,16 +137,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *(micro_batches("v32", 2, dispatch) for dispatch in DISPATCHES),
         micro_batches("v32", 2, "all_gather", padded=True),
         micro_batches("v32", 2, "all_to_all", waiting=True),
-        micro_batches("v32", 2, "all_to_all", chunk=16, waiting=True),
+        micro_batches("v32", 2, "all_to_all", chunk=40, waiting=True),
         micro_batches("fp8 weights", 2, "all_to_all"),
         stored(2, 1, "all_to_all"),
         stored(2, 2, "all_gather"),
         replicas("v32", 2, "all_to_all"),
-        replicas("v32", 2, "all_gather", shared=True, padded=True),
-        replicas("fp8 weights", 2, "all_to_all", shared=True, options={"quantization": "fp8"}),
+        replicas("v32", 2, "all_gather", padded=True),
+        replicas("fp8 weights", 2, "all_to_all", options={"quantization": "fp8"}),
         rebalanced("v32", 2, "all_to_all", preempts=True),
         rebalanced("v32", 2, "all_to_all", lengths=[301], ragged=[], options={"max_num_batched_tokens": 48}),
-        rebalanced("v32", 2, "all_gather", shared=True, padded=True),
+        rebalanced("v32", 2, "all_gather", padded=True),
         rebalanced("v32", 2, "all_gather", number=0, options=DBO),
         rebalanced("fp8 weights", 2, "all_to_all", options={"quantization": "fp8"}),
     ],
@@ -171,9 +163,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         stored(2, 4, "all_to_all"),
         replicas("v32", 4, "all_gather"),
         replicas("v32", 2, "all_to_all", number=36),  # every rank has all
-        replicas("v32", 4, "all_to_all", number=3, shared=True),  # 16 physical experts
+        replicas("v32", 4, "all_to_all"),  # 16 physical experts
         *by_node([0, 0, 1, 1]),
-        rebalanced("v32", 2, "all_to_all", shared=True),
+        rebalanced("v32", 2, "all_to_all"),
     ],
     5: [
         case(

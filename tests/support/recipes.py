@@ -61,7 +61,7 @@ def tiny(words: list[str], int4_folder: Path) -> tuple[int, str, list[str]]:
     last value of an option wins."""
     models = {
         "deepseek-ai/DeepSeek-V3.2": "deepseek_v32",
-        "zai-org/GLM-5-FP8": "glm_moe_dsa",
+        "zai-org/GLM-5.2-FP8": "glm_5_2",
         "DeepSeek-V3.2-int4-experts": str(int4_folder),
     }
     launched = get_args_parser().parse_args(words[1:])

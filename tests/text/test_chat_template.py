@@ -21,7 +21,7 @@ def form(demo_cache: Path) -> ConversationFormat:
 
 
 def test_what_a_conversation_may_look_like() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}, "three"]
+    parts = [{"type": "output_text", "text": "one"}, {"type": "refusal", "refusal": "two"}, "three"]
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     assert conversations(HELLO) == [HELLO]
     assert conversations([HELLO, tuple(HELLO)]) == [HELLO, HELLO]
@@ -37,6 +37,7 @@ def test_what_a_conversation_may_look_like() -> None:
         ([{"role": "user"}], TypeError, "a conversation is a list of"),
         ([{"role": "user", "content": 5}], TypeError, "a conversation is a list of"),
         ([HELLO[0], "x"], TypeError, "a conversation is a list of"),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}], ValueError, "text only, not"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, "text only, not {'type': 'image_url'"),
     ],
 )

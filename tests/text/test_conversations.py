@@ -56,9 +56,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, conversation_format(folder, "deepseek_v32")
 
 
-@pytest.mark.parametrize("arguments, read", [("", {}), (None, {}), ('{"zone": "Eu', {"arguments": '{"zone": "Eu'})])
+BROKEN = ('{"zone": "Eu', 5, ["x"])
+
+
+@pytest.mark.parametrize("arguments, read", [("", {}), (None, {}), *((one, {"arguments": one}) for one in BROKEN)])
 def test_history_with_a_broken_turn(
-    form: ConversationFormat, family: tuple[str, ConversationFormat], arguments: Any, read: dict[str, str]
+    form: ConversationFormat, family: tuple[str, ConversationFormat], arguments: Any, read: dict[str, Any]
 ) -> None:
     """Clients send back what they got, also a call that was cut off."""
 

@@ -20,7 +20,10 @@ from dsa_engine.text.tokenizer import TextStream, Tokenizer
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes."""
+    """A tokenizer whose tokens are bytes, of which it may tell."""
+
+    def __init__(self, joins_bytes: bool = True):
+        self.joins_bytes = joins_bytes
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
@@ -28,6 +31,8 @@ class Bytes:
 
 class Pieces:
     """A tokenizer whose tokens are strings of any length; a space at the beginning of a text is lost, as in Llama's."""
+
+    joins_bytes = False
 
     def __init__(self, pieces: list[str]):
         self.pieces = pieces
@@ -42,12 +47,12 @@ def run(tokenizer: Any, tokens: list[int], stop: tuple[str, ...]) -> tuple[list[
     pieces = []
     for token in tokens:
         stream.add(token)
-        if stream.stopped:
+        if stream.stop_string is not None:
             break
         pieces.append(stream.new_text())
     stream.finish()
     pieces.append(stream.new_text())
-    return pieces, "".join(pieces), stream.stopped
+    return pieces, "".join(pieces), stream.stop_string is not None
 
 
 def test_characters_of_several_tokens() -> None:
@@ -112,10 +117,10 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stop: t
     assert "".join(pieces) == whole
 
 
-@given(st.lists(st.integers(0, 255), max_size=30), STOPS)
-def test_any_bytes(tokens: list[int], stop: tuple[str, ...]) -> None:
+@given(st.lists(st.integers(0, 255), max_size=30), STOPS, st.booleans())
+def test_any_bytes(tokens: list[int], stop: tuple[str, ...], joins_bytes: bool) -> None:
     """The bytes of an untrained model, which are no text: a piece that was given never changes."""
-    pieces, whole, stopped = run(Bytes(), tokens, stop)
+    pieces, whole, stopped = run(Bytes(joins_bytes), tokens, stop)
     assert "".join(pieces) == whole
     assert bytes(tokens).decode("utf-8", errors="replace").startswith(whole)
     if not stopped:
@@ -137,6 +142,18 @@ def test_tokens_that_never_complete_a_character(byte: int) -> None:
     pieces, whole, _ = run(Counted(), tokens, ())
     assert whole == bytes(tokens).decode("utf-8", errors="replace") == "".join(pieces)
     assert max(decoded) < 40 and sum(len(piece) for piece in pieces[:400]) > 350
+
+
+def test_a_stream_of_byte_level_tokens_decodes_each_alone(demo_tokenizer: Tokenizer) -> None:
+    """So that a token which came before costs no more than a look-up."""
+    assert demo_tokenizer.joins_bytes
+    ids = demo_tokenizer.encode("the same words, the same words", add_special_tokens=False)
+    seen: list[list[int]] = []
+    stream = TextStream(demo_tokenizer)
+    stream._decode = lambda tokens: seen.append(tokens) or demo_tokenizer.decode(tokens)  # type: ignore[assignment]
+    for token in ids:
+        stream.add(token)
+    assert seen == [[token] for token in ids] and stream.new_text() == "the same words, the same words"
 
 
 @pytest.fixture(scope="module")

@@ -46,8 +46,8 @@ def run_prefill(args: argparse.Namespace) -> None:
     report = BenchReport(llm, args, "ttft")
     try:
         for number, prompt in enumerate(prompts, 1):
-            result = measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat)
-            report.add(result, last=number == len(prompts))
+            measure = partial(measure_prefill, engine, prompt, warmup=args.warmup, repeat=args.repeat)
+            report.add(result := measure(), measure, last=number == len(prompts))
             if leads and args.dump_logits:
                 with whole_file(args.dump_logits) as path, path.open("wb") as file:
                     np.save(file, result.logits.numpy())
@@ -85,8 +85,8 @@ def _run_latency(metric: str, args: argparse.Namespace) -> None:
         for number, (input_len, batch_size, num_drafts) in enumerate(cases, 1):
             runs = {"batch_size": batch_size, "warmup": args.warmup, "repeat": args.repeat, "seed": args.seed}
             runs |= {"fill_cache": fill_cache, "num_drafts": num_drafts, "acceptance": _acceptance(args, num_drafts)}
-            result = measure_latency(llm, input_len, args.output_len, **runs)
-            report.add(result, last=number == len(cases))
+            measure = partial(measure_latency, llm, input_len, args.output_len, **runs)
+            report.add(measure(), measure, last=number == len(cases))
         if args.profile:
             prompts = measured_prompts(engine, input_len, batch_size, args.seed, fill_cache)
             with chrome_trace(args.profile if engine.mesh.is_leader else None):  # the other ranks run too

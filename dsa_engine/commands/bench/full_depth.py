@@ -1,20 +1,16 @@
-"""Latencies of the whole model, scaled from a run with fewer layers; always reported as scaled, not measured."""
+"""Latencies of the whole model, from runs of two depths with fewer layers; always reported as scaled, not measured."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dsa_engine.commands.bench.result import Result
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
-from dsa_engine.measure.stage_timer import mean_stages
-
-# The stages of a decoder layer of each kind; all others are outside the layers.
-_EVERY_LAYER = ("MLA prolog", "sparse flash attention", "MLA epilog", "communication")
-_SELECTING_LAYER = ("indexer prolog", "lightning indexer")
-_DENSE_LAYER = ("dense MLP",)
-_MOE_LAYER = ("MoE gate", "MoE dispatch", "MoE experts", "MoE shared", "MoE combine")
 
 # Keys of config.json that define the layers: overrides of these apply to the run, not to the whole model.
 _LAYER_KEYS = {
@@ -23,30 +19,35 @@ _LAYER_KEYS = {
 }
 
 
-def depth_factors(measured: ModelConfig, full: ModelConfig) -> dict[str, float]:
-    """Factor of every stage of a layer: the number of layers with that stage in ``full`` over the number in the run."""
-    factors: dict[str, float] = {}
-    for stages, what, count in (
-        (_EVERY_LAYER, "decoder layer", lambda c: c.num_hidden_layers),
-        (_SELECTING_LAYER, "layer with an indexer", lambda c: c.indexer_types.count("full")),
-        (_DENSE_LAYER, "dense layer", lambda c: c.mlp_layer_types.count("dense")),
-        (_MOE_LAYER, "MoE layer", lambda c: c.mlp_layer_types.count("sparse")),
-    ):
-        here, there = count(measured), count(full)
-        if there and not here:
-            raise ValueError(f"no {what} was measured and the whole model has {there}; measure more layers")
-        factors |= dict.fromkeys(stages, there / here if here else 1.0)
-    return factors
+@contextmanager
+def first_layers(engine: Engine, count: int) -> Iterator[None]:
+    """The engine with its first ``count`` layers only; graphs are captured anew, and again afterwards."""
+    model, layers = engine.model, engine.model.layers
+    try:
+        for some in (layers[:count], layers):
+            if engine.graphs is not None:
+                engine.graphs.close()
+            model.layers = some
+            if some is not layers:
+                yield
+    finally:
+        model.layers = layers
 
 
 class FullDepth:
-    """The scaling. ``changed``: keys of config.json, other than those of layers, that the run has changed."""
+    """The scaling: each layer that was not measured takes what the second half of the measured ones take, which is the
+    difference of two runs. ``changed``: keys of config.json, other than those of layers, that the run has changed."""
 
     def __init__(self, measured: ModelConfig, full: ModelConfig, **changed: Any):
-        self.measured = measured.num_hidden_layers
-        self.layers = full.num_hidden_layers
+        self.measured, self.layers = measured.num_hidden_layers, full.num_hidden_layers
+        self.fewer = (self.measured + 1) // 2
         self.changed = "".join(f", {key} {value}" for key, value in changed.items())
-        self.factors = depth_factors(measured, full)
+        usual = max(("dense", "sparse"), key=full.mlp_layer_types[: self.layers].count)
+        if usual not in measured.mlp_layer_types[self.fewer : self.measured]:
+            raise ValueError(
+                f"of {self.measured} layers the second half, by which times are scaled to {self.layers}, has no "
+                f"{usual} one; measure more layers"
+            )
 
     @classmethod
     def of(cls, llm: LLM) -> FullDepth | None:
@@ -57,23 +58,19 @@ class FullDepth:
         same = full.num_hidden_layers == engine.config.num_hidden_layers
         return None if same else cls(engine.config, full, **overrides)
 
-    def scale(self, result: Result) -> dict[str, float]:
-        """Milliseconds of TTFT and TPOT at full depth: each stage's part of the median times the stage's factor."""
-        scaled = {}
-        for metric, phase, seconds in (("ttft", "prefill", result.ttft), ("tpot", "decode", result.tpot)):
-            if seconds:
-                stages = mean_stages(result.stages[phase])
-                growth = sum(s * self.factors.get(name, 1.0) for name, s in stages.items()) / sum(stages.values())
-                scaled[metric] = statistics.median(seconds) * growth * 1e3
-        return scaled
+    def to_json(self, result: Result, fewer: Result) -> dict[str, Any]:
+        """Milliseconds of TTFT and TPOT at full depth, and with the fewer layers."""
+        growth = (self.layers - self.measured) / (self.measured - self.fewer)
+        scaled: dict[str, Any] = {"num_hidden_layers": self.layers, "measured_layers": self.measured}
+        scaled["fewer_layers"] = self.fewer
+        for metric in ("ttft", "tpot"):
+            if getattr(result, metric) and getattr(fewer, metric):
+                ms, less = (statistics.median(getattr(one, metric)) * 1e3 for one in (result, fewer))
+                scaled |= {f"{metric}_ms": ms + (ms - less) * growth, f"fewer_{metric}_ms": less}
+        return {"scaled_to_full_depth": scaled}
 
-    def to_json(self, result: Result) -> dict[str, Any]:
-        times = {f"{metric}_ms": ms for metric, ms in self.scale(result).items()}
-        about = {"num_hidden_layers": self.layers, "measured_layers": self.measured}
-        return {"scaled_to_full_depth": about | times}
-
-    def line(self, result: Result, metric: str) -> str:
+    def line(self, size: str, scaled: dict[str, Any], metric: str) -> str:
         depth = f"with all {self.layers} layers instead of {self.measured}{self.changed}"
-        ms = self.scale(result).get(metric, float("nan"))
-        by = ", by the stages of watched steps, which are eager" if metric == "tpot" else ""
-        return f"SCALED, not measured: {result.size} {depth}: {metric.upper()} {ms:,.1f} ms{by}"
+        ms, less = (scaled.get(name, float("nan")) for name in (f"{metric}_ms", f"fewer_{metric}_ms"))
+        by = f"by the difference to {self.fewer} layers, {less:,.2f} ms"
+        return f"SCALED, not measured: {size} {depth}: {metric.upper()} {ms:,.1f} ms, {by}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsa_engine.commands.arguments import reported
-from dsa_engine.commands.bench.full_depth import FullDepth
+from dsa_engine.commands.bench.full_depth import FullDepth, first_layers
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.result import Result
 from dsa_engine.llm import LLM
@@ -39,13 +39,17 @@ class BenchReport:
         self._results: list[Result] = []
         self._listed: list[dict[str, Any]] = []
 
-    def add(self, result: Result, last: bool) -> None:
-        scaled = self._depth.to_json(result) if self._depth else {}
+    def add(self, result: Result, again: Callable[[], Result], last: bool) -> None:
+        """``again`` measures the same, for the time with fewer layers, if times are to be scaled to more."""
+        listed = result.to_json() | self._fractions.of(result)
         self._results.append(result)
-        self._listed.append(result.to_json() | self._fractions.of(result) | scaled)
+        self._listed.append(listed)
+        facts: dict[str, Any] = {"ceilings": self._fractions.ceilings.to_json()}
+        facts["cuda_graph_memory_bytes"] = self._engine.graphs.memory_bytes if self._engine.graphs else 0
+        if self._depth:
+            with first_layers(self._engine, self._depth.fewer):
+                listed |= self._depth.to_json(result, again())
         if self._engine.mesh.is_leader:
-            facts: dict[str, Any] = {"ceilings": self._fractions.ceilings.to_json()}
-            facts["cuda_graph_memory_bytes"] = self._engine.graphs.memory_bytes if self._engine.graphs else 0
             write_so_far(self._path, self._about | facts, self._listed, complete=last)
 
     def show(self) -> None:
@@ -68,8 +72,9 @@ class BenchReport:
             _print_stages(phase, self._results)
         print()
         print_peak_fractions([result.size for result in self._results], self._listed, self._fractions.ceilings)
-        for result in self._results if self._depth else ():
-            print(self._depth.line(result, self._metric))  # type: ignore[union-attr]
+        for result, json in zip(self._results, self._listed, strict=True):
+            if self._depth and "scaled_to_full_depth" in json:
+                print(self._depth.line(result.size, json["scaled_to_full_depth"], self._metric))
 
     def _row(self, result: Result, json: dict[str, Any]) -> tuple[Any, ...]:
         size = (f"{result.input_len:,}", result.batch_size, result.num_speculative_tokens, result.output_len)

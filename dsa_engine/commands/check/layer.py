@@ -69,8 +69,8 @@ class PageLayer:
         self._shapes = {spec.name: spec.shape for spec in released_tensors(engine.config, False)}
         self._c, self._w = dsa.Config.read(folder), self.weights("")
         self._w.setdefault("mlp", dsa.Weights())["experts"] = _Experts(self)
-        whole = dsa.Weights(model=dsa.Weights(layers={}))
-        self._turns = dsa.Model(self._c, whole, _ALONE, 0, 1, torch.float32).turns
+        given = dsa.Weights(self._w.self_attn | {"indexer": None})  # takes the selection that it is given
+        self._attention = dsa.Weights(model=dsa.Weights(layers=[dsa.Weights(self_attn=given)]))
         coarse = engine.cache.format.coded or not isinstance(engine.model.runtime.weights, Unquantized)
         self._error, self._choice = _COARSE if coarse else _FLOAT32 if engine.dtype == torch.float32 else _BFLOAT16
         self._noise = 1e-3 if engine.dtype == torch.float32 else 2e-2  # of the router's input, by rounding
@@ -128,23 +128,22 @@ class PageLayer:
     def _compare_attention(
         self, result: Agreement, h: torch.Tensor, at: torch.Tensor, ours: torch.Tensor, pieces: list[Piece] | None
     ) -> None:
-        c, w, turn = self._c, self._w.self_attn, self._turns(torch.arange(len(h)))
+        c, w, count, measured = self._c, self._w.self_attn, len(h), []
         x = dsa.rms_norm(h, self._w.input_layernorm, c.rms_norm_eps)
-        latent, keys = dsa.latent_rows(w, c, x, turn), None  # [n, 576]
+        page = dsa.Model(c, self._attention, _ALONE, count, 1, torch.float32)  # a page for each token
+        turn = page.turns(torch.arange(count))
+        page.latent[0] = latent = dsa.latent_rows(w, c, x, turn)  # [n, 576]
+        of, values = joined(pieces) if pieces else (at, at)
+        few = at < c.index_topk if c.index_topk else at >= 0
+        chosen = values[torch.isin(of, at[~few])].long()
         if c.index_topk and c.indexer_types[self._number] == "full":
             keys = dsa.index_keys(w.indexer, c, x, turn)  # [n, 128]
-        measured, attended, of, values = [], [], *(joined(pieces) if pieces else (at, at))
-        for p, row in zip(at.tolist(), at.split(1)):
-            own = turn[0][row], turn[1][row]
-            q, compressed = dsa.queries(w, c, x[row], own)
-            chosen = None  # all that the row sees
-            if c.index_topk and p >= c.index_topk:
-                chosen = values[of == row].long()  # [1, k]
-                if keys is not None:
-                    scores = dsa.index_scores(*dsa.index_queries(w.indexer, c, x[row], compressed, own), keys, row)[0]
-                    mass = (q[0] @ latent[: p + 1].T * c.softmax_scale).softmax(-1).mean(0)  # [p + 1]
-                    measured.append([p, *self._selection(chosen[0], scores[: p + 1], mass)])
-            attended.append(dsa.attend(q, latent, row, chosen, c.kv_lora_rank, c.softmax_scale))
+            for row, best in zip(at[~few].split(1), chosen):
+                own, n = (turn[0][row], turn[1][row]), int(row) + 1
+                q, compressed = dsa.queries(w, c, x[row], own)
+                scores = dsa.index_scores(*dsa.index_queries(w.indexer, c, x[row], compressed, own), keys, row)[0]
+                mass = (q[0] @ latent[:n].T * c.softmax_scale).softmax(-1).mean(0)  # [n]
+                measured.append([int(row), *self._selection(best, scores[:n], mass)])
         if measured:
             positions, tokens, gaps, *parts = torch.tensor(measured, dtype=torch.float64).T
             means = (float(part.mean()) for part in parts)
@@ -152,7 +151,12 @@ class PageLayer:
             if bool((bad := (tokens != c.index_topk) | (gaps > self._choice)).any()):
                 seen = f"{int(tokens[bad][0])} tokens, index_topk is {c.index_topk}, {result.selection:.0%}"
                 result.wrong.append(f"selection: {seen} are the page's, {_where(bad, positions)}")
-        result.attention = self._differ(result, "attention", ours, dsa.output(w, c, torch.cat(attended)), at)
+        request, parts = dsa.Request(0, [], count, tables=[list(range(count))]), []
+        for rows, best in ((at[few], chosen[:0]), (at[~few], chosen)):  # the few see all before them
+            if len(rows):
+                batch = dsa.Batch([[(request, rows.tolist())]], prefill=False)
+                parts.append(page.attention(0, x[rows], batch, [*best]))
+        result.attention = self._differ(result, "attention", ours, torch.cat(parts), at)
 
     def _selection(self, chosen: torch.Tensor, scores: torch.Tensor, mass: torch.Tensor) -> tuple[float, ...]:
         """Of a row that sees n tokens, by its selection ``[k]`` and the page's index scores and mass of attention

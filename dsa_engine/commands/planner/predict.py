@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dsa_engine.commands.planner.demand import Demand
 from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.measure.costs.model_costs import Decode, Stages, prefill_plans, times
+from dsa_engine.measure.costs.model_costs import Decode, Stages, Work, prefill_plans, times
 from dsa_engine.parallel.experts import DispatchMethod
 
 # Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200.
@@ -130,20 +130,26 @@ def _faster(seconds: Callable[[int], dict[str, float]], may_divide: bool) -> tup
     return min(tried, key=lambda one: sum(one[0].values()))
 
 
+def stage_seconds(placed: Placed, kernels: Kernels, name: str, work: Work, decodes: bool) -> float:
+    """The longer of a stage's products and its bytes."""
+    device = placed.device
+    narrow = placed.narrow if name in NARROW else name == "lightning indexer" and placed.cache.coded
+    peak = (device.narrow_tflops if narrow else device.tflops) * 1e12
+    products = work.flops / (peak * kernels.parts.get(name, (PRODUCT, PRODUCT))[decodes])
+    part = CACHE_ROWS.get(name, kernels.weights if decodes else COPY)
+    return kernels.slack * max(products, work.bytes_read / (device.tb_s * 1e12 * part))
+
+
 def _timed(
     placed: Placed, kernels: Kernels, work: Stages, dispatch: DispatchMethod, rows: int, passes: int, micro: int,
     *, decodes: bool,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of the stages of ``passes`` passes over ``rows`` rows of each rank, and of what they wait for."""
-    device, config, stages = placed.device, placed.config, {}
-    for name, one in work.items():
-        narrow = placed.narrow if name in NARROW else name == "lightning indexer" and placed.cache.coded
-        peak = (device.narrow_tflops if narrow else device.tflops) * 1e12
-        products = one.flops / (peak * kernels.parts.get(name, (PRODUCT, PRODUCT))[decodes])
-        part = CACHE_ROWS.get(name, kernels.weights if decodes else COPY)
-        stages[name] = kernels.slack * max(products, one.bytes_read / (device.tb_s * 1e12 * part))
+    config = placed.config
+    stages = {name: stage_seconds(placed, kernels, name, one, decodes) for name, one in work.items()}
     if decodes and "lightning indexer" in stages:
-        selecting = config.indexer_types.count("full") + placed.how.drafts
+        drafting = min(placed.how.drafts, 1) if config.index_share_for_mtp_iteration else placed.how.drafts
+        selecting = config.indexer_types.count("full") + drafting
         stages["lightning indexer"] += kernels.slack * passes * selecting * kernels.selection
     launched = STEP_LAUNCHES + LAYER_LAUNCHES * (config.num_hidden_layers + placed.how.drafts)
     stages["launches"] = kernels.slack * passes * launched * kernels.launch

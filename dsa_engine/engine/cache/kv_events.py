@@ -79,6 +79,7 @@ class KVEvents:
             names = ", ".join(KVEventsConfig.__struct_fields__)
             raise ValueError(f"kv_events_config: {error}; it may have {names}, and no replay_endpoint") from None
         self._block_size = page_size
+        self.where = {"endpoint": config.endpoint, "topic": config.topic}
         self._topic, self._number = config.topic.encode(), 0
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         self._stored: set[bytes] = set()  # blocks that subscribers know of

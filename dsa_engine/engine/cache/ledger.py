@@ -227,10 +227,10 @@ class PrefixCache:
         return self.digests(request)[: max(0, tokens) // self._page_size]
 
     def waits(self, request: Request, usable: list[bytes], prefilling: Iterable[Request]) -> bool:
-        """Whether an older request's prefill will compute at least half of what this request still has to compute, or
-        an older request fetches pages that this one would fetch too: so the oldest never waits."""
+        """Whether the prefill of a request before it, by priority and arrival, will compute at least half of what this
+        request still has to compute, or fetches pages that it would fetch too: so the first never waits."""
         for other in prefilling:
-            if other.digests is None or other.id >= request.id:
+            if other.digests is None or other.order >= request.order:
                 continue
             common = _count_equal(other.digests.values, usable)
             if any(fetch.number < common for fetch in self._ledger.fetching(other)):

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.config.vllm_options import advice
 from dsa_engine.engine.calls.call import Call, MessageQueue
-from dsa_engine.engine.requests.limits import Add, Limits, new_requests
+from dsa_engine.engine.requests.limits import MAX_PRIORITY, Add, Limits, new_requests
 from dsa_engine.inputs import Prompt
 from dsa_engine.outputs import RequestOutput, StreamPiece
-from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.sampling_params import HAS_BUDGET, SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
 
 _FORMS = (
@@ -59,12 +59,16 @@ class AsyncCalls:
     _loading: threading.Lock = field(default_factory=threading.Lock, init=False)  # held while the tokenizer is loaded
 
     async def agenerate(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        priority: int | Seq[int] | None = None,
     ) -> list[RequestOutput]:
         """Does what :meth:`generate` does, in an event loop. Requests of all tasks and threads run together. If a task
         is cancelled, its requests end."""
         self._calls.check()
-        return await self.outputs_of(await asyncio.to_thread(self.prepare, prompts, sampling_params))
+        return await self.outputs_of(await asyncio.to_thread(self.prepare, prompts, sampling_params, priority))
 
     async def outputs_of(self, prepared: Seq[PreparedPrompt]) -> list[RequestOutput]:
         """The outputs of prompts of :meth:`prepare`, which begin now; raises the error of a step of one of them."""
@@ -82,7 +86,8 @@ class AsyncCalls:
             running = len(call.replies)
             while running:
                 pieces = await call.all_async()
-                running -= sum(piece.finish_reason is not None for piece in pieces)
+                for piece in pieces:
+                    running -= piece.finish_reason is not None
                 yield pieces
 
     def _begin(self, prepared: Seq[PreparedPrompt], streams: bool = False, asynchronous: bool = False) -> Call:
@@ -122,7 +127,10 @@ class AsyncCalls:
         return self.tokenizer.encode(text, add_special_tokens, self._limits.max_model_len)
 
     def prepare(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        priority: int | Seq[int] | None = None,
     ) -> list[PreparedPrompt]:
         """Checks prompts and makes messages of them, in any thread; raises what :meth:`generate` raises."""
         many = parse_prompts(prompts)
@@ -136,26 +144,34 @@ class AsyncCalls:
                 raise ValueError(
                     f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
                 )
+        priorities: list[Any] = list(priority) if isinstance(priority, (list, tuple)) else [priority or 0] * len(many)
+        if len(priorities) != len(many):
+            raise ValueError(f"{len(many)} prompts, but {len(priorities)} priorities; give one, or one for each")
         prepared = []
-        for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
+        for number, (prompt, p, first) in enumerate(zip(many, params, priorities, strict=True)):
             with of_many(number, len(many)):
-                prepared.append(self._prepare(prompt, p))
+                prepared.append(self._prepare(prompt, p, first))
         return prepared
 
-    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> PreparedPrompt:
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams, priority: int) -> PreparedPrompt:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
+        if not is_integer(priority) or abs(priority) > MAX_PRIORITY:
+            raise ValueError(
+                f"priority must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {shown(priority)}"
+            )
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
-        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs) or self.has_tokenizer
+        texts = bool(params.stop_strings or params.bad_words or params.structured_outputs or params.asks & HAS_BUDGET)
+        texts = texts or self.has_tokenizer
         tokenizer = self.tokenizer if texts else None
         adds = new_requests(self._encode(prompt), params, tokenizer, self._limits)
         for add in adds:
-            add.cache_salt = prompt.cache_salt
+            add.cache_salt, add.priority = prompt.cache_salt, priority
         return PreparedPrompt(prompt.text, adds, tokenizer)
 
-    def _prepare_stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> PreparedPrompt:
+    def _prepare_stream(self, prompt: Prompt, sampling_params: SamplingParams | None, priority: int) -> PreparedPrompt:
         params = sampling_params or self.get_default_sampling_params()
-        prepared = self._prepare(only_prompt(prompt), params)
+        prepared = self._prepare(only_prompt(prompt), params, priority)
         if params.n > 1 or params.prompt_logprobs is not None:
             raise ValueError(
                 "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"

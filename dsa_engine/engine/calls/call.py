@@ -267,7 +267,10 @@ class Call:
 
     async def all_async(self) -> list[Any]:
         """The next result, and all further ones that are there."""
-        results: list[Any] = await self._results.all()
+        waiting = self._results
+        if not waiting.items:
+            await waiting.some()
+        results, waiting.items = waiting.items, []
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -295,21 +298,20 @@ class _EventLoopResults:
     """Results for a task of the running event loop, which alone puts them in."""
 
     def __init__(self) -> None:
-        self._event_loop, self._items = asyncio.get_running_loop(), list[Any]()
+        self._event_loop, self.items = asyncio.get_running_loop(), list[Any]()
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it waits
 
     def append(self, item: Any) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.items.append(item)
+        if (waiter := self._waiter) is not None:
+            self._waiter = None
+            if not waiter.done():  # it is, if the task has been cancelled
+                waiter.set_result(None)
 
-    async def all(self) -> list[Any]:
-        """All that are there, once there are some."""
-        if not self._items:
-            self._waiter = self._event_loop.create_future()
-            await self._waiter
-        items, self._items = self._items, []
-        return items
+    def some(self) -> asyncio.Future[None]:
+        """For the task to await the first item."""
+        self._waiter = self._event_loop.create_future()
+        return self._waiter
 
 
 def _raised(item: Any) -> Any:

@@ -109,18 +109,13 @@ class Reply:
     def piece(self) -> StreamPiece:
         """The tokens since the last piece, and the text that can no longer change."""
         first, self._given = self._given, len(self.output)
-        ending = self.ending
-        return StreamPiece(
-            text=self._text.new_text() if self._text else "",
-            token_ids=self.output[first:],
-            finish_reason=ending and ending.reason,
-            error=ending and ending.error,
-            logprobs=None if self.add.params.logprobs is None else self._logprobs[first:],
-            stop_reason=ending and ending.stop_reason,
-            index=self.index,
-            metrics=ending and self.metrics(),
-            selection=ending and self._selection(),
-        )
+        piece = StreamPiece(self._text.new_text() if self._text else "", self.output[first:], index=self.index)
+        if self.add.params.logprobs is not None:
+            piece.logprobs = self._logprobs[first:]
+        if (ending := self.ending) is not None:
+            piece.finish_reason, piece.error, piece.stop_reason = ending.reason, ending.error, ending.stop_reason
+            piece.metrics, piece.selection = self.metrics(), self._selection()
+        return piece
 
     def _selection(self) -> Selection | None:
         recorded = self._record.selection

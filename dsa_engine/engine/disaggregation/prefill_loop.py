@@ -80,7 +80,8 @@ class PrefillLoop(SideLoop):
         if request.max_tokens - len(request.output) > 1:
             self._journeys[request.id] = _Journey(request)
             params = replace(request.params, prompt_logprobs=None)  # they are computed here
-            add = Add(request.prompt, params, request.bad_words, id=request.id, cache_salt=request.cache_salt)
+            names = ("bad_words", "think_tokens", "id", "cache_salt", "priority")
+            add = Add(request.prompt, params, **{name: getattr(request, name) for name in names})
             self.tell(messages.Reserve(add, list(request.output)))
 
     def _give_room(self, room: messages.Reserved) -> None:

@@ -32,7 +32,7 @@ class PrefillScheduler(Scheduler):
         return max(super().cache_usage, self.away_usage if self.away else 0.0)
 
     def schedule(self) -> Step:
-        return Step(self._prefill())
+        return self._step(self._prefill())
 
     def _prefilled(self, request: Request, ranks: range) -> None:
         self.decoding.enter(request, self.ledger.held(request, request.owner))  # until its first token is read
@@ -68,11 +68,11 @@ class DecodeScheduler(Scheduler):
     """Decodes requests that come with their pages, and never prefills: a request waits for room, then for its pages."""
 
     def reserve(self) -> Request | None:
-        """Gives the oldest waiting request its owner and the pages for its prefilled tokens and its next step, and
+        """Gives the first waiting request its owner and the pages for its prefilled tokens and its next step, and
         returns it; None if there is no room, without what a running request may need in its next step."""
-        if not self._waiting or self.num_running >= self._max_num_seqs:
+        if not self._queue or self.num_running >= self._max_num_seqs:
             return None
-        request, ledger, load = self._waiting[0], self.ledger, self._load()
+        request, ledger, load = self._queue.by_order[0], self.ledger, self._load()
         limit = self.capacity.max_pages(len(request.prompt), request.max_tokens)
         tokens = request.num_prefill_tokens + 1 + 2 * self.num_drafts
         need = min(limit, pages_for(tokens, self.capacity.page_size))
@@ -88,8 +88,9 @@ class DecodeScheduler(Scheduler):
         owner = choose_owner(request, absent, load, ledger.free, self.capacity, absent)
         ledger.begin(request, [owner], usable[: known[owner]], need)
         request.cp_group = request.owner = owner
+        self._queue.remove(request)
         self.prefix_cache.admitted(request, known[owner])
-        self._prefilling.append(self._waiting.popleft())
+        self._prefilling.append(request)
         return request
 
     def start(self, request: Request, drafts: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import (
@@ -33,7 +34,6 @@ from dsa_engine.sampling_params import NEEDS_HOST, RECORDS
 
 _ALL = slice(None)
 _BUFFERED = 256  # tokens of a request in the array; when it is full, they go to the request
-_FORMS = slice(-3, None)  # the last columns of the table
 
 
 class Table(NamedTuple):
@@ -43,38 +43,48 @@ class Table(NamedTuple):
     owner: Ints
     length: Ints  # tokens, with those that are not read
     limit: Ints  # maximum number of tokens
+    expected: Ints  # number of tokens that it will probably have
     least: Ints  # number of tokens from which it may end by a token
     recorded: Ints  # number of tokens up to which selections are recorded
     pages: Ints  # held on the owner
     unread: Ints  # tokens that have been sampled and not read
     unverified: Ints  # unread tokens that turn out to be none if drafts are not accepted
     drafts: Ints  # drafts of the next tokens that the host knows
-    asks: Ints  # what it asks of the sampler: this and the next two
+    asks: Ints  # of the sampler, see ``chain.Inputs``; so the next two
     top_k: Ints
     logprobs: Ints
     direct: Ints  # whether its object gets its tokens as they are read
     streamed: Ints  # whether its caller does
     fresh: Ints  # whether it has had no token yet
     slot: Ints  # where they are buffered if not
-    mha: Ints  # rows computed in this form, and the next two, of which its object does not know
-    dense: Ints
-    sparse: Ints
 
 
 class Decoding:
     """A table with a row for every request that decodes. While a request is here, the table knows its length and its
     number of pages; only this rank's requests and those ``tracked`` have a current ``output``."""
 
-    def __init__(self, rank: int, capacity: Capacity, eos_token_ids: Collection[int] = (), num_drafts: int = 0):
+    def __init__(
+        self,
+        rank: int,
+        capacity: Capacity,
+        eos_token_ids: Collection[int] = (),
+        draft_number: DraftNumber | None = None,
+    ):
         self._rank, self._world, self._page_size = rank, capacity.world_size, capacity.page_size
-        self._eos_token_ids, self._num_drafts = eos_token_ids, num_drafts
+        self.draft_number = draft_number or DraftNumber([0])
+        self._eos_token_ids, self._num_drafts = eos_token_ids, self.draft_number.choices[-1]
+        self._planned = 0  # number of drafts of the step planned last
+        self._made = 0  # maximum of ``table.drafts``
         self._set_ends(eos_token_ids)
         self.requests: list[Request] = []  # of each row
         self._cells = np.empty((len(Table._fields), 0), np.int64)  # [columns, requests]
+        # Rows computed as MHA, dense and sparse, of which its object does not know.
+        self._by_form = np.empty((3, 0), np.int64)  # [forms, requests]
         # Each has a row for every slot.
-        self._tokens = np.empty((0, _BUFFERED + num_drafts), np.int64)
+        self._tokens = np.empty((0, _BUFFERED + (num_drafts := self._num_drafts)), np.int64)
         self._buffered = np.empty(0, np.int64)  # number of tokens in each
         self._accepted = np.empty((0, num_drafts + 1, num_drafts + 1), np.int64)  # [slot, offered, accepted]: steps
+        self._rates = np.empty((0, num_drafts))  # [slot, j]: fraction of its steps that accept the first 1 + j drafts
         self._free_slots: list[int] = []
         self.num_taken = 0  # tokens read so far, without those that `take` returned
         self._changed()
@@ -115,10 +125,12 @@ class Decoding:
             "owner": request.owner,
             "length": len(request),
             "limit": len(request.prompt) + request.max_tokens,
+            "expected": len(request.prompt) + request.expected_output,
             "least": len(request.prompt) + params.min_tokens,
             "recorded": len(request.prompt) + params.selection,
             "pages": pages,
             "unread": len(request.placeholders),
+            "unverified": 0,
             "drafts": len(request.drafts),
             "asks": request.asks,
             "top_k": params.num_best,
@@ -126,10 +138,12 @@ class Decoding:
             "direct": request.owner == self._rank or request.tracked,
             "streamed": request.delivery == "tokens",
             "fresh": request.first_token_at is None,
-            "slot": self._slot(),
+            "slot": (slot := self._slot()),
         }
+        self._rates[slot] = self.draft_number.accepted
         row = self._row(request)
-        self._cells = np.insert(self._cells, row, [cells.get(name, 0) for name in Table._fields], axis=1)
+        self._cells = np.insert(self._cells, row, [cells[name] for name in Table._fields], axis=1)
+        self._by_form = np.insert(self._by_form, row, 0, axis=1)
         self.requests.insert(row, request)
         self._changed()
 
@@ -140,7 +154,7 @@ class Decoding:
         self._free_slots.append(int(self.table.slot[row]))
         request.placeholders = []
         request.num_computed_tokens = max(request.num_computed_tokens, len(request) - 1)
-        self._cells = np.delete(self._cells, row, axis=1)
+        self._cells, self._by_form = (np.delete(cells, row, axis=1) for cells in (self._cells, self._by_form))
         del self.requests[row]
         self._changed()
         if not self.requests:
@@ -158,13 +172,13 @@ class Decoding:
                 np.concatenate((old, np.zeros((more, *old.shape[1:]), np.int64)))
                 for old in (self._tokens, self._buffered, self._accepted)
             )
+            self._rates = np.concatenate((self._rates, np.zeros((more, self._num_drafts))))
         return self._free_slots.pop()
 
     def _flush(self, row: int) -> None:
         slot, request = self.table.slot[row], self.requests[row]
-        forms = self._cells[_FORMS, row]
-        request.count_rows(forms.tolist())
-        forms[:] = 0
+        request.count_rows(self._by_form[:, row].tolist())
+        self._by_form[:, row] = 0
         request.output.extend(self._tokens[slot, : self._buffered[slot]].tolist())
         self._buffered[slot] = 0
         if self._num_drafts:
@@ -206,17 +220,20 @@ class Decoding:
 
         If only the device knows the last token, it alone knows the drafts too: there are rows for as many as possible.
         """
-        table, active = self.table, self._active
+        table, active, number = self.table, self._active, self.draft_number.number
+        if self._made > number:
+            self._keep_drafts(number)
         rows: slice | Ints = _ALL if active.all() else active.nonzero()[0]
         starts, unread, samples = table.length[rows] - 1, table.unread[rows], self._samples
         if not len(starts):
             return None
-        on_device = (unread > 0) & (self._num_drafts > 0)
-        if samples is None or self._num_drafts or rows is not _ALL:
-            counts = 1 + np.where(on_device, self._num_drafts, table.drafts[rows])
+        on_device = (unread > 0) & (number > 0)
+        if samples is None or number or self._planned or rows is not _ALL:
+            counts = 1 + np.where(on_device, number, table.drafts[rows])
             of_each = table.key[rows], table.owner[rows], counts
             samples = Samples.by_rank(*of_each, self._world, self._max_logprobs)
             self._samples = samples if rows is _ALL else None
+        self._planned = number
         asks = self._asks | NEEDS_HOST * bool((starts + 1 - unread < table.least[rows]).any())
         if asks & RECORDS and not (starts + 1 - unread < table.recorded[rows]).any():
             asks -= RECORDS
@@ -228,14 +245,22 @@ class Decoding:
         ]
         return DecodeStep(chunks, samples, starts, asks, self._top_k)
 
+    def _keep_drafts(self, number: int) -> None:
+        """Forgets the drafts of each request after its first ``number``."""
+        table = self.table
+        for row in ((table.drafts > number) & (table.direct > 0)).nonzero()[0].tolist():
+            del self.requests[row].drafts[number:]
+        np.minimum(table.drafts, number, out=table.drafts)
+        self._made = number
+
     def launched(self, samples: Samples, rows_by_form: Ints | int | None = None) -> None:
         """Records that a step with these samples has been launched; see :meth:`.StepPlan.rows_by_form`."""
         table, (rows, at) = self.table, self._find(samples)
         counts = samples.counts[at]
         if isinstance(rows_by_form, int):
-            self._cells[_FORMS][rows_by_form, rows] += counts
+            self._by_form[rows_by_form, rows] += counts
         elif rows_by_form is not None:
-            self._cells[_FORMS, rows] += rows_by_form[at].T
+            self._by_form[:, rows] += rows_by_form[at].T
         table.length[rows] += counts
         table.unread[rows] += counts
         if self._num_drafts:
@@ -262,11 +287,18 @@ class Decoding:
             table.unverified[rows] -= counts - 1
             # The last token that a request may have is not drafted, as no step would be saved.
             room = table.limit[rows] - table.length[rows] - 1
-            table.drafts[rows] = room.clip(0, self._num_drafts)
+            self._made = max(self._made, made := tokens.shape[1] - 1)
+            table.drafts[rows] = room.clip(0, made)
             ending &= np.arange(tokens.shape[1]) <= accepted[:, None]
+        elif self._num_drafts:
+            table.drafts[rows] = 0
         is_full = table.length[rows] - table.unread[rows] >= table.limit[rows]
         chosen = is_full | ending.any(axis=1) | (table.direct[rows] > 0)
         now = time.perf_counter()
+        if self.draft_number.watches and len(read.samples.keys):
+            self.draft_number.read(read.num_drafts, int(read.samples.numbers.max()) + 1)
+        if self.draft_number.adapts and read.accepted is not None:
+            self._learn(table.slot[rows], offered, accepted)
         for row in self._all[rows][(table.fresh[rows] > 0) & (tokens[:, 0] >= 0)].tolist():
             self.requests[row].first_token_at = now
         table.fresh[rows] = 0
@@ -304,10 +336,27 @@ class Decoding:
         tokens, result, logprobs = read.tokens[number, :count].tolist(), None, None
         if request.params.logprobs is not None and request.delivery == "tokens":
             logprobs = read.logprobs_of(np.array([number]))[0, :count]
+        if self._num_drafts:
+            request.drafts = []
         if read.drafts is not None and read.offered is not None:
             request.drafts = read.drafts[number, : self.table.drafts[row]].tolist()
             result = DraftResult(int(read.offered[number]), count - 1)
         return RequestTokens(request, tokens, result, logprobs)
+
+    def adapt(self, samples: Samples) -> None:
+        """Chooses the number of drafts of the step after one of these requests, which has been launched."""
+        if self.draft_number.adapts:
+            self.draft_number.launched(
+                lambda: int(samples.numbers.max()) + 1, lambda: self._rates[self.table.slot].mean(axis=0)
+            )
+
+    def _learn(self, slots: Ints, offered: Ints, accepted: Ints) -> None:
+        """Counts accepted drafts: of each request, the last 16 steps or so, and of all."""
+        number, of_all = np.arange(self._num_drafts), self.draft_number.accepted
+        known, right = number < offered[:, None], number < accepted[:, None]
+        self._rates[slots] += known * (right - self._rates[slots]) / 16
+        count = known.sum(axis=0)
+        of_all += (1 - (63 / 64) ** count) * (right.sum(axis=0) / count.clip(min=1) - of_all)
 
     def _buffer(self, rows: Ints, tokens: Ints, offered: Ints, accepted: Ints) -> None:
         """Keeps the first ``1 + accepted`` tokens of each row."""

@@ -12,8 +12,10 @@ from typing import Any, Literal
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError, ContextLengthError
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.sampling_params import SamplingParams, StructuredOutputsParams
-from dsa_engine.text.tokenizer import Tokenizer
+from dsa_engine.sampling_params import HAS_BUDGET, SamplingParams, StructuredOutputsParams
+from dsa_engine.text.tokenizer import THINKING, Tokenizer
+
+MAX_PRIORITY = 2**31 - 1  # and the negative of it
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -65,9 +67,11 @@ class Add:
     prompt_ids: Sequence[int]
     params: SamplingParams  # for one output, with ``max_tokens`` a number; a copy of the caller's object
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word that must not be generated
+    think_tokens: tuple[int, int] | None = None  # see ``Request.think_tokens``
     arrival: float = 0.0  # time of the call in seconds, by ``time.perf_counter`` on the rank that was called
     id: int = -1  # grows with the order of arrival; set when the message is sent
     cache_salt: str | None = None  # requests with different salts share no cached pages
+    priority: int = 0  # lower ones come first
     delivery: Literal["tokens", "end"] = "tokens"  # what its caller gets, see ``Request.delivery``
     compiled: Future[Any] | None = None  # its grammar, set by the loop of each rank
 
@@ -91,7 +95,7 @@ def new_requests(
     prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None, limits: Limits
 ) -> list[Add]:
     """Makes a message for each of the ``params.n`` outputs of a prompt that arrives now; any thread may call it.
-    ``tokenizer``: gives the token ids of ``bad_words``; may be None if there are none."""
+    ``tokenizer``: gives the token ids of ``bad_words`` and of thoughts; may be None if there are none."""
     check_prompt(prompt, 1, limits.max_model_len, limits.vocab_size)
     for name in ("allowed_token_ids", "logit_bias"):
         for token in getattr(params, name) or ():
@@ -108,6 +112,14 @@ def new_requests(
         form = StructuredOutputsParams(grammar=form.source())
     words = params.bad_words or () if tokenizer else ()
     bad_words = [ids for word in words for ids in tokenizer.word_ids(word)] if tokenizer else []
+    think_tokens = None
+    if params.asks & HAS_BUDGET:
+        begin, end = (tokenizer.tags.get(text) if tokenizer else None for text in THINKING)
+        if begin is None or end is None:
+            raise ValueError(
+                f"thinking_token_budget needs a tokenizer with the tokens {' and '.join(THINKING)}; leave it out"
+            )
+        think_tokens = begin, end
     prompt_ids, arrival = array("i", prompt), time.perf_counter()
     wanted = [limits.vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)]
     return [
@@ -124,6 +136,7 @@ def new_requests(
                 structured_outputs=form,
             ),
             bad_words,
+            think_tokens,
             arrival,
         )
         for number in range(params.n)

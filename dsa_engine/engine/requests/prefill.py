@@ -18,25 +18,56 @@ from dsa_engine.engine.requests.samples import Ints
 
 _DECODE_STEPS = 8  # time of a prefill step without max_tpot, in decode steps
 _SMOOTHING = 0.2  # weight of the newest decode step
+_REMEMBERED = 64  # outputs of a salt that count; of older ones half
+_SALTS = 1024  # whose outputs count
+OVERTAKEN = 8  # others overtake a request by one of so many of its tokens, see `PrefillStep`
+
+
+class OutputLengths:
+    """The mean length of the outputs that have ended, by cache salt; the same on all ranks. Integers, as sums of floats
+    depend on their order."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str | None, tuple[int, int]] = {}  # outputs and their tokens; the latest salts are the last
+
+    def add(self, salt: str | None, tokens: int) -> None:
+        count, total = self._sums.pop(salt, (0, 0))
+        if count == _REMEMBERED:
+            count, total = count // 2, total // 2
+        self._sums[salt] = count + 1, total + tokens
+        if len(self._sums) > _SALTS:
+            del self._sums[next(iter(self._sums))]
+
+    def expected(self, request: Request) -> int:
+        """Number of tokens that a request's output will probably have; its maximum if none of its salt has ended."""
+        count, total = self._sums.get(request.cache_salt, (0, 0))
+        mean = -(-total // count) if count else request.max_tokens
+        return min(request.max_tokens, max(mean, len(request) - len(request.prompt) + 1))
 
 
 class RankLoad(NamedTuple):
     """Load of each rank by the running requests that it owns; int64 ``[world]`` each."""
 
     tokens: Ints  # tokens that the requests attend to
-    future_pages: Ints  # pages that the requests may still ask for
+    future_pages: Ints  # pages that the requests are expected to ask for
     reserved_pages: Ints  # one for each request that may still grow: a new one must not preempt it at once
 
     @classmethod
     def of(cls, decoding: Decoding, prefilling: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> RankLoad:
         table = decoding.table
-        more = -(-(table.limit - 1) // capacity.page_size) - table.pages
-        columns = (table.length, more, np.minimum(more, 1))
+        future, more = (
+            -(-(tokens - 1) // capacity.page_size) - table.pages
+            for tokens in (np.maximum(table.expected, table.length), table.limit)
+        )
+        columns = (table.length, np.maximum(future, 0), np.minimum(more, 1))
         load = cls(*(np.bincount(table.owner, of, capacity.world_size).astype(np.int64) for of in columns))
         for request in prefilling:
-            lacking = capacity.max_pages(len(request.prompt), request.max_tokens) - ledger.held(request, request.owner)
+            expected, lacking = (
+                capacity.max_pages(len(request.prompt), output) - ledger.held(request, request.owner)
+                for output in (request.expected_output, request.max_tokens)
+            )
             load.tokens[request.owner] += len(request)
-            load.future_pages[request.owner] += lacking
+            load.future_pages[request.owner] += max(expected, 0)
             load.reserved_pages[request.owner] += min(lacking, 1)
         return load
 
@@ -67,12 +98,12 @@ def choose_owner(
 ) -> int:
     """Chooses the owner among ``ranks``; ``free`` lists the free pages of every rank.
 
-    Ranks with enough pages for everything that their requests and this one may still ask for come first. Among these,
+    Ranks with enough pages for all that their requests and this one are expected to ask for come first. Among these,
     the rank is chosen whose requests attend to the fewest tokens; tokens of this request that it had to fetch count
     like those, so that a request goes back to its last owner unless that one has the longer contexts. ``absent``: by
     rank, the number of this request's pages that the rank had to fetch; default: none.
     """
-    need = capacity.max_pages(len(request.prompt), request.max_tokens)
+    need = capacity.max_pages(len(request.prompt), request.expected_output)
     tokens, future = load.tokens.tolist(), load.future_pages.tolist()
     for rank, pages in (absent or {}).items():
         tokens[rank] += capacity.page_size * pages
@@ -83,30 +114,75 @@ def choose_owner(
 
 class PrefillStep:
     """A prefill step that is being planned: the requests added first have the first choice of a group's ``tokens``. A
-    request's last chunk has at least ``least_computed`` tokens."""
+    request's last chunk has at least ``least_computed`` tokens.
 
-    def __init__(self, groups: Sequence[range], tokens: int, ledger: PageLedger, least_computed: int):
-        self.chunks: list[Chunk] = []
+    At least half of the tokens go to requests in order, by priority and arrival, and those that overtake have the rest,
+    by the ``credits`` of the first request of each group: an eighth of the tokens that remain to it, and an eighth of
+    those computed in order while it is the first. So until a request is prefilled, its group computes at most 1.25
+    times its tokens and those of the requests before it, and the rest of the last step, however many others come.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[range],
+        tokens: int,
+        credits: Sequence[int],
+        ledger: PageLedger,
+        least_computed: int,
+    ):
+        self._planned: dict[Request, tuple[int, tuple[Fetch, ...]]] = {}  # tokens and fetches of each
         self._groups, self._ledger, self._least_computed = groups, ledger, least_computed
-        self._budget = [tokens] * len(groups)  # tokens that each group can still prefill
+        self._spared = [min(tokens // 2, (credit + tokens) // (OVERTAKEN + 1)) for credit in credits]
+        self._budget = [tokens - spared for spared in self._spared]  # tokens that each group can still prefill
+        self._in_order: Mapping[Request, int] = {}  # tokens planned before `let_overtake`
         # Log-probabilities of a prompt take an LM head and the host's time for each token: others share their steps.
         self._scored_budget = [max(tokens // 4, least_computed)] * len(groups)
         self._sent: Counter[int] = Counter()  # by rank, pages that it sends in the step
         self._received: Counter[int] = Counter()
 
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [
+            Chunk(request, request.num_computed_tokens, length, self._groups[request.cp_group], fetches=fetches)
+            for request, (length, fetches) in self._planned.items()
+        ]
+
+    @property
+    def is_full(self) -> bool:
+        return not any(self._budget)
+
     def has_room(self, group: int) -> bool:
         return self._budget[group] > 0
 
+    def let_overtake(self) -> None:
+        """Lets requests that are added from now on overtake."""
+        self._in_order = {request: length for request, (length, _) in self._planned.items()}
+        self._budget = [sum(both) for both in zip(self._budget, self._spared, strict=True)]
+
+    def charge(self) -> None:
+        """Counts what the first request of each group gives to others by this step, which is launched."""
+        firsts: dict[int, Request] = {}
+        given: Counter[int] = Counter()  # by group, tokens of those that overtake
+        for request in sorted(self._planned, key=lambda one: one.order):
+            first, length = firsts.setdefault(group := request.cp_group, request), self._planned[request][0]
+            in_order = length if request is first else self._in_order.get(request, 0)
+            first.credit += in_order
+            given[group] += length - in_order
+        for group, first in firsts.items():
+            credit = first.credit - OVERTAKEN * min(given[group], self._spared[group])
+            first.credit = max(0, min(credit, first.num_remaining - self._planned[first][0]))
+
     def add(self, request: Request) -> None:
-        """Adds a request's chunk; none if no tokens and no fetches are left for it."""
-        start, ranks = request.num_computed_tokens, self._groups[request.cp_group]
-        waiting = self._ledger.fetching(request)
-        fetches = tuple(takewhile(self._fits, waiting))
-        if len(fetches) < len(waiting):
-            if fetches:
-                self.chunks.append(Chunk(request, start, 0, ranks, fetches=fetches))
-            return
-        remaining, group = request.num_prefill_tokens - start, request.cp_group
+        """Adds a request's chunk, or makes it longer; none if no tokens and no fetches are left for it."""
+        planned, fetches = self._planned.get(request, (0, ()))
+        if not planned:
+            waiting = self._ledger.fetching(request)
+            fetches = fetches or tuple(takewhile(self._fits, waiting))
+            if len(fetches) < len(waiting):
+                if fetches:
+                    self._planned[request] = 0, fetches
+                return
+        remaining, group = request.num_remaining - planned, request.cp_group
         scored = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
         length = min(remaining, self._budget[group], *([self._scored_budget[group]] if scored else []))
         if 0 < remaining - length < self._least_computed:
@@ -114,7 +190,7 @@ class PrefillStep:
         if length or fetches:
             self._budget[group] -= length
             self._scored_budget[group] -= length if scored else 0
-            self.chunks.append(Chunk(request, start, length, ranks, fetches=fetches))
+            self._planned[request] = planned + length, fetches
 
     def _fits(self, fetch: Fetch) -> bool:
         fits = max(self._sent[fetch.source], self._received[fetch.rank]) < self._ledger.max_fetched

@@ -19,6 +19,7 @@ from dsa_engine.outputs import Logprobs, Selection
 from dsa_engine.sampling_params import SamplingParams
 
 _DIGEST_BYTES = 16
+NEVER = 2**40  # later than any position
 
 
 class Ending(NamedTuple):
@@ -100,6 +101,8 @@ class Request:
     prompt: Sequence[int]  # kept as an array of int32
     params: SamplingParams
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
+    think_tokens: tuple[int, int] | None = None  # that begin and end a thought, if it has a budget
+    thought: tuple[int, int] = (0, NEVER)  # tokens looked at, and where the thought that is open after them began
     output: list[int] = field(default_factory=list)
     placeholders: list[int] = field(default_factory=list)  # tokens not read yet, oldest first; see the module
     drafts: list[int] = field(default_factory=list)  # guesses of the next tokens; not part of the length
@@ -109,6 +112,10 @@ class Request:
     num_prefill_tokens: int = field(init=False)  # tokens to prefill: the prompt, and the output before a preemption
     preemptions: int = 0  # how often it has lost its pages
     cache_salt: str | None = None  # requests with different salts share no pages
+    priority: int = 0  # lower ones come first
+    num_tokens_found: int = 0  # while it waits: those in the prefix cache when it was queued
+    credit: int = 0  # eighths of prefill tokens by which others may overtake it, see ``PrefillStep``
+    expected_output: int = 0  # tokens, see ``OutputLengths``
     reads_prefix_cache: bool = True  # False: all tokens are computed
     digests: PageDigests | None = None  # of its full pages; None: its pages are neither found nor kept
     num_named_pages: int = 0  # its first pages, which other requests can find
@@ -155,6 +162,16 @@ class Request:
     def num_known_tokens(self) -> int:
         """Number of tokens whose ids the host knows: all but placeholders."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By priority, then by arrival."""
+        return self.priority, self.id
+
+    @property
+    def num_remaining(self) -> int:
+        """Number of tokens that are left to prefill."""
+        return self.num_prefill_tokens - max(self.num_computed_tokens, self.num_tokens_found)
 
     @property
     def prefilled(self) -> bool:

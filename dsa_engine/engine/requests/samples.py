@@ -155,6 +155,7 @@ class ReadSamples:
     offered: Ints | None = None  # [n], number of drafts that were verified; this and the next two: None without drafts
     accepted: Ints | None = None  # [n]
     drafts: Ints | None = None  # [n, m - 1], drafts of the tokens after these
+    num_drafts: int | None = None  # made in a decode step; None: it has prefilled
 
     def logprobs_of(self, numbers: Ints) -> Floats:
         """Float64 ``[len(numbers), m, width]``: those of the tokens of these of the n requests."""
@@ -225,10 +226,16 @@ class StepResult:
     # The same for the rows of `log_probabilities` of each; None if no request wants any.
     logprobs: Callable[[], torch.Tensor] | None = None
     outcome: Outcome | None = None  # the result of drafts; None without them
+    num_drafts: int | None = None  # made by a decode step; None: it has prefilled
     follows: bool = True  # whether the next step may follow before this one is read
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # new ones, by position
     last_rows: Mapping[Request, LastRows] = field(default_factory=dict)  # new ``Request.last_rows`` on this rank
     selections: Mapping[int, Mapping[int, Selection]] = field(default_factory=dict)  # by request's id; on rank 0
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafts of each request that the next step finds on the device."""
+        return 0 if self.outcome is None else self.outcome.table.shape[1] // 2 - 2
 
     @property
     def can_be_followed(self) -> bool:
@@ -242,10 +249,10 @@ class StepResult:
         if self.outcome is None:
             codes = self.codes().numpy()
             at = indices[:, None] + np.arange(samples.counts.max(initial=1))
-            return ReadSamples(samples, codes[at.clip(max=len(codes) - 1)], logprobs)
+            return ReadSamples(samples, codes[at.clip(max=len(codes) - 1)], logprobs, num_drafts=self.num_drafts)
         columns = Columns.of(self.outcome.on_host()[torch.from_numpy(self.outcome.rows)])
         offered, accepted, tokens, drafts = (column.numpy() for column in columns[1:])
-        return ReadSamples(samples, tokens, logprobs, offered, accepted, drafts)
+        return ReadSamples(samples, tokens, logprobs, offered, accepted, drafts, self.num_drafts)
 
 
 def ranked(token: int, row: Sequence[float], count: int) -> Logprobs:

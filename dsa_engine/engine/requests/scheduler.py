@@ -5,33 +5,46 @@ agree.
 
 The ranks of one context-parallel group prefill a request, and all of them hold its pages meanwhile. Then its owner
 keeps the pages and decodes it alone. A request enters with the pages for its whole prefill, so no prefill waits for
-memory half-way, and takes each further page when it decodes into it. If its owner has no free page, the youngest
-request with pages there is preempted: it loses all pages, returns to the queue in order of arrival, and is later
-prefilled again, prompt and output so far. Tokens whose pages are found in the prefix cache are not computed again:
-their rows are on the device, in host memory behind it, or on another rank of the group.
+memory half-way, and takes each further page when it decodes into it. If its owner has no free page, the last request
+with pages there is preempted: it loses all pages, returns to the queue, and is later prefilled again, prompt and output
+so far. Tokens whose pages are found in the prefix cache are not computed again: their rows are on the device, in host
+memory behind it, or on another rank of the group.
 
-Every request ends. The oldest is never preempted: the youngest is preempted first, and a request alone on its owner has
-all the pages it can ever need (``Capacity.check``). While the oldest waits it is first in the queue, and no request
-enters before it, but for the time of one search on the disk; only a younger request waits for what an older one
-computes. Those that run either end or return to the queue after it, so at worst it waits until the cache is empty. Once
-it runs it is first in every prefill step and part of every decode step, and neither kind of step waits for ever for the
-other. When it ends, the next one is the oldest.
+Requests have an order, by priority and then by arrival. Among those of one priority the fewest tokens left to prefill
+overtake, but the larger part of each step is filled in order (``PrefillStep``), so that a wait is bounded by the tokens
+of those before it in order. Priorities have no such bound: a request waits for all that come with a lower number.
+
+Every request ends, unless those before it in order never cease to come. The first is never preempted: the last is
+preempted first, and a request alone on its owner has all the pages it can ever need (``Capacity.check``). While the
+first waits it is offered room before all others, but for the time of one search on the disk; only a later one waits for
+what an earlier one computes. If it does not fit, those that overtake it have an eighth of its tokens together; then
+none enters before it. Those that run either end or return to the queue after it, so at worst it waits until the cache
+is empty. Once it runs it is part of every prefill step and of every decode step, and neither kind of step waits for
+ever for the other. When it ends, the next one is the first.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import insort
-from collections import deque
-from collections.abc import Collection, Iterable
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Sequence
+from heapq import merge
 from operator import sub
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsa_engine.engine.cache.disk import DiskLoads
 from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
 from dsa_engine.engine.requests.decoding import Decoding
+from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Capacity, pages_for
-from dsa_engine.engine.requests.prefill import PrefillStep, RankLoad, choose_group, choose_owner
+from dsa_engine.engine.requests.prefill import (
+    OVERTAKEN,
+    OutputLengths,
+    PrefillStep,
+    RankLoad,
+    choose_group,
+    choose_owner,
+)
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Ints, Samples
 from dsa_engine.errors import CapacityError
@@ -45,13 +58,37 @@ class Step(NamedTuple):
 
     chunks: list[Chunk]  # those of this rank, in a decode step
     decode: DecodeStep | None = None
+    num_drafts: int = 0  # that it makes for each request
 
     def __bool__(self) -> bool:
         return bool(self.chunks) or self.decode is not None
 
 
+class Queue:
+    """Requests that wait, in two orders: by priority and arrival, and by priority and what is left to prefill."""
+
+    def __init__(self) -> None:
+        self.by_order: list[Request] = []
+        self.by_length: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self.by_order)
+
+    def __contains__(self, request: Request) -> bool:
+        at = bisect_left(self.by_order, request.order, key=_order)
+        return at < len(self) and self.by_order[at] is request
+
+    def add(self, request: Request) -> None:
+        insort(self.by_order, request, key=_order)
+        insort(self.by_length, request, key=_length)
+
+    def remove(self, request: Request) -> None:
+        del self.by_order[bisect_left(self.by_order, _order(request), key=_order)]
+        del self.by_length[bisect_left(self.by_length, _length(request), key=_length)]
+
+
 class Scheduler:
-    """Requests in order of arrival, first come, first served; a step prefills or decodes.
+    """Decides for all requests; a step prefills or decodes.
 
     ``max_prefill_share``, from 0 (excluded) to 1: maximum fraction of prefill steps among the steps taken while some
     request decodes. ``max_fetched_pages``: maximum number of pages that a rank sends, or receives, in a step.
@@ -85,20 +122,22 @@ class Scheduler:
         self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages, forgotten)
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching, events)
         self.page_sources: list[DiskLoads] = []
-        self._waiting: deque[Request] = deque()  # both in order of arrival
-        self._prefilling: list[Request] = []
+        self._queue = Queue()
+        self._prefilling: list[Request] = []  # in order
+        self._planned: PrefillStep | None = None  # the prefill step that has been scheduled last
+        self._lengths = OutputLengths()
         self.num_deferred = 0  # of those waiting: what others compute, or the disk, lets them wait
-        self.preemptions = 0  # times that a running request has lost its pages to an older one
-        self.set_num_drafts(0)
+        self.preemptions = 0  # times that a running request has lost its pages to one before it
+        self.set_num_drafts([0])
 
-    def set_num_drafts(self, num_drafts: int) -> None:
-        """Sets the maximum number of drafts of a request in a step, while no request runs."""
-        self.num_drafts = num_drafts
-        self.decoding = Decoding(self._rank, self.capacity, self._eos_token_ids, num_drafts)
+    def set_num_drafts(self, choices: Sequence[int]) -> None:
+        """Sets the numbers of drafts of a request in a step, in ascending order, while no request runs."""
+        self.num_drafts = choices[-1]
+        self.decoding = Decoding(self._rank, self.capacity, self._eos_token_ids, DraftNumber(choices))
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._prefilling or self.decoding.requests)
+        return bool(self._queue or self._prefilling or self.decoding.requests)
 
     @property
     def num_running(self) -> int:
@@ -107,13 +146,13 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests without pages, new or preempted, in order of arrival."""
-        return list(self._waiting)
+        """Requests without pages, new or preempted, by priority and arrival."""
+        return list(self._queue.by_order)
 
     @property
     def running(self) -> list[Request]:
-        """Requests that have pages, in order of arrival."""
-        return sorted([*self._prefilling, *self.decoding.requests], key=_arrival)
+        """Requests that have pages, by priority and arrival."""
+        return sorted([*self._prefilling, *self.decoding.requests], key=_order)
 
     @property
     def free_pages(self) -> list[int]:
@@ -127,12 +166,20 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request that can run (``capacity.check``)."""
         self.prefix_cache.enter(request)
-        insort(self._waiting, request, key=_arrival)
+        self._wait(request)
+        request.credit = request.num_remaining
+
+    def _wait(self, request: Request) -> None:
+        pages = max(self.ledger.known(self.prefix_cache.usable(request), self._groups))
+        request.num_tokens_found = self.capacity.page_size * pages
+        request.expected_output = self._lengths.expected(request)
+        self._queue.add(request)
 
     def admit_prefilled(self, request: Request) -> None:
         """Admits a request without a prefill, as its pages are filled in another way; it decodes from the next step on.
         It must be able to run (``capacity.check``)."""
         free, load = self.ledger.free, self._load()
+        request.expected_output = self._lengths.expected(request)
         need = pages_for(request.num_prefill_tokens, self.capacity.page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
         if self.num_running >= self._max_num_seqs or not fits:
@@ -155,15 +202,20 @@ class Scheduler:
         self._credit_after = credit
         if (not decoding or credit > 1 - 1e-9) and (chunks := self._prefill()):
             self._credit_after = credit - decoding
-            return Step(chunks)
+            return self._step(chunks)
         # All requests that decode may be preempted if an older one in prefill holds the last pages; then prefill.
         decode = self._decode()
-        return Step(self._prefill()) if decode is None else Step(decode.chunks, decode)
+        return self._step(self._prefill()) if decode is None else self._step(decode.chunks, decode)
+
+    def _step(self, chunks: list[Chunk], decode: DecodeStep | None = None) -> Step:
+        return Step(chunks, decode, self.decoding.draft_number.number)
 
     def launched(self, step: Step, samples: Samples | None = None, rows_by_form: Ints | int | None = None) -> None:
         """Records that the step scheduled last has been launched, which tokens it samples, and in which form of
         attention it computes (:meth:`.StepPlan.rows_by_form`)."""
         self._credit = self._credit_after
+        if step.decode is None and self._planned is not None:
+            self._planned.charge()
         for number, chunk in enumerate([] if step.decode else step.chunks):
             request = chunk.request
             if rows_by_form is not None and not isinstance(rows_by_form, int):
@@ -176,6 +228,8 @@ class Scheduler:
                 self._prefilled(request, chunk.ranks)
         if samples is not None:
             self.decoding.launched(samples, rows_by_form if step.decode else None)
+            if step.decode is not None:
+                self.decoding.adapt(samples)
 
     def _prefilled(self, request: Request, ranks: range) -> None:
         self.ledger.release(request, [rank for rank in ranks if rank != request.owner])
@@ -195,33 +249,72 @@ class Scheduler:
             self.decoding.leave(request)
         elif request in self._prefilling:
             self._prefilling.remove(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
+        elif request in self._queue:
+            self._queue.remove(request)
+        if request.output and request.finish_reason != "error":
+            self._lengths.add(request.cache_salt, len(request.output))
         self.prefix_cache.release(request, failed=request.finish_reason == "error")
 
     def _prefill(self) -> list[Chunk]:
-        """Chunks of the requests in prefill, then of those that can enter. A request that waits for an older one's
-        pages, or for the disk, lets others enter."""
-        tokens = self.max_prefill_beside if self.decoding.decodes else self.max_prefill_tokens
-        step = PrefillStep(self._groups, tokens, self.ledger, self.prefix_cache.least_computed)
-        for request in self._prefilling:
-            step.add(request)
+        """Chunks of the requests in prefill, and of those that enter: in order, then the shortest first."""
         self.num_deferred = 0
-        for request in self.waiting:
-            if self.num_running >= self._max_num_seqs:
-                break
-            usable = self.prefix_cache.usable(request)
-            if self.prefix_cache.waits(request, usable, self._prefilling) or any(
-                source.awaits(request, usable, self._best_group(usable)) for source in self.page_sources
-            ):
-                self.num_deferred += 1
-                continue
-            if not self._admit(request, usable, step):
-                break
-            self._waiting.remove(request)
-            insort(self._prefilling, request, key=_arrival)
-            step.add(request)
+        if not (self._queue or self._prefilling):
+            return []
+        tokens = self.max_prefill_beside if self.decoding.decodes else self.max_prefill_tokens
+        # Of each group the first request in order, or the one that will be it if it enters.
+        first = {request.cp_group: [request] for request in reversed(self._prefilling)}
+        of_groups = [[*self._queue.by_order[:1], *first.get(group, ())] for group in range(len(self._groups))]
+        credits = [min(both, key=_order).credit if both else 0 for both in of_groups]
+        step = self._planned = PrefillStep(self._groups, tokens, credits, self.ledger, self.prefix_cache.least_computed)
+        deferred: set[Request] = set()
+        refused = self._fill(step, self._queue.by_order, _order, None, deferred)
+        step.let_overtake()
+        self._fill(step, self._queue.by_length, _length, refused, deferred)
+        self.num_deferred = len(deferred)
         return step.chunks
+
+    def _fill(
+        self, step: PrefillStep, queue: Iterable[Request], key: Any, refused: Request | None, deferred: set[Request]
+    ) -> Request | None:
+        """Adds requests to a step, those of the queue as long as there is room; returns the first one for which there
+        is none. Those that overtake it, a ``refused`` one, have an eighth of its tokens together. A request that waits
+        for another one's pages, or for the disk, is ``deferred`` and lets others enter."""
+        running, waiting = sorted(self._prefilling, key=key), [*queue]
+        prefilling = set(running)
+        for request in merge(running, waiting, key=key):
+            if request in prefilling:
+                step.add(request)
+                continue
+            if not waiting or request in deferred:
+                continue
+            overtaken = refused if refused is not request else None
+            cost = OVERTAKEN * request.num_remaining
+            if self.num_running >= self._max_num_seqs or (
+                overtaken is not None and (request.priority > overtaken.priority or cost > overtaken.credit)
+            ):
+                waiting.clear()  # no other one enters
+            elif (usable := self._usable(request, deferred)) is None:
+                continue
+            elif step.is_full:
+                waiting.clear()
+            elif self._admit(request, usable, step):
+                step.add(request)
+                if overtaken is not None:
+                    overtaken.credit -= cost
+            elif refused is not request:
+                waiting.clear()
+                refused = refused or request
+        return refused
+
+    def _usable(self, request: Request, deferred: set[Request]) -> list[bytes] | None:
+        """Digests of the pages that a waiting request need not compute; None if it waits for more of them."""
+        usable = self.prefix_cache.usable(request)
+        if self.prefix_cache.waits(request, usable, self._prefilling) or any(
+            source.awaits(request, usable, self._best_group(usable)) for source in self.page_sources
+        ):
+            deferred.add(request)
+            return None
+        return usable
 
     def _best_group(self, usable: list[bytes]) -> range:
         known = self.ledger.known(usable, self._groups)
@@ -231,12 +324,12 @@ class Scheduler:
         """The next tokens of all requests that decode, once these have pages; some may be preempted for the others."""
         while refused := self.decoding.give_pages(self.ledger.give):
             for owner in {request.owner for request in refused}:
-                self.preempt(youngest := max(self._preemptible(owner), key=_arrival))
+                self.preempt(last := max(self._preemptible(owner), key=_order))
                 if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
                     message = (
                         "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
                     )
-                    logging.getLogger(__name__).warning(message, youngest.id)
+                    logging.getLogger(__name__).warning(message, last.id)
         return self.decoding.step()
 
     def _preemptible(self, rank: int) -> Iterable[Request]:
@@ -251,7 +344,7 @@ class Scheduler:
         self.prefix_cache.name(request)
         request.restart()
         self.prefix_cache.release(request)
-        insort(self._waiting, request, key=_arrival)
+        self._wait(request)
         request.preemptions += 1
         self.preemptions += 1
 
@@ -259,8 +352,8 @@ class Scheduler:
         return RankLoad.of(self.decoding, self._prefilling, self.ledger, self.capacity)
 
     def _admit(self, request: Request, usable: list[bytes], step: PrefillStep) -> bool:
-        """Gives a request that enters in ``step`` its group, its owner and its first pages; returns False if no group
-        has room."""
+        """Lets a request enter in ``step`` with its group, its owner and its first pages; returns False if no group has
+        room."""
         ledger = self.ledger
         free, load = ledger.free, self._load()
         room = [*map(sub, free, load.reserved_pages.tolist())]
@@ -276,9 +369,16 @@ class Scheduler:
         request.cp_group = group = choose_group(fits, self._groups, self._prefilling, load)
         absent = ledger.begin(request, self._groups[group], hits[group], pages)
         request.owner = choose_owner(request, self._groups[group], load, free, self.capacity, absent)
+        self._queue.remove(request)
         self.prefix_cache.admitted(request, len(hits[group]))
+        request.num_tokens_found, request.credit = 0, min(request.credit, request.num_remaining)
+        insort(self._prefilling, request, key=_order)
         return True
 
 
-def _arrival(request: Request) -> int:
-    return request.id
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+def _length(request: Request) -> tuple[int, int, int]:
+    return request.priority, request.num_remaining, request.id

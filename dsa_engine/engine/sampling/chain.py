@@ -79,6 +79,7 @@ class Inputs(NamedTuple):
     masks: torch.Tensor | None = None  # see `masked`
     # Replaces tokens, int64 [n], by likely drafts, by the changed logits.
     put_drafts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    put_ends: Callable[[torch.Tensor], torch.Tensor] | None = None  # replaces tokens by ends of thoughts
 
 
 def chain(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -92,6 +93,8 @@ def chain(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         tokens.masked_fill_(nothing_left, NOTHING_LEFT)
     if inputs.put_drafts is not None:
         tokens = inputs.put_drafts(logits, tokens)
+    if inputs.put_ends is not None:
+        tokens = inputs.put_ends(tokens)
     return tokens.masked_fill_(broken, NOT_FINITE)
 
 

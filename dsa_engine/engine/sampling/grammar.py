@@ -13,16 +13,15 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 
-from dsa_engine.config.structured_outputs import StructuredOutputsParams
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -58,8 +57,9 @@ class GrammarMasks:
         # Each request's matcher, the position that it has come to, and the tokens before it that were not read then.
         self._matchers: WeakKeyDictionary[Request, tuple[Any, int, list[int]]] = WeakKeyDictionary()
         self._thread = ThreadPoolExecutor(1, "dsa_engine grammars")
-        self._compiled: dict[str | None, Future[Any]] = {}  # by grammar, the last one asked for at the end
-        self.ready: set[str | None] = set()  # those of them that rank 0 has said to be compiled
+        # The matcher of a grammar, before any token. All ranks ask for the same ones in the same order.
+        self.compiled = lru_cache(_CACHED)(lambda source: self._submit(self._compile, source))
+        self.ready: WeakSet[Future[Any]] = WeakSet()  # those that rank 0 has said to be compiled
         self.begun: WeakKeyDictionary[Request, Future[Any]] = WeakKeyDictionary()  # of each request
 
     @cached_property
@@ -85,20 +85,7 @@ class GrammarMasks:
         """The tokenizer as llguidance needs it, loaded in the thread: that takes a second for a large one."""
         return self._submit(getattr, self, "_tokens")
 
-    def compiled(self, form: StructuredOutputsParams) -> Future[Any]:
-        """The matcher of a grammar, before any token. All ranks ask for the same ones in the same order."""
-        known = self._compiled.pop(form.grammar) if form.grammar in self._compiled else None
-        self._compiled[form.grammar] = known or self._submit(self._compile, form.grammar)
-        if len(self._compiled) > _CACHED:
-            del self._compiled[oldest := next(iter(self._compiled))]
-            self.ready.discard(oldest)
-        return self._compiled[form.grammar]
-
-    def announce(self, form: StructuredOutputsParams) -> None:
-        """Rank 0 has compiled this grammar."""
-        self.ready |= {form.grammar} & self._compiled.keys()
-
-    def _compile(self, source: str | None) -> Any:
+    def _compile(self, source: str) -> Any:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokens, source, log_level=0)

@@ -21,13 +21,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.request import NEVER, Request
 from dsa_engine.engine.sampling.chain import Inputs, Parameters
+from dsa_engine.engine.sampling.thinking import put_ends, thoughts_of
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.sampling_params import DRAWS, PENALISES
+from dsa_engine.sampling_params import DRAWS, HAS_BUDGET, PENALISES
 
 
 class LogitsProcessors:
@@ -46,6 +47,8 @@ class LogitsProcessors:
         for asked in of_each:
             asks |= asked
         inputs = Inputs(asks, edit=self._edit(wanted, logits, sampled))
+        if asks & HAS_BUDGET:
+            inputs = inputs._replace(put_ends=_ends(wanted, logits, sampled))
         if not asks & (DRAWS | PENALISES):
             return inputs
         params, keys = zip(*((request.params, request.draw_key) for request, *_ in wanted), strict=True)
@@ -192,6 +195,20 @@ class PerRequestTable:
             self.table[indices(free, like)] = upload(torch.stack([make(request) for request in new]), like.device)
             self._slots.update(zip(new, free, strict=True))
         return self._slots
+
+
+def _ends(
+    wanted: Sequence[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What puts in the ends of thoughts, see :func:`.put_ends`."""
+    positions, known = [one.position for one in wanted], [one.request.num_known_tokens for one in wanted]
+    following = [[*one.request.tokens(n, max(0, one.position - n))] for one, n in zip(wanted, known, strict=True)]
+    longest = max(map(len, following))
+    filled = torch.tensor([of + [NEVER] * (longest - len(of)) for of in following], dtype=torch.int64)
+    tokens = known_ids(filled.view(len(wanted), longest), sampled, logits.device)
+    at = indices(known, logits)[:, None] + torch.arange(longest, device=logits.device)
+    thoughts = upload(thoughts_of([one.request for one in wanted]), logits.device)
+    return lambda chosen: put_ends(chosen, indices(positions, logits), thoughts, tokens, at)
 
 
 class PenaltyCounts:

@@ -63,7 +63,8 @@ class Sampler:
             best = min(samples.max_logprobs, self._config.vocab_size)
             table = F.pad(log_probabilities(unmodified, tokens.clamp(min=0), best), (0, 0, 0, padding))
             logprobs = to_host(self._mesh.world.all_gather(table))
-        return StepResult(samples, of_all_ranks, to_host(of_all_ranks), logprobs)
+        made = None if plan.decode is None else plan.num_drafts
+        return StepResult(samples, of_all_ranks, to_host(of_all_ranks), logprobs, num_drafts=made)
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:

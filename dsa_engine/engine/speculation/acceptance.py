@@ -24,7 +24,7 @@ from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.text.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import THINKING, Tokenizer
 
 # Number of accepted drafts of each request, int64 [n], from
 #   tokens: int64 [n, 1 + count], chosen at the position of each draft, and after the last
@@ -32,8 +32,6 @@ from dsa_engine.text.tokenizer import Tokenizer
 #   keys: int64 [n], keys of the requests' seeds
 #   positions: int64 [n], positions of the requests' last tokens before the drafts
 AcceptanceRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-THINKING = ("<think>", "</think>")
 
 
 def count_equal(tokens: torch.Tensor, drafts: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ from dsa_engine.engine.requests.samples import Columns, Outcome, StepResult
 from dsa_engine.engine.sampling import chain
 from dsa_engine.engine.sampling.chain import Parameters
 from dsa_engine.engine.sampling.logits_processors import PenaltyCounts, indices, with_drafts, with_tokens
+from dsa_engine.engine.sampling.thinking import FIELDS, put_ends, thoughts_of
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
 from dsa_engine.engine.speculation.draft_sampler import DraftSampler
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
@@ -56,7 +57,7 @@ from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.sampling_params import DRAWS, HAS_GRAMMAR, PENALISES
+from dsa_engine.sampling_params import DRAWS, HAS_BUDGET, HAS_GRAMMAR, PENALISES
 
 
 class GraphKey(NamedTuple):
@@ -74,18 +75,19 @@ class Inputs(NamedTuple):
     follows: torch.Tensor  # [1, n], 1 if the request starts from the outcome before, 0 if the host knows its tokens
     source: torch.Tensor  # [1, n], the request's row of that outcome
     thinks: torch.Tensor  # [1, n], see ``RelaxedAcceptance.replacing``; 0 without it
+    thoughts: torch.Tensor  # [4, n], see ``thoughts_of``; void if no request has a budget
     parameters: torch.Tensor  # [fields, n], see ``Parameters.pack``
     chunks: torch.Tensor  # [3 + rows, n], see ``chunk_columns``
 
     @classmethod
     def of(cls, table: torch.Tensor) -> Inputs:
-        heights = (1, 1, 1, len(Parameters._fields))
+        heights = (1, 1, 1, FIELDS, len(Parameters._fields))
         return cls(*table.split((*heights, len(table) - sum(heights))))
 
     @staticmethod
     def zeros(requests: int, rows: int, device: torch.device) -> torch.Tensor:
         """A table for requests with so many rows."""
-        height = 3 + len(Parameters._fields) + 3 + rows
+        height = 3 + FIELDS + len(Parameters._fields) + 3 + rows
         return torch.zeros(height, requests, dtype=torch.int64, device=device)
 
 
@@ -129,7 +131,11 @@ class Drafter:
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: StepResult, count: int
     ) -> StepResult:
         """Accepts drafts after an eager step with normed states ``hidden [T, hidden]`` and makes ``count`` new ones for
-        every request; every rank takes part. After prefills the next step may follow before the result is read."""
+        every request; every rank takes part. After prefills the next step may follow before the result is read.
+        Without any the module's rows of prompts are filled, for later drafts."""
+        if count == 0:
+            self.passes.fill(step, batch, hidden, sampled.tokens.clamp(min=0), 1)
+            return sampled
         samples, rank = step.samples, self._mesh.rank
         chosen = {request for request, *_ in step.own.wanted}
         chunks = [chunk for chunk in step.own.chunks if chunk.request in chosen]
@@ -195,7 +201,14 @@ class Drafter:
         # A copy: another graph may use the same memory before this table is read.
         table = graphs.run(key, lambda: self._step(buffers, key)).clone()
         outcome, last_rows = Outcome.of(table, step.samples, self._mesh.world_size), buffers.passes.last_rows(chunks)
-        return StepResult(step.samples, table.new_empty(0), lambda: table, outcome=outcome, last_rows=last_rows)
+        return StepResult(
+            step.samples,
+            table.new_empty(0),
+            lambda: table,
+            outcome=outcome,
+            num_drafts=step.num_drafts,
+            last_rows=last_rows,
+        )
 
     def _load(
         self, buffers: _Buffers, key: GraphKey, chunks: list[Chunk], before: Outcome | None, masks: torch.Tensor | None
@@ -244,6 +257,7 @@ class Drafter:
         params, keys = [request.params for request in requests], [request.draw_key for request in requests]
         table = (
             torch.tensor([follows, source, thinks], dtype=torch.int64),
+            thoughts_of(requests),
             Parameters.pack(params, keys, self._model.config.vocab_size),
             chunk_columns(chunks, self._cache.page_size, bucket.rows_per_request).T,
         )
@@ -278,6 +292,13 @@ class Drafter:
             unread, offered = before.tokens.where(is_unread(), -1), ids[:, 1:].where(rows.positions[:, 1:] >= 0, -1)
             replacing = F.pad(relaxed.replacing(inputs.thinks[0], unread, offered), (0, 1), value=-1).flatten()
             of_rows = of_rows._replace(put_drafts=lambda logits, tokens: relaxed.replace(logits, tokens, replacing))
+        if key.asks & HAS_BUDGET:
+            drafts_at = rows.positions[:, 1:]
+            following = torch.cat((before.tokens.where(is_unread(), -1), ids[:, 1:].where(drafts_at >= 0, -1)), dim=1)
+            at = torch.cat(((first - before.accepted)[:, None] + buffers.rows.offsets, drafts_at), dim=1)
+            after = (following.repeat_interleave(width, dim=0), at.repeat_interleave(width, dim=0))
+            of_each = rows.positions.flatten() + 1, inputs.thoughts.repeat_interleave(width, dim=1), *after
+            of_rows = of_rows._replace(put_ends=lambda chosen: put_ends(chosen, *of_each))
         tokens = chain.chain(model.logits(hidden, rows.batch.rows), of_rows).view_as(ids)
         keys = Parameters.of(inputs.parameters).key
         accepted = key.rule(tokens, ids[:, 1:], keys, first).minimum(rows.offered)

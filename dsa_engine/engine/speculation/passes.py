@@ -1,7 +1,8 @@
 """The passes of MTP modules after a step, by one module repeatedly or by several modules once each.
 
 Eagle mode (:class:`EagleChain`): one module runs over the step's rows, and then repeatedly over one row of each
-request, from its own hidden state and its last draft.
+request, from its own hidden state and its last draft. With ``index_share_for_mtp_iteration`` (GLM-5.2) these later rows
+attend to what the first pass has selected for the row that they go on from, and so not to themselves.
 
 Vanilla mode (:class:`ModuleEach`): each of several modules drafts one token. Let a request have tokens t_0 … t_{m-1};
 the model has computed the positions up to m - 2. Module k embeds t_{i+k} in its row at position i, so it can compute
@@ -129,7 +130,7 @@ class Passes(ABC):
             sampler: of the requests' next drafts.
         """
         width, fills = tokens.shape[1], step.decode is None
-        last = self._fill(step, batch, hidden, sampled, width - 1) if fills else {}
+        last = self.fill(step, batch, hidden, sampled, width - 1) if fills else {}
         if step.samples.max_rows == 0:
             return tokens[:, 1:], {}
         bucket, rows, max_visible = self._static_rows(step, own, width)
@@ -142,7 +143,7 @@ class Passes(ABC):
         filled = {request: _part(of, 1, None) for request, of in last.items() if request.owner == self.mesh.rank}
         return drafts, filled if fills else buffers.last_rows(own)
 
-    def _fill(
+    def fill(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, sampled: torch.Tensor, count: int
     ) -> Mapping[Request, LastRows]:
         """Runs the modules over all rows of a step, for ``count`` drafts; returns :meth:`_last_positions` if there are
@@ -156,7 +157,7 @@ class Passes(ABC):
             ids = step.own.token_ids(batch.tp_rows, number, codes)
             input_ids = self.mesh.tp.all_gather(known_ids(ids, sampled, self.mesh.device))
             of_group = replace(batch, input_ids=input_ids.view(-1, batch.tp_rows))
-            states = self.model.draft(number - 1, states, of_group, self.cache)
+            states, _ = self.model.draft(number - 1, states, of_group, self.cache)
         return self._last_positions(step, hidden, modules) if modules > 1 else {}
 
     def _last_positions(self, step: StepPlan, hidden: torch.Tensor, count: int) -> Mapping[Request, LastRows]:
@@ -224,15 +225,19 @@ class EagleChain(Passes):
         buffers: PassBuffers,
     ) -> torch.Tensor:
         input_ids = self.mesh.tp.all_gather(tokens.flatten()).view(-1, rows.batch.rows)
-        states = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
+        states, selection = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
         state = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
+        if selection is not None and self.model.config.index_share_for_mtp_iteration:
+            selection = _rows_at(selection.view(*tokens.shape, -1), accepted[:, None])[:, 0]
+        else:
+            selection = None
         position = rows.first + accepted
         drafts = [self._draft(state, 0, sampler)]
         for number in range(1, tokens.shape[1] - 1):
             at = position + number
             at, tables = at.where(at < rows.limit, -1), rows.batch.block_tables
-            one = buffers.rows.batch(tables, at, drafts[-1])
-            state = self.model.draft(0, state, one, self.cache)
+            one = replace(buffers.rows.batch(tables, at, drafts[-1]), selection=selection)
+            state, _ = self.model.draft(0, state, one, self.cache)
             drafts.append(self._draft(state, 0, sampler))
         return torch.stack(drafts, dim=1)
 
@@ -271,7 +276,7 @@ class ModuleEach(Passes):
         for number in range(1, count + 1):
             embedded = ids.gather(1, (left_out + columns + number).clamp(max=ids.shape[1] - 1)).flatten()
             input_ids = self.mesh.tp.all_gather(embedded).view(-1, len(embedded))
-            state = self.model.draft(number - 1, state, replace(batch, input_ids=input_ids), self.cache)
+            state, _ = self.model.draft(number - 1, state, replace(batch, input_ids=input_ids), self.cache)
             after_last = _rows_at(state.view(requests, 2 * count, -1), last)[:, 0]
             drafts.append(self._draft(after_last, number - 1, sampler))
             ids.scatter_(1, accepted[:, None] + count + number, drafts[-1][:, None])

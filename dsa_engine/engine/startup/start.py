@@ -175,9 +175,9 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 
 def _sizes(mesh: Mesh, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> ModelSizes:
-    experts = mesh.experts_per_token(config.n_routed_experts) + mesh.config.redundant_experts
+    experts = config.n_routed_experts + mesh.config.redundant_experts
     rows = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)) * (1 + options.num_drafts)
-    return ModelSizes(config.hidden_size, experts, mesh.experts_per_token(config.num_experts_per_tok), rows, dtype)
+    return ModelSizes(config.hidden_size, experts, config.num_experts_per_tok, rows, dtype)
 
 
 def load(prepared: Prepared) -> Loaded:
@@ -223,10 +223,9 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
 def _can_be_recorded(prepared: Prepared, model: Model) -> bool:
     """Whether decode steps on a CPU can be recordings: no other process takes part, attention of all rows is one of the
     CPU's kernels, and rows that see few tokens may select."""
-    indexers = [module for module in model.modules() if isinstance(module, Indexer)]
-    finite = bool(indexers) and not any(indexer.may_overflow for indexer in indexers)
+    selects = any(isinstance(module, Indexer) for module in model.modules())
     native = not prepared.format.coded and cpu.serves(torch.empty(0, dtype=prepared.dtype))
-    return prepared.mesh.world_size == 1 and finite and native
+    return prepared.mesh.world_size == 1 and selects and native
 
 
 def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -> Engine:
@@ -279,10 +278,12 @@ def capture(prepared: Prepared, engine: Engine) -> None:
     """Captures the likely graphs; loads of experts are counted from then on."""
     graphs, loads = engine.graphs, engine.model.loads
     if graphs is not None and prepared.mesh.static_decode and prepared.on_cuda:
-        steps, runner = prepared.dummy_steps, engine.runner
-        buckets = steps.likely_buckets()  # other graphs are captured when they first occur
+        runner, choices = engine.runner, engine.scheduler.decoding.draft_number.choices
+        of_each = [replace(prepared.dummy_steps, num_drafts=number) for number in reversed(choices)]
+        # Other graphs are captured when they first occur.
+        buckets = [(steps, *bucket) for steps in of_each for bucket in steps.likely_buckets()]
         with prepared.progress(len(buckets), "graphs", "capturing") as bar:
-            for requests, context in buckets:
+            for steps, requests, context in buckets:
                 runner.launch(runner.plan(steps.decode(requests, context, GREEDY))).read()
                 bar.update(1)
         held = format_bytes(graphs.memory_bytes)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.requests.draft_number import choices_up_to
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Samples
@@ -81,7 +82,8 @@ class DummySteps:
         steps = []
         for start in dict.fromkeys((0, self.max_model_len - longest)):
             requests = self._requests(len(parts), start + longest, WITH_HOST)
-            steps.append(Step([Chunk(one, start, *part) for one, part in zip(requests, parts, strict=True)]))
+            chunks = [Chunk(one, start, *part) for one, part in zip(requests, parts, strict=True)]
+            steps.append(Step(chunks, num_drafts=self.num_drafts))
         return steps
 
     def classes(self) -> list[Step]:
@@ -94,7 +96,7 @@ class DummySteps:
         for length in sorted({min(size * mesh.cp_size, self.max_model_len) for size in sizes}):
             requests = self._requests(len(groups), length, GREEDY)
             chunks = [Chunk(one, 0, length, mesh.cp_ranks(group)) for one, group in zip(requests, groups, strict=True)]
-            steps.append(Step(chunks))
+            steps.append(Step(chunks, num_drafts=self.num_drafts))
         return steps
 
     def decode(self, requests: int, context: int, params: SamplingParams) -> Step:
@@ -108,7 +110,7 @@ class DummySteps:
         keys, logprobs = np.arange(world * requests), -1 if params.logprobs is None else params.logprobs
         counts, starts = np.full(len(keys), rows), np.full(len(keys), len(own[0]) - 1)
         samples = Samples.by_rank(keys, keys // requests, counts, world, logprobs)
-        return Step(chunks, DecodeStep(chunks, samples, starts, own[0].asks, params.num_best))
+        return Step(chunks, DecodeStep(chunks, samples, starts, own[0].asks, params.num_best), self.num_drafts)
 
     def likely_buckets(self) -> list[tuple[int, int]]:
         """Requests of a rank and context of the decode steps to capture, the largest first, as smaller graphs reuse its
@@ -194,7 +196,8 @@ def step_bytes(
     if not graphs:
         return max(prefill, decode)
     # Twice: for the pool of the graphs, and for the warm-up on their stream.
-    return max(prefill, decode) + 2 * (decode - tables) + len(steps.likely_buckets()) * GRAPH_BYTES
+    count = len(choices_up_to(drafts)) * len(steps.likely_buckets())
+    return max(prefill, decode) + 2 * (decode - tables) + count * GRAPH_BYTES
 
 
 def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
@@ -204,7 +207,7 @@ def uneven_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtyp
     A further pair takes its rows between the products, and the tokens and sums that :class:`.dispatch.Memory` names.
     ``tokens``: those of a rank; ``words``: whether tokens travel to experts in another form than sums travel back.
     """
-    ranks, k, chunk = mesh.world_size, mesh.experts_per_token(config.num_experts_per_tok), mesh.config.moe_chunk_size
+    ranks, k, chunk = mesh.world_size, config.num_experts_per_tok, mesh.config.moe_chunk_size
     if config.batch_invariant:  # each pair travels by itself
         tokens, k = tokens * k, 1
     if "sparse" not in config.mlp_layer_types:

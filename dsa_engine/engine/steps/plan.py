@@ -216,6 +216,7 @@ class StepPlan:
     bucket: Bucket | None = None  # set if the step is padded
     cuts: Mapping[Request, int] = field(default_factory=dict)  # positions at which its chunks are cut
     micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if a step that is not padded is cut
+    num_drafts: int = 0  # that it makes for each request
 
     @classmethod
     def of(

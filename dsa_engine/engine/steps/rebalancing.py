@@ -24,7 +24,6 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.counts import ExpertCounter, ExpertCounts
-from dsa_engine.parallel.experts.layer_placements import with_shared
 from dsa_engine.parallel.experts.movement import after_round, expert_bytes, move_round, plan_movement
 from dsa_engine.parallel.experts.placement import Held
 from dsa_engine.system.output_files import write_text
@@ -116,11 +115,7 @@ class Rebalancing:
     def _rebalanced(self) -> Iterator[None]:
         """A rebalancing of all layers; yields at the end of each turn."""
         loads, sent = self._loads(), self.moved_bytes
-        loaded = [
-            (layer, with_shared(own, layer.shared_load))
-            for number, layer in self._layers.items()
-            if (own := loads.of_layer(number)) is not None
-        ]
+        loaded = [(layer, own) for number, layer in self._layers.items() if (own := loads.of_layer(number)) is not None]
         before, after = [], []
         for first in range(0, len(loaded), self._ranks.size):
             some = loaded[first : first + self._ranks.size]

@@ -188,7 +188,10 @@ class ModelCosts:
         passes = [self.forward(checked, served)]
         if step.drafts:
             passes.append(self.module(replace(checked, logits=step.requests), served))
-            passes.append(times(self.module(_decode_shape(config, step, 1), alone), step.drafts - 1))
+            later = self.module(_decode_shape(config, step, 1), alone)
+            if config.index_share_for_mtp_iteration:
+                del later["lightning indexer"]
+            passes.append(times(later, step.drafts - 1))
         return add(*passes)
 
     def prefill(self, steps: Sequence[StepPlan], rank: int, drafts: int = 0, groups: float = 1) -> Stages:

@@ -47,7 +47,6 @@ class CompletionForm(Form):
         }
         self._offsets: dict[int, TextOffsets] = {}
         self._begun: set[int] = set()  # outputs with a chunk
-        self._prompt_ids: Sequence[Sequence[int]] = ()
 
     def _encoded(self, llm: EngineClient, prompt: str | list[int]) -> dict[str, Any]:
         """A prompt as the engine takes it, which encodes a text itself, unless it begins in another way."""
@@ -89,9 +88,6 @@ class CompletionForm(Form):
         }
         ids = {"token_ids": tokens, "prompt_token_ids": one.prompt_token_ids}
         return choice | selection_of(output.selection) | (ids if self._asked.return_token_ids else {})
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        self._prompt_ids = prompts
 
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
         ids, first = self._asked.return_token_ids, piece.index not in self._begun

@@ -37,9 +37,9 @@ class Form(ABC):
         """The usage of what :meth:`whole` or :meth:`chunks` has read; ``counts``: see :func:`.parts.usage`."""
         return counts
 
-    @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Called with the token ids of the prompts before the first piece."""
+        self._prompt_ids = prompts
 
     @abstractmethod
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
@@ -59,4 +59,4 @@ class Form(ABC):
 
     def failed(self, error: ApiError) -> bytes:
         """The event of an error after the first piece."""
-        return b"data: %b\n\n" % to_json(error.body)
+        return b"data: %b\n\n" % to_json(error.body())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,7 +25,9 @@ def _bytes(token: int, one: Logprob) -> bytes:
     return one.bytes or _text(token, one).encode("utf-8", "replace")
 
 
-def chat_logprobs(tokens: Sequence[int], logprobs: Sequence[Logprobs], top: int, as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[Logprobs], top: int, as_ids: bool = False
+) -> dict[str, Any]:
     """The form of chat completions: an entry for each token, with the ``top`` most likely tokens. ``as_ids``: tokens
     are "token_id:123", which tells those with the same text apart."""
 
@@ -117,21 +118,19 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """The usage of whole outputs. A prompt counts once, however many outputs it has."""
-    return usage(
-        sum(len(one.prompt_token_ids) for one in outputs),
-        sum(len(output.token_ids) for one in outputs for output in one.outputs),
-        sum(one.metrics.num_cached_tokens for one in outputs),
-    )
+    tokens = sum(len(output.token_ids) for one in outputs for output in one.outputs)
+    cached = sum(one.metrics.num_cached_tokens for one in outputs)
+    return usage(sum(len(one.prompt_token_ids) for one in outputs), tokens, cached)
 
 
 class StreamUsage:
     """The usage of a stream so far."""
 
-    def __init__(self, prompts: Iterable[Sequence[int]], n: int):
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int):
         self._prompt_tokens = sum(map(len, prompts))
         self._n = n
         self._cached = 0
-        self.output_tokens: Counter[int] = Counter()
+        self.output_tokens = [0] * (len(prompts) * n)
 
     def add(self, piece: StreamPiece) -> None:
         self.output_tokens[piece.index] += len(piece.token_ids)
@@ -140,7 +139,7 @@ class StreamUsage:
 
     @property
     def form(self) -> dict[str, Any]:
-        return usage(self._prompt_tokens, self.output_tokens.total(), self._cached)
+        return usage(self._prompt_tokens, sum(self.output_tokens), self._cached)
 
 
 def failure_of(outputs: Iterable[CompletionOutput | StreamPiece]) -> str | None:

@@ -6,12 +6,14 @@ import difflib
 import logging
 import uuid
 from dataclasses import fields
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dsa_engine.config.checks import shown
 from dsa_engine.config.vllm_options import answer
+from dsa_engine.engine.requests.limits import MAX_PRIORITY
 from dsa_engine.errors import ContextLengthError
 from dsa_engine.sampling_params import SamplingParams
 
@@ -68,6 +70,7 @@ class GenerationBody(RequestBody):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024
     )  # only requests with the same one share cached pages
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower ones first
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # of log-probabilities
     response_format: dict[str, Any] | None = None
@@ -78,9 +81,10 @@ class GenerationBody(RequestBody):
     regex: str | None = None  # as SGLang has it, like the next two
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
+    custom_params: dict[str, Any] = {}  # as SGLang has it: {"thinking_budget": …}
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: as many as there is room for
 
-    @property
+    @cached_property
     def request_name(self) -> str:
         """What the answer's id ends with: ``request_id``, which may be the header X-Request-Id, or a new name."""
         given = (self.model_extra or {}).get("request_id")
@@ -124,6 +128,8 @@ class GenerationBody(RequestBody):
         """The sampling parameters; ``defaults`` are those of requests without them, ``more`` replace both."""
         given = self.further(_SAMPLING) | more
         given |= self._form(given.get("structured_outputs"))
+        if (budget := self.custom_params.get("thinking_budget")) is not None:
+            given["thinking_token_budget"] = budget
         if isinstance(bias := given.get("logit_bias"), dict):  # keys are texts in JSON
             given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
         params = SamplingParams(**(defaults | given))
@@ -181,10 +187,21 @@ class Conversation(RequestBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
-    thinking: bool | dict[str, Any] | None = None  # also {"type": "enabled"} or {"type": "disabled"}
+    thinking: bool | dict[str, Any] | None = None  # also {"type": "enabled" or "disabled", "budget_tokens": …}
     enable_thinking: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """Arguments of :meth:`.conversations.ConversationFormat.render`."""
+        continues = self.continue_final_message
+        return {
+            "messages": self.messages,
+            "chat_template_kwargs": self.template_variables,
+            "add_generation_prompt": self.add_generation_prompt and not continues,
+            "continue_final_message": continues,
+        }
 
     @property
     def template_variables(self) -> dict[str, Any] | None:
@@ -207,7 +224,7 @@ class Conversation(RequestBody):
 
 
 class ChatRequest(GenerationBody, Conversation):
-    """The body of a request to ``/v1/chat/completions``."""
+    """The body of a request to ``/v1/chat/completions``, and what bodies of other endpoints are read as."""
 
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
@@ -215,11 +232,16 @@ class ChatRequest(GenerationBody, Conversation):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    max_output_name: ClassVar[str] = "max_completion_tokens"
 
     @property
     def max_output(self) -> tuple[str, Any]:
         given = self.max_completion_tokens
-        return super().max_output if given is None else ("max_completion_tokens", given)
+        return super().max_output if given is None else (self.max_output_name, given)
+
+    @property
+    def chat(self) -> ChatRequest:
+        return self
 
 
 class TokenizeRequest(Conversation):
@@ -228,6 +250,12 @@ class TokenizeRequest(Conversation):
     prompt: str | None = None
     add_special_tokens: bool | None = None  # None: of a text
     return_token_strs: bool = False
+
+
+class AbortBody(RequestBody):
+    """The body of a request to ``/abort_requests``: names of requests; none: all."""
+
+    request_ids: list[str] = []
 
 
 class DetokenizeRequest(RequestBody):
@@ -248,36 +276,27 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "background": ("a response is answered at once", (False,)),
     "truncation": ("use truncate_prompt_tokens", ("disabled",)),
     "suffix": ("text is only continued; put what comes before into the prompt", ("",)),
-    "best_of": ("use n with logprobs, and choose", (1,)),
-    "use_beam_search": ("there is no beam search; use n with logprobs, and choose", (False,)),
     "functions": (_TOOLS, ([],)),
     "function_call": (_TOOLS, ("auto", "none")),
     "modalities": (_NO_MEDIA, (["text"],)),
     "audio": (_NO_MEDIA, ()),
+    "mcp_servers": ("the server calls no tools; give them as tools, and call them in the client", ([],)),
+    "output_format": ("use output_config, or response_format", ()),
     "web_search_options": ("there is no search; put what the model should know into the messages", ()),
     "documents": ("put the documents into the messages", ([],)),
     "prompt_embeds": ("give the prompt as a text or token ids", ()),
-    "priority": ("requests are served in order of arrival", (0,)),
     "kv_transfer_params": ("caches are not sent between servers", ({},)),
     "stop_regex": ("use stop, or stop_token_ids", ()),
     "truncation_side": ("truncate_prompt_tokens keeps the last tokens", ("left",)),
+    "guided_whitespace_pattern": ("structured_outputs has disable_any_whitespace", ()),
     "separate_reasoning": ("use include_reasoning, or a server with --reasoning-parser none", (True,)),
-    "logits_processors": ("use logit_bias, bad_words or allowed_token_ids", ([],)),
 }
 # Parameters for accounts, bills and routing at a provider; they never change an output here.
 _WITHOUT_EFFECT = {
-    "max_tool_calls",
-    "metadata",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
-}
+    "betas", "cache_control", "container", "context_management", "diagnostics", "inference_geo", "max_tool_calls",
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
+    "service_tier", "speed", "store", "user", "user_profile_id", "verbosity", "workspace_id",
+}  # fmt: skip
 
 
 def _advice(name: str, value: Any) -> str | None:

@@ -1,21 +1,17 @@
-"""``/v1/responses``: OpenAI's Responses API, by way of the chat request that asks for the same."""
+"""``/v1/responses``: OpenAI's Responses API."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
 
 from dsa_engine.config.checks import shown
-from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
-from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError
-from dsa_engine.server.forms.chat import ChatForm
-from dsa_engine.server.forms.form import to_json
+from dsa_engine.server.forms.blocks import Block, BlockForm, Event
 from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
-from dsa_engine.text.conversations import ConversationFormat
 
 _ITEMS = "message, reasoning, function_call and function_call_output"
 _PARTS = ("input_text", "output_text", "text")
@@ -71,9 +67,7 @@ class ResponsesRequest(RequestBody):
 
 
 class _AsChat(ChatRequest):
-    @property
-    def max_output(self) -> tuple[str, Any]:
-        return "max_output_tokens", self.max_completion_tokens
+    max_output_name = "max_output_tokens"
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,97 +123,90 @@ def _content(content: Any) -> Any:
     return [{"type": "text", "text": part.get("text")} if text else part for text, part in zip(texts, content)]
 
 
-class _Item:
-    """An item of the output that grows: "reasoning", "message" or "function_call", with ``more`` fields."""
+# By kind of a block: its type, how its id begins, and how its text is called.
+_NAMES = {
+    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    "content": ("message", "msg", "output_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
+}
 
-    _NAMES = {
-        "reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text"),
-        "function_call": ("fc", "function_call_arguments"),
-    }  # fmt: skip
 
-    def __init__(self, kind: str, index: int, **more: Any):
-        self.kind, self._more, self._texts, self._logprobs = kind, more, list[str](), list[Any]()
-        prefix, self._name = self._NAMES[kind]
-        self._where: dict[str, Any] = {"item_id": f"{prefix}_{uuid.uuid4().hex}", "output_index": index}
-        if kind != "function_call":
+class _Item(Block):
+    """An item of the output."""
+
+    def __init__(self, *about: Any):
+        super().__init__(*about)
+        self.type, prefix, self._name = _NAMES[self.kind]
+        self._logprobs: list[Any] = []
+        self._where: dict[str, Any] = {"item_id": f"{prefix}_{uuid.uuid4().hex}", "output_index": self.index}
+        if self.call is None:
             self._where["content_index"] = 0
 
     def form(self, status: str) -> dict[str, Any]:
         """The item as it is now."""
-        form: dict[str, Any] = {"id": self._where["item_id"], "type": self.kind, "status": status} | self._more
-        if self.kind == "function_call":
-            return form | {"arguments": "".join(self._texts)}
+        form: dict[str, Any] = {"id": self._where["item_id"], "type": self.type, "status": status}
+        if self.call is not None:
+            return form | {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
         form["content"] = [] if status == "in_progress" else [self._part]
-        form["role" if self.kind == "message" else "summary"] = "assistant" if self.kind == "message" else []
+        form["role" if self.type == "message" else "summary"] = "assistant" if self.type == "message" else []
         return form
 
     @property
     def _part(self) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self._name, "text": "".join(self._texts)}
-        return part | {"annotations": [], "logprobs": self._logprobs} if self.kind == "message" else part
+        part: dict[str, Any] = {"type": self._name, "text": self.text}
+        return part | {"annotations": [], "logprobs": self._logprobs} if self.type == "message" else part
 
-    def begin(self) -> Iterator[dict[str, Any]]:
-        about = {"output_index": self._where["output_index"], "item": self.form("in_progress")}
-        yield {"type": "response.output_item.added"} | about
-        if self.kind != "function_call":
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "response.output_item.added", "output_index": self.index, "item": self.form("in_progress")}
+        if self.call is None:
             yield {"type": "response.content_part.added", **self._where, "part": self._part}
 
-    def add(self, text: str, logprobs: list[Any]) -> dict[str, Any]:
-        self._texts.append(text)
+    def delta(self, text: str, logprobs: list[Any]) -> Event:
         self._logprobs += logprobs
         delta = {"type": f"response.{self._name}.delta", **self._where, "delta": text}
-        return delta | ({"logprobs": logprobs} if self.kind == "message" else {})
+        return delta | ({"logprobs": logprobs} if self.type == "message" else {})
 
-    def end(self, status: str) -> Iterator[dict[str, Any]]:
+    def end(self, cut: bool) -> Iterator[Event]:
         whole = {"type": f"response.{self._name}.done", **self._where}
-        if self.kind == "function_call":
-            yield whole | {"arguments": "".join(self._texts), "name": self._more["name"]}
+        if self.call is not None:
+            yield whole | {"arguments": self.text, "name": self.call.name}
         else:
-            yield whole | {"text": "".join(self._texts)} | ({"logprobs": []} if self.kind == "message" else {})
+            yield whole | {"text": self.text} | ({"logprobs": []} if self.type == "message" else {})
             yield {"type": "response.content_part.done", **self._where, "part": self._part}
-        about = {"output_index": self._where["output_index"], "item": self.form(status)}
-        yield {"type": "response.output_item.done"} | about
+        item = self.form("incomplete" if cut else "completed")
+        yield {"type": "response.output_item.done", "output_index": self.index, "item": item}
 
 
-class ResponsesForm(ChatForm):
-    """One request to ``/v1/responses``; see :class:`.chat.ChatForm` for the arguments and errors."""
+class ResponsesForm(BlockForm[ResponsesRequest]):
+    """One request to ``/v1/responses``."""
 
-    end_of_stream = b""
+    prefix, block = "resp_", _Item
 
-    def __init__(
-        self, llm: EngineClient, form: ConversationFormat, asked: ResponsesRequest, model: str, template: str | None
-    ):
-        super().__init__(llm, form, asked.chat, model, template)
-        if self.params.n > 1:
-            raise ValueError(f"n must be 1 in a response, not {self.params.n}; send several requests")
-        self._given = asked
-        self._id = f"resp_{self._asked.request_name}"
+    def __init__(self, *of_conversation: Any):
+        super().__init__(*of_conversation)
         self._number = 0  # the next event's
-        self._items: list[_Item] = []
-        self._status = "completed"
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._cut else "completed"
 
     def _response(self, status: str, usage: Any = None, error: Any = None) -> dict[str, Any]:
-        asked, params, chat = self._given, self.params, self._asked
+        asked, params = self._given, self.params
         return {
-            "id": self._id, "object": "response", "created_at": self._head["created"], "model": self._head["model"],
-            "status": status, "error": error, "output": [one.form(status) for one in self._items],
+            "id": self._head["id"], "object": "response", "created_at": self._head["created"],
+            "model": self._head["model"], "status": status, "error": error,
+            "output": [one.form(status) for one in self._blocks],
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {}, "temperature": params.temperature, "top_p": params.top_p,
             "tools": asked.tools, "tool_choice": asked.tool_choice or "auto", "store": False, "background": False,
             "parallel_tool_calls": asked.parallel_tool_calls, "previous_response_id": None, "truncation": "disabled",
             "text": {"format": asked.text.format or {"type": "text"}},
-            "reasoning": {"effort": chat.reasoning_effort, "summary": None}, "usage": usage,
+            "reasoning": {"effort": self._asked.reasoning_effort, "summary": None}, "usage": usage,
         }  # fmt: skip
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        ((output,),) = (one.outputs for one in outputs)
-        self.chunks(output)  # the items grow as in a stream
+    def answer(self) -> dict[str, Any]:
         return self._response(self._status)
-
-    def _open(self, kind: str, **more: Any) -> _Item:
-        self._items.append(_Item(kind, len(self._items), **more))
-        return self._items[-1]
 
     def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -230,45 +217,17 @@ class ResponsesForm(ChatForm):
             "total_tokens": counts["total_tokens"],
         }
 
-    def chunks(self, piece: CompletionOutput | StreamPiece) -> list[dict[str, Any]]:
-        events = []
-        if not self._readers:
-            self._readers[0] = self._reader()
-            events += [{"type": f"response.{name}", "response": self._response("in_progress")}
-                       for name in ("created", "in_progress")]  # fmt: skip
-        if piece.finish_reason is not None:
-            self._status = "incomplete" if piece.finish_reason == "length" else "completed"
-        logprobs = (self._logprobs(piece) or {"content": []})["content"]
-        for delta in self._read(self._readers[0], piece):
-            if delta.reasoning:
-                events += self._grow("reasoning", delta.reasoning)
-            if delta.content:
-                events += self._grow("message", delta.content, logprobs)
-                logprobs = []
-            for call in delta.tool_calls:
-                more: dict[str, Any] = {} if call.name is None else {"call_id": call.id, "name": call.name}
-                events += self._grow("function_call", call.arguments, **more)
-        if piece.finish_reason is not None:
-            events += [] if self._items else self._grow("message", "")
-            events += self._items[-1].end(self._status)
-        return events
+    def first(self) -> Iterable[Event]:
+        for name in ("created", "in_progress"):
+            yield {"type": f"response.{name}", "response": self._response("in_progress")}
 
-    def _grow(self, kind: str, text: str, logprobs: Sequence[Any] = (), **more: Any) -> Iterator[dict[str, Any]]:
-        """The events of further text; a new item begins with another kind, and with ``more`` fields of its own."""
-        if more or not self._items or self._items[-1].kind != kind:
-            if self._items:
-                yield from self._items[-1].end("completed")
-            yield from self._open(kind, **more).begin()
-        if text:
-            yield self._items[-1].add(text, list(logprobs))
-
-    def last(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def last(self, usage: dict[str, Any]) -> list[Event]:
         return [{"type": f"response.{self._status}", "response": self._response(self._status, self.usage(usage))}]
 
-    def event(self, chunk: dict[str, Any]) -> bytes:
+    def event(self, chunk: Event) -> bytes:
         numbered = chunk | {"sequence_number": self._number}
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), to_json(numbered))
+        return super().event(numbered)
 
     def failed(self, error: ApiError) -> bytes:
         reason = {"code": "server_error", "message": error.detail}

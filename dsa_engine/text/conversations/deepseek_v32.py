@@ -188,21 +188,13 @@ def _call(call: Any) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
         raise ValueError(f"a tool call must be {{'function': {{'name': …, 'arguments': …}}}}, not {shown(call)}")
+    given = function["arguments"]
     parameters = "\n".join(
         f'<{TAG}parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">'
         f"{value if isinstance(value, str) else _json(value)}</{TAG}parameter>"
-        for key, value in _arguments(function).items()
+        for key, value in (json.loads(given) if isinstance(given, str) else given).items()
     )
     return f'<{TAG}invoke name="{name}">\n{parameters}\n</{TAG}invoke>'
-
-
-def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call, which are an object or its JSON; raises ``ValueError`` if they are not."""
-    given = function.get("arguments")
-    value = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(value, Mapping):
-        raise ValueError(f"the arguments of {shown(function.get('name'))} must be a JSON object, not {shown(given)}")
-    return value
 
 
 def _json(value: Any) -> str:

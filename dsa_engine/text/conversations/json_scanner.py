@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import re
-from string import digits, hexdigits
 
 MAX_DEPTH = 64  # objects and lists within each other
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_SPACED = {"value", "first value", "key", "first key", "colon", "after"}  # states in which white space may come
-_WHOLE = {"zero", "integer", "fraction", "power"}  # states in which a number may end
-_EXPONENT = {"e": "exponent", "E": "exponent"}
-
-# In each state the characters that may follow, and the states after them. Brackets and commas are not here, as what
-# follows them depends on what is open. "after": a value has ended.
-_NEXT: dict[str, dict[str, str]] = {
-    "value": {'"': "string", "-": "minus", "0": "zero", "t": "rue", "f": "alse", "n": "ull"}
-    | dict.fromkeys("123456789", "integer"),
-    "key": {'"': "name"},
-    "colon": {":": "value"},
-    "minus": {"0": "zero"} | dict.fromkeys("123456789", "integer"),
-    "zero": {".": "point"} | _EXPONENT,
-    "integer": dict.fromkeys(digits, "integer") | {".": "point"} | _EXPONENT,
-    "point": dict.fromkeys(digits, "fraction"),
-    "fraction": dict.fromkeys(digits, "fraction") | _EXPONENT,
-    "exponent": dict.fromkeys("+-", "sign") | dict.fromkeys(digits, "power"),
-    "sign": dict.fromkeys(digits, "power"),
-    "power": dict.fromkeys(digits, "power"),
-    "object": {},
-    "after": {},
-}
-_NEXT |= {"first value": _NEXT["value"], "first key": _NEXT["key"]}
-_NEXT |= {
-    rest[at:]: {rest[at]: rest[at + 1 :] or "after"} for rest in ("rue", "alse", "ull") for at in range(len(rest))
-}
-for _text, _end in (("string", "after"), ("name", "colon")):  # values and keys
-    _NEXT[_text] = {'"': _end, "\\": f"{_text}\\"}
-    _NEXT[f"{_text}\\"] = dict.fromkeys('"\\/bfnrt', _text) | {"u": f"{_text}4"}
-    _NEXT |= {f"{_text}{n}": dict.fromkeys(hexdigits, f"{_text}{n - 1}" if n > 1 else _text) for n in range(1, 5)}
+_TEXT = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*'
+_WHOLE = re.compile(_TEXT + r'"|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null')
+# A string, a number or a word, or the beginning of one, of a string with the beginning of an escape.
+_BEGUN = re.compile(
+    _TEXT + r'(?:"|(?P<escape>\\(?:u[0-9a-fA-F]{0,3})?)?)'
+    r"|(?=[-0-9])-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE](?:[+-]?[0-9]*))?)?|[eE][+-]?[0-9]*)?)?"
+    r"|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
+)
 
 
 class JsonScanner:
@@ -45,50 +21,56 @@ class JsonScanner:
 
     def __init__(self, of_object: bool = False):
         self._closing: list[str] = []  # the brackets that will close what is open
-        self._state = "object" if of_object else "value"
+        self._state = "object" if of_object else "value"  # what may come, besides white space; "after": a value's end
+        self._token = ""  # one that has begun; of a string what the rest depends on
 
     @property
     def complete(self) -> bool:
         """Whether the value could end here."""
-        return not self._closing and (self._state == "after" or self._state in _WHOLE)
+        return not self._closing and (self._state == "after" or bool(_WHOLE.fullmatch(self._token)))
 
     def scan(self, text: str, start: int = 0) -> int:
         """The index of the first character that does not belong to the value; the length of the text if all do."""
-        at = start
-        while at < len(text):
-            if self._state in ("string", "name") and (match := _PLAIN.match(text, at)):
-                at = match.end()
-            elif self._takes(text[at]):
-                at += 1
-            else:
-                return at
-        return at
+        before = start - len(self._token)
+        text, self._token, at = self._token + text[start:], "", 0
+        while at < len(text) and (end := self._end(text, at)) > at:
+            at = end
+            if self._token and at < len(text):  # it goes on otherwise
+                break
+        return before + at
 
-    def _takes(self, c: str) -> bool:
-        if self._state in _WHOLE and c not in _NEXT[self._state]:
-            self._state = "after"
-        state, inside = self._state, self._closing[-1] if self._closing else ""
+    def _end(self, text: str, at: int) -> int:
+        """The end of a bracket, a sign, a token or white space; ``at`` if none may come."""
+        c, state, inside = text[at], self._state, self._closing[-1] if self._closing else ""
         if state == "after" and not inside:
-            return False
+            return at
         if c in " \t\n\r":
-            return state in _SPACED
-        if (c == "{" and state in ("object", "value", "first value")) or (
-            c == "[" and state in ("value", "first value")
-        ):
+            return at + (state != "object")
+        if c in "{[" and (state in ("value", "first value") or (state, c) == ("object", "{")):
             if len(self._closing) == MAX_DEPTH:
-                return False
+                return at
             self._closing.append("}" if c == "{" else "]")
             self._state = "first key" if c == "{" else "first value"
         elif c == inside and state in ("after", "first key", "first value"):
             self._closing.pop()
             self._state = "after"
-        elif c == "," and state == "after":
-            self._state = "key" if inside == "}" else "value"
-        elif c in _NEXT[state]:
-            self._state = _NEXT[state][c]
+        elif (state, c) in (("after", ","), ("colon", ":")):
+            self._state = "key" if c == "," and inside == "}" else "value"
+        elif state in ("value", "first value") or (state in ("key", "first key") and c == '"'):
+            return self._end_of_token(text, at, "colon" if "key" in state else "after")
         else:
-            return False
-        return True
+            return at
+        return at + 1
+
+    def _end_of_token(self, text: str, at: int, after: str) -> int:
+        match = _BEGUN.match(text, at)
+        if not match:
+            return at
+        if _WHOLE.fullmatch(match[0]) and (match.end() < len(text) or not match[0][-1].isdigit()):
+            self._state = after
+        else:
+            self._token = match[0] if match[0][:1] != '"' else '"' + (match["escape"] or "")
+        return match.end()
 
 
 def is_json(text: str) -> bool:

@@ -10,6 +10,8 @@ from dsa_engine.config.checks import shown
 
 Message = Mapping[str, Any]
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which callers pass a message's reasoning
+# The field with the text of a part, by its type: in chats, in responses, and of an answer that was none.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _FORM = "a conversation is a list of {'role': …, 'content': …}"
 
 
@@ -58,26 +60,34 @@ def _message(message: Any, conversation: Sequence[Any]) -> dict[str, Any]:
 
 def _call(call: Any) -> Any:
     """A call whose arguments are an object or its JSON. Clients send back what they got, also a call that was cut off:
-    a text that is no JSON object becomes the argument ``arguments``, so that the conversation goes on."""
+    what is no object becomes the argument ``arguments``, so that the conversation goes on."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
     given = function.get("arguments")
     arguments = {} if given is None or given == "" else given
-    if isinstance(arguments, str):
-        try:
-            whole = isinstance(json.loads(arguments), dict)
-        except (ValueError, RecursionError):
-            whole = False
-        arguments = arguments if whole else {"arguments": arguments}
+    if not isinstance(arguments, str):
+        arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    elif (read := arguments_of(arguments)) == {"arguments": arguments}:
+        arguments = read
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call, of their JSON; what is no JSON object is the argument ``arguments``."""
+    try:
+        read = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        read = None
+    return read if isinstance(read, dict) else {"arguments": text}
 
 
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+    name = _TEXTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
+    if name and isinstance(part.get(name), str):
+        return str(part[name])
     raise ValueError(
         "a part of a message's content must be {'type': 'text', 'text': …}, as the model reads text only, not "
         f"{shown(part)}"

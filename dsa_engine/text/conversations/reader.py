@@ -10,8 +10,9 @@ from typing import Any
 from dsa_engine.text.conversations.deltas import MessageDelta, MessageWriter
 from dsa_engine.text.conversations.source import LostForm, Steps, Tags, TextEnded, TextSource
 from dsa_engine.text.conversations.tool_calls import CallForm
+from dsa_engine.text.tokenizer import THINKING
 
-THINK, THINK_END = "<think>", "</think>"
+THINK, THINK_END = THINKING
 
 
 class Thought(Enum):

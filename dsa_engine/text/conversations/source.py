@@ -34,11 +34,14 @@ class Tags:
         longest_first = sorted(texts, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) if texts else "(?!)")
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
+        self._first = {text[0] for text in texts}
         self.longest = max(map(len, texts), default=1)
 
     def begun(self, text: str, start: int = 0) -> int:
         """How many characters at the end of ``text`` may be the beginning of a tag."""
         longest = min(self.longest - 1, len(text) - start)
+        if longest <= 0 or self._first.isdisjoint(text[-longest:]):  # most pieces of a stream, so it is asked first
+            return 0
         return next((n for n in range(longest, 0, -1) if text[-n:] in self._beginnings), 0)
 
 

@@ -26,6 +26,7 @@ class CallForm(ABC):
     tags: tuple[str, ...]  # what opens the calls, without the newlines before it
     end: str  # what closes them
     around: tuple[str, str] = ("", "")  # what a model writes before all calls and after them
+    between = ""  # and what between two
 
     @abstractmethod
     def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
@@ -38,8 +39,8 @@ class CallForm(ABC):
     def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
         """The grammar of an answer that calls one of the tools, or with ``several`` some of them."""
         call = writer.rule(" | ".join(self.call(writer, function) for function in functions_of(tools)))
-        begin, end = map(writer.literal, self.around)
-        return f"{begin} {call}{'+' if several else ''} {end}".strip()
+        begin, between, end = map(writer.literal, (self.around[0], self.between, self.around[1]))
+        return f"{begin} {call} {f'({between} {call})*' if several else ''} {end}".strip()
 
 
 class TaggedCalls(CallForm):
@@ -154,6 +155,7 @@ class PlainCalls(CallForm):
     _NAME_END = Tags('", "arguments": ')
     tags, end = ('[{"name": "',), "]"
     around = "[", "]"
+    between = ", "
 
     def read(self, source: TextSource, calls: MessageWriter, tools: Sequence[Any]) -> Steps[None]:
         more = True
@@ -169,11 +171,6 @@ class PlainCalls(CallForm):
     def call(self, writer: GrammarWriter, function: Function) -> str:
         begin = writer.literal(f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": ')
         return f"{begin} {writer.json(function.parameters)} {writer.literal('}')}"
-
-    def grammar(self, writer: GrammarWriter, tools: Sequence[Any], several: bool) -> str:
-        call = writer.rule(" | ".join(self.call(writer, function) for function in functions_of(tools)))
-        others = f'(", " {call})*' if several else ""
-        return f'"[" {call} {others} "]"'
 
 
 class _Call:

@@ -1,5 +1,6 @@
 """Random requests get the same tokens with drafts as without, which one process computes: on 1 to 4 ranks, in eager
-steps, in steps of static shape and launched ahead, recorded, preempted, with grammars, penalties and every limit."""
+steps, in steps of static shape and launched ahead, recorded, preempted, with grammars, penalties and every limit, and
+whatever the number of drafts of a step."""
 
 from __future__ import annotations
 
@@ -55,14 +56,19 @@ def case(drafts: int, name: str, cp: int = 1, tp: int = 1, dispatch: str = "all_
     speculative = {"speculative_config": {"num_speculative_tokens": drafts}}
     eager = {"enforce_eager": "recorded" not in name}
     described = {"name": name, "folder": "demo", "parallel": parallel, "options": OPTIONS | eager | speculative | more}
-    return described | {key: key in name for key in ("padded", "ahead")} | {"preempts": "preempted" in name}
+    return described | {key: key in name for key in ("padded", "ahead", "adaptive")} | {"preempts": "preempted" in name}
 
 
 CASES = {
-    1: [case(3, "eager"), case(3, "recorded"), case(7, "padded, ahead, preempted"), case(2, "padded")],
-    2: [case(3, "cp 2, padded, ahead", 2), case(3, "groups, preempted", dispatch="all_to_all")],
-    3: [case(3, "cp 3, padded, ahead", 3), case(1, "groups, preempted", dispatch="all_to_all")],
-    4: [case(3, "cp 2, tp 2, padded, ahead", 2, 2), case(2, "invariant, padded", 4, batch_invariant=True)],
+    1: [
+        case(3, "eager, adaptive"),
+        case(3, "recorded, adaptive"),
+        case(7, "padded, ahead, preempted"),
+        case(2, "padded, ahead, adaptive"),
+    ],
+    2: [case(3, "cp 2, padded, ahead", 2), case(3, "groups, preempted, adaptive", dispatch="all_to_all")],
+    3: [case(3, "cp 3, padded, ahead, adaptive", 3), case(1, "groups, preempted", dispatch="all_to_all")],
+    4: [case(3, "cp 2, tp 2, padded, ahead", 2, 2), case(2, "invariant, padded, adaptive", 4, batch_invariant=True)],
 }
 
 

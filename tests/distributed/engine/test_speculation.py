@@ -29,7 +29,8 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": SIZES | {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 12},
     "glm_moe_dsa": SIZES
-    | {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 12, "indexer_types": ["full", "shared"]},
+    | {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 12, "indexer_types": ["full", "shared"]}
+    | {"index_share_for_mtp_iteration": True},
     "deepseek_v3": SIZES,
 }
 # With several MTP modules, which draft one token each.

@@ -42,7 +42,7 @@ def test_two_ranks(
 ) -> None:
     prompts = [random_ids(5 + 7 * i, seed=i) for i in range(8)]
     params = [
-        {"temperature": i % 3 / 2, "seed": i, "max_tokens": 60, "structured_outputs": FORMS[i % len(FORMS)]}
+        {"temperature": i % 3 / 2, "seed": i, "max_tokens": 36, "structured_outputs": FORMS[i % len(FORMS)]}
         for i in range(8)
     ]
     generate = {"generate": [{"prompts": prompts, "params": params}]}

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 Failing = Callable[[str], subprocess.CompletedProcess[str]]
-LINE_OF_TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
+OF_TORCHRUN, REPORT_OF_TORCHRUN = " torch/distributed/elastic/", f"{'=' * 60}\n"
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +41,9 @@ def started_by(launch: Callable[..., Any], how: str, oracle: Callable[..., Any])
 
 
 def said_by_ranks(done: subprocess.CompletedProcess[str]) -> str:
-    """The ranks' output to stderr, without torchrun's report and its traceback."""
-    lines = done.stderr.splitlines()
-    shown, own = [], False
-    for line in lines:
-        if line.startswith("[dsa_engine rank "):  # a line of the log
-            continue
-        if LINE_OF_TORCHRUN in line or 'File "<frozen runpy>"' in line:
-            own = "<frozen runpy>" in line
-            if own and shown and shown[-1].startswith("Traceback"):
-                shown.pop()
-        elif not own or line.startswith("[rank "):
-            own = False
-            shown.append(line)
-    return "\n".join(shown)
+    """The ranks' output to stderr, without their log, and without torchrun's lines and report."""
+    lines = done.stderr.partition(REPORT_OF_TORCHRUN)[0].splitlines()
+    return "\n".join(one for one in lines if not one.startswith("[dsa_engine rank ") and OF_TORCHRUN not in one)
 
 
 def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
@@ -96,6 +85,17 @@ def test_a_rank_that_leaves_while_weights_load_ends_the_run_after_the_timeout(fa
     said = said_by_ranks(failing("while_weights_load"))
     assert "TimeoutError: no sign of life from rank 1 for 4 s: ended, or stopped" in said
     assert said.count("Traceback") == 1 and "life from rank 2" not in said
+
+
+@pytest.mark.parametrize("how", ["rank_0_leaves", pytest.param("rank_0_stops", marks=pytest.mark.slow)])
+def test_rank_0_with_the_store_of_the_run(how: str, failing_alone: Failing) -> None:
+    """No launcher keeps it: the others end when rank 0 has ended without an error, or is stopped."""
+    said = said_by_ranks(failing_alone(how))
+    if how == "rank_0_stops":
+        why = "because the store of the run, which rank 0 has, is silent for 4 s: stopped"
+        assert all(f"[rank {rank}] ends, {why}" in said for rank in (1, 2)) and "Traceback" not in said
+    else:
+        assert "[rank 1] failed and ends the run" in said or "[rank 2] failed and ends the run" in said
 
 
 def test_an_error_of_all_ranks_can_be_caught_and_is_shown_once(failing_alone: Failing) -> None:

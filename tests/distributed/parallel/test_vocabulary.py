@@ -24,7 +24,7 @@ LENGTHS = (1, 15, 40, 100)
 
 def requests(vocab: int) -> list[dict[str, Any]]:
     """Sampling parameters that padding would show in: its logits are 0, where others are negative."""
-    common = {"max_tokens": 10, "ignore_eos": True, "logprobs": 5, "prompt_logprobs": 5}
+    common = {"max_tokens": 6, "ignore_eos": True, "logprobs": 5, "prompt_logprobs": 5}
     last, many = {vocab - 1: 3.0}, dict.fromkeys(range(vocab), -20.0)
     return [
         common | {"temperature": 0.0, "repetition_penalty": 1.2},

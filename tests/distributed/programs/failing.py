@@ -66,12 +66,12 @@ def in_the_third_step() -> None:
 
 
 def while_weights_load() -> None:
-    """Rank 1 ends without an error, rank 2 takes longer than the timeout."""
+    """A rank is stopped, or ends without an error; rank 2 takes longer than the timeout."""
     load, timeout = start.load, 4.0
 
     def loads_slowly(prepared: start.Prepared) -> start.Loaded:
-        if RANK == 1:
-            os._exit(0)
+        if int(HOW == "while_weights_load") == RANK:
+            os.kill(os.getpid(), signal.SIGSTOP) if HOW == "rank_0_stops" else os._exit(0)
         time.sleep(1.5 * timeout * (RANK == 2))
         return load(prepared)
 
@@ -189,4 +189,5 @@ def too_many_ranks() -> None:
     )
 
 
-globals()["in_the_third_step" if HOW.startswith("one_rank") else HOW]()
+WHERE = {"one_rank": "in_the_third_step", "rank_0": "while_weights_load"}
+globals()[next((where for begin, where in WHERE.items() if HOW.startswith(begin)), HOW)]()

@@ -7,6 +7,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``every``: requests arrive one by one, with so many steps between them.
 * ``broken_seed``: requests with this seed get logits that are not finite.
 * ``ahead``: decode steps are launched before the previous tokens are read.
+* ``adaptive``: steps have random numbers of drafts; default: as many as possible.
 * ``padded``: decode steps have the shapes of CUDA graphs.
 * ``waiting``: micro-batches send their tokens when the other one computes, as on CUDA.
 * ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -37,6 +39,7 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.engine.calls.reply import Inbox, Reply
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.requests.draft_number import DraftNumber, size_of
 from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.samples import Ended, RequestTokens, StepTokens
 from dsa_engine.engine.steps import batch
@@ -60,6 +63,10 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     with patch.object(Mesh, "_exchange_nodes", lambda _: case["nodes"]) if "nodes" in case else nullcontext():
         llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
+    engine.set_num_drafts(None if case.get("adaptive") else engine.options.num_drafts)
+    if case.get("adaptive"):
+        decoding = engine.scheduler.decoding
+        decoding.draft_number = RandomNumber(decoding.draft_number.choices)
     engine.async_scheduling = case.get("ahead", False)
     ledger = engine.scheduler.ledger
     ledger.max_fetched = case.get("max_fetched", ledger.max_fetched)
@@ -125,6 +132,17 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
     result["own_pages_lost"] = engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank]
     return result
+
+
+class RandomNumber(DraftNumber):
+    """Another number every fourth step, as if a trial had ended; none every eighth."""
+
+    def launched(self, requests: Callable[[], int], accepted: Callable[[], Any]) -> None:
+        self._step, self.watches = self._step + 1, True
+        if self._step % 4 == 0 and len(self.choices) > 1:
+            self._size = size_of(requests())
+            self.number = self._best = random.Random(self._step).choice(self.choices) if self._step % 8 else 0
+            self.due = True
 
 
 def waiting_pair(

@@ -77,7 +77,7 @@ class Simulation:
                     with pytest.raises(CapacityError):
                         scheduler.capacity.check(wish.prompt, wish.output)
                     return
-                request.tracked = mine is self.copies[0]
+                request.tracked, request.priority = mine is self.copies[0], wish.priority
                 scheduler.add(request)
                 mine[number] = request
 
@@ -99,7 +99,7 @@ class Simulation:
         return [s for s in self.copies[0].values() if s.finish_reason is None]
 
     def step(self) -> None:
-        oldest = min(self.live(), key=lambda s: s.id)
+        oldest = min(self.live(), key=lambda s: s.order)  # by priority
         lost, decoded = oldest.preemptions, any(s.prefilled for s in self.live())
         self.poll()
         if self.now % 3 == 0:  # a step is scheduled, and not launched before another one has been read
@@ -264,7 +264,7 @@ def key(chunk: Chunk) -> tuple[int, int, int, range]:
 
 
 @pytest.mark.parametrize("tiers", [0, 1, 2, 3])  # none: no page is found; 2: host memory; 3: the disk
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(preempts=st.booleans(), seed=st.integers(0, 2**32))
 def test_every_request_ends_and_no_page_is_lost(tiers: int, preempts: bool, seed: int) -> None:
     run_to_its_end(tiers, preempts, seed)
@@ -280,7 +280,6 @@ def test_so_it_is_on_many_ranks(tiers: int, preempts: bool, seed: int) -> None:
 def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False) -> None:
     rng = random.Random(seed)
     world, wishes = crowd(rng, tiers, large)
-    caching = tiers > 0
     run = Simulation(world, wishes)
     while run.to_come or run.ranks[0].has_work:
         run.arrivals()
@@ -298,7 +297,6 @@ def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False) -
     event(f"tokens found: {min(run.num_found, 20) // 5 * 5}")
     event(f"pages read: {min(sum(disk.pages_read for disk in run.disks), 3)}")
     event(f"pages fetched: {min(run.num_fetched, 3)}, copied: {min(run.num_copied, 3)}")
-    assert caching or run.admitted == sorted(run.admitted), "not in order of arrival"
     run.check_digests()
     while run.disks and run.disks[0].pending:
         run.poll()

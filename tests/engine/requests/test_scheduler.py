@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import random
 import tracemalloc
 from array import array
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dsa_engine.engine.cache.ledger import PrefixCache
 from dsa_engine.engine.requests.limits import Add, Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
@@ -87,15 +91,75 @@ def test_the_maximum_of_requests_at_once() -> None:
     assert step(scheduler) == [(2, 0, 2)]
 
 
-def test_no_request_overtakes_one_that_waits_for_pages() -> None:
-    scheduler = make(pages=5, page_size=4)
-    scheduler.add(make_request(0, 8, output=5))  # 3 pages of 5
-    scheduler.add(make_request(1, 12, output=5))  # 4 pages: waits
-    scheduler.add(make_request(2, 1, output=2))  # would fit
+def test_few_overtake_one_that_waits_for_pages() -> None:
+    """They have an eighth of its tokens together; then all wait for it."""
+    scheduler = make(pages=8, page_size=4)
+    scheduler.add(make_request(0, 8, output=9))  # 4 pages of 8
+    scheduler.add(make_request(1, 24, output=5))  # 7 pages: waits
+    for number in range(2, 5):
+        scheduler.add(make_request(number, 2, output=2))
+    assert step(scheduler) == [(0, 0, 8), (2, 0, 2)], "24 / 8 = 3 tokens, of which the second has 2"
+    for _ in range(8):
+        assert {number for number, *_ in step(scheduler)} <= {0, 2}
+    assert step(scheduler)[0] == (1, 0, 14)
+
+
+def test_who_has_the_fewest_tokens_left_overtakes() -> None:
+    """A prompt of 2 tokens behind one of 96, which has at least half of each step; and a prompt whose pages are found
+    counts by what is left."""
+    scheduler = make(tokens=16, pages=100)
+    scheduler.prefix_cache = PrefixCache(scheduler.ledger, 4, True)
+    scheduler.add(make_request(0, 40, output=1))
+    while scheduler.has_work:
+        step(scheduler)
+    scheduler.add(Request(1, [9] * 96, SamplingParams(max_tokens=1)))
+    assert step(scheduler) == [(1, 0, 16)], "it is alone"
+    scheduler.add(Request(2, [7] * 30, SamplingParams(max_tokens=1)))
+    scheduler.add(make_request(3, 43, output=1))
+    scheduler.add(Request(4, [6] * 2, SamplingParams(max_tokens=1)))
+    assert step(scheduler) == [(1, 16, 8), (4, 0, 2), (3, 40, 3), (2, 0, 3)]
+
+
+def test_lower_priorities_go_first_and_are_preempted_last() -> None:
+    scheduler = make(tokens=8, pages=8, page_size=4)
+    requests = [make_request(number, 8, output=5) for number in range(3)]
+    requests[1].priority, requests[2].priority = 1, -1
+    for request in requests[:2]:
+        scheduler.add(request)
     assert step(scheduler) == [(0, 0, 8)]
-    for _ in range(4):
-        assert [c[0] for c in step(scheduler)] == [0]
-    assert step(scheduler) == [(1, 0, 12), (2, 0, 1)]
+    scheduler.add(requests[2])
+    assert step(scheduler) == [(2, 0, 8)], "before who came earlier"
+    assert step(scheduler) == [(1, 0, 8)]
+    assert step(scheduler) == [(0, 8, 1), (2, 8, 1)] and [one.preemptions for one in requests] == [0, 1, 0]
+    while scheduler.has_work:
+        step(scheduler)
+    assert all(len(request.output) == 5 for request in requests)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32), cp=st.sampled_from([1, 3, 64]), fraction=st.sampled_from([1.0, 0.4]))
+def test_a_crowd_delays_a_prompt_by_a_quarter(seed: int, cp: int, fraction: float) -> None:
+    """Until it is prefilled, the group computes at most 1.25 times its tokens and those of the requests before it, and
+    the rest of a step, however many others come: for a prompt of 20 steps at most 1.3 times what it takes alone."""
+    rng = random.Random(seed)
+    scheduler = make(world=cp, cp=cp, tokens=rng.choice([2, 9, 40]), pages=10**5, seqs=10**4, fraction=fraction)
+    longest, computed, count, waiting = scheduler.max_prefill_tokens, 0, 0, dict[Request, list[int]]()
+    while scheduler.has_work or count < 40:
+        for _ in range(rng.choice([0, 1, 1, 3]) if count < 40 else 0):
+            length = rng.randint(1, longest * rng.choice([1, 1, 2, 25]))
+            request = make_request(count, length, output=rng.randint(1, 3))
+            request.priority = rng.choice([0, 0, 0, 0, 1, -1])
+            scheduler.add(request)
+            for other, bound in waiting.items():  # of a lower priority
+                bound[1] += length if request.order < other.order else 0
+            before = sum(one.num_remaining for one in waiting if one.order < request.order)
+            waiting[request], count = [computed, length + before], count + 1
+        scheduler.max_prefill_beside = rng.choice([1, longest // 2 or 1, longest])
+        numbers = {request.id for request in waiting}
+        computed += sum(length for number, _, length in step(scheduler) if number in numbers)
+        for request in [one for one in waiting if one.prefilled]:
+            since, tokens = waiting.pop(request)
+            assert computed - since <= 1.25 * tokens + longest
 
 
 def test_a_request_that_can_never_run() -> None:
@@ -176,6 +240,28 @@ def test_the_owner_has_pages_for_all_that_may_come() -> None:
     assert scheduler.free_pages == [9, 16] and late.owner == 0, "rank 1 sees fewer tokens, but two requests grow there"
 
 
+def test_outputs_are_expected_to_be_as_long_as_those_that_have_ended() -> None:
+    """The same requests after one of 2 tokens, of 40 that it might have had: all fit on rank 1, which sees fewer
+    tokens. Of another salt nothing is known."""
+    scheduler, ended = make(world=2, cp=2, tokens=100, pages=20), make_request(0, 8, output=40)
+    scheduler.add(ended)
+    for _ in range(2):
+        step(scheduler)
+    ended.finish_reason = "stop"
+    scheduler.finish(ended)
+    first, second, third = make_request(1, 40, output=2), make_request(2, 8, output=40), make_request(3, 8, output=40)
+    for request in (first, second, third):
+        scheduler.add(request)
+    step(scheduler)
+    assert (first.owner, second.owner, third.owner) == (0, 1, 1)
+    late, other = make_request(4, 4, output=30), make_request(5, 4, output=30)
+    other.cache_salt = "another"
+    for request in (late, other):
+        scheduler.add(request)
+    step(scheduler)
+    assert (late.owner, late.expected_output, other.expected_output) == (1, 2, 30)
+
+
 @pytest.mark.parametrize(
     "fraction, steps", [(1.0, "PPPPPPDD"), (0.5, "PPDPDPDP"), (0.25, "PPDDDPDD"), (0.75, "PPDPPPDP"), (0.1, "PPDDDDDD")]
 )
@@ -234,6 +320,7 @@ def test_who_decodes_gives_way_to_an_older_prefill() -> None:
     """A decode step in which all requests are preempted turns into a prefill step."""
     scheduler = make(pages=5, page_size=4, tokens=5, fraction=0.01)
     old, young = make_request(0, 14, output=2), make_request(1, 4, output=4)
+    old.priority = -1
     scheduler.add(old)
     scheduler.add(young)
     steps = [step(scheduler) for _ in range(3)]

@@ -14,7 +14,7 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.config.grammar_check import GrammarCheck
-from dsa_engine.config.structured_outputs import MAX_CHOICES, lark_grammar
+from dsa_engine.config.structured_outputs import lark_grammar
 from dsa_engine.engine.requests.decoding import Decoding
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.grammar import GrammarMasks
@@ -146,6 +146,7 @@ def test_drafts_of_the_module_ahead_for_others_only() -> None:
     """A step is launched ahead of drafts as long as no request in it has a grammar."""
     with LLM("demo-random", **OPTIONS, cache_memory="64MiB", speculative_config={"num_speculative_tokens": 2}) as llm:
         engine = llm.engine
+        engine.set_num_drafts(2)
         engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=False)
         engine.async_scheduling = True
         (free,) = outputs(llm, [replace(DRAWN, seed=1)])
@@ -196,7 +197,7 @@ CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for
         ({"regex": "(?=a)b"}, "look-ahead"),
         ({"grammar": 'start: other "a"'}, "unknown name"),
         ({"grammar": "not a grammar"}, "Lark's syntax has a rule start"),
-        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "10001 texts, of at most 10000"),
+        ({"choice": ["a"] * 30_000}, "150000 characters, of at most 131072"),
         ({"choice": []}, "choice must be a list .*that is not empty"),
         ({"choice": ["a", ""]}, "choice must be"),
         ({"json": {}, "regex": "a"}, "takes one of json, .*, not json and regex"),
@@ -262,7 +263,7 @@ def test_compiled_grammars_are_few(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     given = [SamplingParams(max_tokens=50, structured_outputs=form) for form in forms]
     for one, form in zip(llm.generate(prompts, given, use_tqdm=False), forms):
         assert re.fullmatch(form["regex"], one.text)
-    assert grammars.ready <= grammars._compiled.keys() and len(grammars._compiled) == 32
+    assert grammars.compiled.cache_info().currsize == 32
     assert len(compiled) <= len(forms)
 
 

@@ -122,6 +122,8 @@ def test_several_tokens_are_cut_at_the_first_ending(llm: LLM, monkeypatch: pytes
 class Letters:
     """A tokenizer with a letter for each token, which fails at token 9."""
 
+    joins_bytes = True
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         if 9 in ids:
             raise ValueError("no letter")

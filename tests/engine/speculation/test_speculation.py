@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.samples import Samples
 from dsa_engine.engine.requests.scheduler import Step
+from dsa_engine.reference import dsa
 from oracles import SMALL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -27,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
 }
 GLM = ("full", "shared")  # its layers
+SHARES = {"index_share_for_mtp_iteration": True}
 OWN_TABLES = (("deepseek_v3", 1), ("glm_moe_dsa", 3))  # its modules have other embeddings and heads than the model
 OPTIONS = SMALL | {"max_model_len": 128, "cache_memory": "4MiB"}
 
@@ -38,23 +40,30 @@ def engine_of(folder: Path, drafts: int, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize(
-    "model_type, modules, own_tables",
-    [(name, modules, (name, modules) in OWN_TABLES) for name in MODELS for modules in (1, 3)],
+    "model_type, modules, own_tables, prompt_tokens, more",
+    [
+        *((name, modules, (name, modules) in OWN_TABLES, 74, {}) for name in MODELS for modules in (1, 3)),
+        ("glm_moe_dsa", 1, False, 74, SHARES),
+        ("glm_moe_dsa", 1, False, 9, SHARES),  # sees less than it could select
+    ],
 )
 def test_drafts_are_those_of_the_equations(
     model_type: str,
     modules: int,
     own_tables: bool,
+    prompt_tokens: int,
+    more: dict[str, Any],
     drafting_oracle: Callable[..., Any],
     assert_same_logits: Callable[..., None],
     random_ids: Callable[..., list[int]],
 ) -> None:
-    """Logits of every draft of a chain of 4, or of 3 modules, after prefill and after decode, against float64."""
+    """Logits of every draft of a chain of 4, or of 3 modules, after prefill and after decode, against float64; and the
+    drafts of ``reference/dsa.py``."""
     count = 4 if modules == 1 else modules
     keys = MODELS[model_type] | ({"indexer_types": [*GLM, *["full"] * modules]} if model_type == "glm_moe_dsa" else {})
-    oracle = drafting_oracle(model_type, modules=modules, own_tables=own_tables, **keys)
+    oracle = drafting_oracle(model_type, modules=modules, own_tables=own_tables, **keys, **more)
     llm = engine_of(oracle.folder, count, max_num_batched_tokens=24, enforce_eager=True)
-    engine, prompt = llm.engine, random_ids(74)
+    engine, prompt = llm.engine, random_ids(prompt_tokens)
     for module in engine.model.mtp:  # copies take no memory
         assert (module.embed is not None) == (module.head is not None) == own_tables
     rows: list[torch.Tensor] = []
@@ -77,6 +86,13 @@ def test_drafts_are_those_of_the_equations(
         engine.step()
     ours, theirs = (torch.cat(part) for part in zip(*chains, strict=True))
     assert_same_logits(ours, theirs.float(), what="of drafts")
+    if modules == 1:
+        page, one = dsa.load(oracle.folder, torch.float32, pages=64, page_size=4), dsa.Request(0, prompt, 100)
+        page.scheduler.num_drafts = count
+        page.scheduler.requests.append(one)
+        for _, expected in chains:
+            page.step()
+            assert one.drafts == expected.argmax(dim=-1).tolist()
 
 
 def write_predictable(folder: Path, source: Path) -> None:

@@ -33,7 +33,11 @@ DRAWN = replace(GREEDY, temperature=1.0, seed=3)
 PENALISED = replace(GREEDY, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.3)
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"index_topk": 16},
-    "glm_moe_dsa": {"index_topk": 16, "indexer_types": ["full", "shared", "full"]},
+    "glm_moe_dsa": {
+        "index_topk": 16,
+        "indexer_types": ["full", "shared", "full"],
+        "index_share_for_mtp_iteration": True,
+    },
     "deepseek_v3": {},
     "deepseek_v32 x3": {"index_topk": 16, "modules": 3},  # in vanilla mode
 }
@@ -88,6 +92,7 @@ class Script:
 def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
     llm = LLM(folder, **OPTIONS | {"speculative_config": {"num_speculative_tokens": drafts}} | options)
     engine = llm.engine
+    engine.set_num_drafts(drafts)
     engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32))
     return llm
 

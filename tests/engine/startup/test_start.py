@@ -75,8 +75,7 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
             while not request.output:
                 engine.step()
             engine.finish(request, "abort")
-            for _ in range(128):
-                add_filled(engine, 2000, params)
+            add_filled(engine, 128, 2000, params)
             for _ in range(3):
                 engine.step()
             used = device.reserved + device.outside
@@ -116,7 +115,7 @@ def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[...,
         engine = fake_engine(device, "deepseek_v32", 1, **sizes, enforce_eager=True)
         before = device.live
         for params in (penalised, replace(penalised, logit_bias={7: 1.0}, logprobs=1)):
-            requests = [add_filled(engine, 2000, params) for _ in range(8)]
+            requests = add_filled(engine, 8, 2000, params)
             with device.watched():
                 engine.step()
                 engine.step()
@@ -152,7 +151,7 @@ def test_no_memory_waits_for_the_garbage_collector(fake_engine: Callable[..., An
     try:
         with FakeDevice(memory=40 * 10**9) as device:
             engine = fake_engine(device, "deepseek_v32", 1, **sizes, speculative_config={"num_speculative_tokens": 2})
-            add_filled(engine, 2000, params)
+            add_filled(engine, 1, 2000, params)
             before = device.live
             gc.collect()
             assert device.live == before, "the largest steps have left nothing"
@@ -179,7 +178,7 @@ def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> N
         assert request.num_computed_tokens == 512 * 16
         print(f"{engine.step_bytes:,} set aside, {device.peak - before:,} used")
         assert device.peak - before <= engine.step_bytes
-        assert set(device.waits) >= {"event in placement.py:wait"}
+        assert set(device.waits) >= {"event in placement.py:_ways"}
 
 
 def test_rows_of_deep_ep_are_set_aside(fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +188,7 @@ def test_rows_of_deep_ep_are_set_aside(fake_engine: Callable[..., Any], monkeypa
     with FakeDevice(memory=60 * 10**9) as device:
         engine = fake_engine(device, "deepseek_v32", 2, parallel, **sizes)
         assert engine.mesh.experts.dispatchers[False].capacity == 64
-        for _ in range(128):
-            add_filled(engine, 100, SamplingParams(max_tokens=4))
+        add_filled(engine, 128, 100, SamplingParams(max_tokens=4))
         before = device.live
         calls.clear()
         with device.watched():
@@ -224,7 +222,7 @@ def test_two_engines_capture_their_own_graphs(fake_engine: Callable[..., Any]) -
             assert engine.step_bytes is None and not engine.scheduler.has_work
         # Up to 4,096, 8,192 and 9,024 tokens: 1, 2, 4 and 8 requests, 1 and 4, none.
         assert [len(captures) for captures in seen] == [12, 6, 0]
-        add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
+        add_filled(engine, 1, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         assert len(device.captures) == 19, "when it first occurs"
         for captures in seen[:2]:
@@ -261,11 +259,15 @@ def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any])
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
         assert DummySteps(engine.mesh, engine.options, 9000, 2).likely_buckets() == [(1, 9024), (1, 8192), (1, 4096)]
-        greedy = {GraphKey(Bucket(1, 3, context), 0, 0, count_equal) for context in (4096, 8192, 9024)}
-        assert set(engine.graphs._graphs) == greedy, "as requests run that decode"
-        add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
+        greedy = {
+            *(GraphKey(Bucket(1, 3, context), 0, 0, count_equal) for context in (4096, 8192, 9024)),
+            *(GraphKey(Bucket(1, 2, context), 0, 0, count_equal) for context in (4096, 8192, 9024)),
+            *(Bucket(1, 1, context) for context in (4096, 8192, 9024)),
+        }
+        assert set(engine.graphs._graphs) == greedy, "as requests run that decode, with 0 to 2 drafts"
+        add_filled(engine, 1, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
-        assert len(device.captures) == 3
+        assert len(device.captures) == 9
 
 
 def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engine: Callable[..., Any]) -> None:
@@ -274,9 +276,9 @@ def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engin
         sizes = SMALL | {"max_model_len": 8192, "speculative_config": {"num_speculative_tokens": 3}}
         engine = fake_engine(device, "deepseek_v32", 1, **sizes, cudagraph_capture_sizes=[1])
         assert DummySteps(engine.mesh, engine.options, 8192, 3).likely_buckets() == [(1, 8256), (1, 4096)]
-        request = add_filled(engine, 8185, SamplingParams(temperature=0.0, max_tokens=7))
+        (request,) = add_filled(engine, 1, 8185, SamplingParams(temperature=0.0, max_tokens=7))
         contexts = set()
         engine.runner.hooks.append(lambda plan: plan.decodes and contexts.add(plan.bucket.context))
         while request.finish_reason is None:
             engine.step()
-        assert contexts == {8256} and len(device.captures) == 2
+        assert contexts == {8256} and len(device.captures) == 6

@@ -24,7 +24,7 @@ from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 def test_prefill_steps_are_full(tokens: int, max_model_len: int, max_num_seqs: int, lengths: list[int]) -> None:
     mesh: Any = SimpleNamespace(world_size=4, cp_size=2, cp_ranks=lambda group: range(2 * group, 2 * group + 2))
     sizes = {"page_size": 64, "max_num_batched_tokens": tokens // 2, "max_num_seqs": max_num_seqs}
-    for chunks, _ in DummySteps(mesh, SimpleNamespace(**sizes), max_model_len).prefills():  # type: ignore[arg-type]
+    for chunks, *_ in DummySteps(mesh, SimpleNamespace(**sizes), max_model_len).prefills():  # type: ignore[arg-type]
         for group in range(2):
             assert [chunk.length for chunk in chunks if chunk.ranks == mesh.cp_ranks(group)] == lengths
         assert all(chunk.end <= max_model_len for chunk in chunks)
@@ -39,7 +39,7 @@ def four_ranks(nodes: tuple[int, ...] | None = None, **options: Any) -> Any:
     groups, group = nodes and SimpleNamespace(nodes=nodes), SimpleNamespace(size=4)
     config = SimpleNamespace(**{"decode_dispatch": "all_gather"} | options)
     mesh: Any = SimpleNamespace(
-        world_size=4, config=config, experts_per_token=lambda top_k: top_k, node_groups=groups, ep=group, device=None,
+        world_size=4, config=config, node_groups=groups, ep=group, device=None,
         nodes=nodes or (0, 0, 0, 0), is_leader=False,
     )  # fmt: skip
     mesh.experts = ExpertDivision(mesh)

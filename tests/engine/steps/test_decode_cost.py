@@ -41,7 +41,7 @@ def test_index_keys_are_read_once_for_all_drafts(
     layers, rows = llm.engine.config.num_hidden_layers, {}
     for count in (0, drafts):
         llm.engine.set_num_drafts(count)
-        request = add_filled(llm.engine, 3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        (request,) = add_filled(llm.engine, 1, 3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
         llm.engine.step()
         visible = len(request) + count
         assert len(request.drafts) == count

@@ -127,11 +127,3 @@ def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Ca
         engine.model, engine.cache, capture=CAPTURES, contexts=ContextBuckets(fewest=32)
     )
     assert [out.token_ids for out in llm.generate(prompts, params)] == plain
-    # Index scores beyond float32 end a request as it begins to select.
-    indexer = engine.model.layers[0].attention.indexer
-    with torch.inference_mode():
-        indexer.weights_proj.matrix.fill_(3e38)
-        indexer.weights_loaded()
-    (out,) = llm.generate(prompts[1], params)
-    assert out.finish_reason == "error"
-    assert out.token_ids in (plain[1][:1], plain[1][:2])  # with a score of -inf a padded step cannot take all tokens

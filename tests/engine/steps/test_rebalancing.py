@@ -90,7 +90,6 @@ class Layers:
             layer: SimpleNamespace(
                 expert_parallel=ExpertParallel(group, ExpertPlacement(held, CPU, changes=True)),
                 experts=loaded(stored, held[group.index]),
-                shared_load=0.0,
             )
             for layer in LAYERS
         }

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compare_context_parallel import FORMS, Contiguous, HeadTail, Layer, Ulysses
+from compare_context_parallel import FORMS, Contiguous, Divided, HeadTail, Ulysses
 from dsa_engine.parallel.group import Group
-from random_layer import Size
+from random_layer import Layer, Size
+from study import WAYS
 
 TINY = Size(heads=3, kv_rank=32, nope=24, rope=8, value=20, index_heads=12, index_dim=16, topk=20)
 CPU = torch.device("cpu")
@@ -32,18 +33,25 @@ def naive(layer: Layer, length: int) -> torch.Tensor:
 
 def test_the_layer_and_every_form_alone_are_the_paper_s() -> None:
     length = 150
-    layer = Layer(TINY, torch.float32, CPU, seed=3)
+    layer = Divided(TINY, torch.float32, CPU, seed=3)
     expected, tokens = naive(layer, length), layer.tokens(length)
-    outputs = {"single process": layer.expected(tokens)}
-    for name, form in FORMS.items():
-        outputs[name] = form(layer, Group((0,), 0, None), length).run(tokens)
+    outputs = {name: form(layer, Group((0,), 0, None), length).run(tokens) for name, form in FORMS.items()}
+    outputs |= {way: of(layer, tokens, layer.select(tokens)) for way, of in WAYS.items() if way.startswith("sparse")}
     for name, out in outputs.items():
         assert (out.double() - expected).norm() / expected.norm() < 1e-5, name
 
 
+def test_dense_ways_are_the_paper_s_with_all_tokens_selected() -> None:
+    layer = Layer(TINY._replace(topk=60), torch.float32, CPU, seed=3)
+    expected, last = naive(layer, 60), layer.tokens(60)
+    for way in ("dense, naive", "dense, absorbed"):
+        out = WAYS[way](layer, (last[0][-7:], *last[1:]), last[2])  # of the last queries only, as in decode
+        assert (out.double() - expected[-7:]).norm() / expected[-7:].norm() < 1e-5, way
+
+
 @pytest.mark.parametrize(("length", "ranks"), [(1, 3), (7, 4), (64, 4), (101, 3), (200, 8)])
 def test_work_is_what_counting_token_by_token_gives(length: int, ranks: int) -> None:
-    layer = Layer(TINY._replace(heads=24), torch.float32, CPU)
+    layer = Divided(TINY._replace(heads=24), torch.float32, CPU)
     for kind in (HeadTail, Contiguous, Ulysses):
         form = kind(layer, Group(tuple(range(ranks)), 0, None), length)
         assert sorted(torch.cat(form.positions).tolist()) == list(range(length))
@@ -56,6 +64,6 @@ def test_work_is_what_counting_token_by_token_gives(length: int, ranks: int) -> 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(2, 1.5), (4, 1.75), (8, 1.875)])
 def test_contiguous_is_not_balanced(ranks: int, expected: float) -> None:
-    form = Contiguous(Layer(TINY, torch.float32, CPU), Group(tuple(range(ranks)), 0, None), 8192)
+    form = Contiguous(Divided(TINY, torch.float32, CPU), Group(tuple(range(ranks)), 0, None), 8192)
     pairs = [int((positions + 1).sum()) for positions in form.positions]
     assert max(pairs) / (sum(pairs) / ranks) == pytest.approx(expected, abs=1e-3)

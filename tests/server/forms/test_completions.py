@@ -131,7 +131,7 @@ def test_tokens_as_token_ids(server: Any) -> None:
         ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs are not streamed"),
         ({"prompt": "a", "stop": "b", "selection": 1}, "leave out stream and stop"),
         ({"prompt": ["a"] * 9, "selection": 2}, "selection asks for 18 tokens in all, of at most 16"),
-        ({"prompt": "a", "best_of": 2}, "use n with logprobs"),
+        ({"prompt": "a", "best_of": 2}, "use n, and choose"),
         ({"prompt": "a", "suffix": "b"}, "text is only continued"),
         ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format needs"),
         ({"prompt": "a", "guided_json": {"type": "none"}}, "json in structured_outputs is not possible: Invalid type"),

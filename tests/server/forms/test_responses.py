@@ -13,38 +13,14 @@ from pydantic import BaseModel
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.outputs import RequestMetrics, StreamPiece
 from dsa_engine.server.forms.responses import ResponsesForm
-from dsa_engine.text.conversations import ConversationFormat, MessageDelta, ToolCallDelta
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}]
-READ = [
-    MessageDelta(reasoning="Hm, "),
-    MessageDelta(reasoning="so"),
-    MessageDelta(content="I "),
-    MessageDelta(content="look"),
-    MessageDelta(tool_calls=[ToolCallDelta(0, "call_0", "weather", '{"city": ')]),
-    MessageDelta(tool_calls=[ToolCallDelta(0, arguments='"Rome"}'), ToolCallDelta(1, "call_1", "weather", "{}")]),
-]
-
-
-class CutReader:
-    """Reads an answer as a thought, a content and two calls, whatever its text is."""
-
-    def push(self, text: str) -> list[MessageDelta]:
-        return []
-
-    def finish(self, whole: bool) -> list[MessageDelta]:
-        return READ
 
 
 @pytest.fixture
 def client(server: Any) -> OpenAI:
     return OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def cut_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ConversationFormat, "reader", lambda *_: CutReader())
 
 
 def test_text(client: OpenAI, llm: LLM) -> None:

@@ -35,6 +35,20 @@ def test_an_effort_asks_for_thoughts(server: Any, llm: LLM, given: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"thinking_token_budget": 5},
+        {"custom_params": {"thinking_budget": 5}},
+        {"thinking": {"type": "enabled", "budget_tokens": 5}},
+    ],
+    ids=str,
+)
+def test_budgets_of_thoughts(server: Any, given: dict[str, Any]) -> None:
+    """By three names; this model has no tokens for thoughts."""
+    assert "thinking_token_budget needs a tokenizer" in server.refused(CHAT, messages=HELLO, **given)
+
+
+@pytest.mark.parametrize(
     ("given", "text"),
     [({"regex": "ab"}, "ab"), ({"ebnf": 'root ::= "ab"'}, "ab"), ({"json_schema": {"const": 5}}, "5")],
     ids=str,
@@ -42,7 +56,8 @@ def test_an_effort_asks_for_thoughts(server: Any, llm: LLM, given: dict[str, Any
 def test_forms_by_other_names(server: Any, given: dict[str, Any], text: str) -> None:
     assert server.complete("x", max_tokens=9, **given)["choices"][0]["text"] == text
     assert "give one only" in server.refused(COMPLETIONS, prompt="x", guided_regex="c", **given)
-    for other in ({"stop_regex": "a"}, {"truncation_side": "right"}, {"separate_reasoning": False}):
+    others: list[dict[str, Any]] = [{"stop_regex": "a"}, {"truncation_side": "right"}, {"separate_reasoning": False}]
+    for other in (*others, {"guided_whitespace_pattern": " "}):
         assert f"{next(iter(other))} is not possible here" in server.refused(COMPLETIONS, prompt="x", **other)
 
 
@@ -59,6 +74,13 @@ def test_what_routers_and_browsers_ask(server: Any) -> None:
         assert server.get(path).json() == {
             "server_load": 0, "num_reqs": 0, "num_waiting_reqs": 0, "token_usage": pytest.approx(0, abs=1)
         }  # fmt: skip
+    assert server.get("/is_sleeping").json() == {"is_sleeping": False} and server.get("/kv_event_sources").json() == []
+
+
+def test_the_prompt_of_a_chat(server: Any) -> None:
+    rendered = server.answer(f"{CHAT}/render", messages=HELLO)
+    assert rendered["token_ids"] == server.answer("/tokenize", messages=HELLO)["tokens"]
+    assert "messages" in server.refused(f"{CHAT}/render", messages=5)
 
 
 def test_an_echo_in_a_stream(server: Any) -> None:
@@ -99,9 +121,15 @@ def test_more_tokens_than_there_is_room_for(server: Any, name: str) -> None:
         assert server.complete([5] * 2040, **end)["choices"][0]["finish_reason"] == "stop"
 
 
-def test_an_order_of_its_own_is_none(server: Any) -> None:
-    server.complete("a", max_tokens=1, priority=0)
-    assert "order of arrival" in server.refused(COMPLETIONS, prompt="a", priority=-1)
+def test_a_priority_reaches_the_scheduler(server: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    queue = llm.engine.queue
+    monkeypatch.setattr(llm.engine, "queue", lambda add: (seen.append(add.priority), queue(add))[1])
+    server.complete("a", max_tokens=1)
+    server.complete("a", max_tokens=1, priority=-5)
+    server.chat(HELLO, max_tokens=1, priority=7)
+    assert seen == [0, -5, 7]
+    assert "priority" in server.refused(COMPLETIONS, prompt="a", priority="high")
 
 
 def test_resetting_the_prefix_cache(server: Any, llm: LLM) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import as_one, call, this_thread
 from dsa_engine.parallel.agreement import Meeting
 
 Result = TypeVar("Result")
@@ -73,11 +73,11 @@ class Group:
 
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts :meth:`all_gather`; returns a function that waits and returns the rows."""
-        return partial(as_one, _call, as_one(self._gather, rows, True))
+        return partial(as_one, call, this_thread.as_one(self._gather, rows, True))
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows [R, ...]`` of every rank, R the same on each, in rank order: ``[size · R, ...]``."""
-        gathered: torch.Tensor = as_one(lambda rows: self._gather(rows, asynchronous=False)(), rows)
+        gathered: torch.Tensor = this_thread.as_one(lambda rows: self._gather(rows, asynchronous=False)(), rows)
         return gathered
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
@@ -215,10 +215,6 @@ class Group:
         operations += [dist.P2POp(dist.irecv, rows, None, self.handle, group_peer=peer) for rows, peer in receives]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-
-
-def _call(function: Callable[[], Result]) -> Result:
-    return function()
 
 
 def _waited(work: dist.Work | None, result: torch.Tensor) -> torch.Tensor:

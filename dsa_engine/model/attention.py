@@ -34,7 +34,7 @@ from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.kernels.rows.store_rows import store_rows
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer, IndexQueries
 from dsa_engine.model.kv_cache import KVCache
@@ -112,7 +112,7 @@ class Attention(Weighted):
             batch.recorder.record(
                 q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *rows, self.config.softmax_scale
             )
-        as_one(ForwardBatch.send_tokens, batch)
+        this_thread.as_one(ForwardBatch.send_tokens, batch)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.tp), topk_slots
@@ -164,7 +164,7 @@ class Attention(Weighted):
             with stage("indexer prolog"):
                 for wait in waits:
                     wait()
-            as_one(Attention._stored, self, batch, cache)
+            this_thread.as_one(Attention._stored, self, batch, cache)
 
         return stored
 
@@ -208,7 +208,7 @@ class Attention(Weighted):
                     store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], batch.slot_mapping)
                 else:
                     store_cache_rows(latent_pool, key_pool, rows, batch.slot_mapping, index_key)
-            as_one(Attention._stored, self, batch, cache)
+            this_thread.as_one(Attention._stored, self, batch, cache)
 
         return stored
 

@@ -18,7 +18,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.model.forward_batch import ForwardBatch, Pass
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
@@ -96,10 +96,19 @@ class MoE(Weighted):
         dispatch, shared, *routed = begun
         begun.clear()
         yield "MoE dispatch"
-        with stage("MoE dispatch"):
-            rounds = dispatch.rounds  # it may wait for the tokens
-        for number in range(rounds):
-            self._run_round(dispatch, number, batch)
+        # In a padded step the host may not ask the device how many pairs are local.
+        number, rounds, uncounted = 0, 1, UNCOUNTED_BYTES if batch.token_mask is None else sys.maxsize
+        while number < rounds:
+            with stage("MoE dispatch"):
+                received, rounds = dispatch.receive(number), dispatch.rounds
+            with stage("MoE experts"):
+                sums = self.experts(received, uncounted)
+            del received  # room for what comes back
+            batch.send_tokens()  # before the sums, which would hold them up
+            with stage("MoE combine"):
+                dispatch.send_back(number, sums)
+            del sums
+            number += 1
         yield "MoE combine"
         with stage("MoE combine"):
             sums = dispatch.combine()
@@ -123,16 +132,8 @@ class MoE(Weighted):
         # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
         max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
         sizes = StepSizes(batch.ep_rows * copies, max_pairs, x.shape[1] * x.element_size())
-        start = dispatcher.start if isinstance(dispatcher, CountedDispatcher) else partial(as_one, dispatcher.start)
-        return start(self.expert_parallel, Routed(tokens, topk_ids, topk_weights), sizes, batch.unsent)
-
-    def _run_round(self, dispatch: Dispatch, number: int, batch: ForwardBatch) -> None:
-        with stage("MoE dispatch"):
-            received = dispatch.receive(number)
-        with stage("MoE experts"):
-            # In a padded step the host may not ask the device how many pairs are local.
-            sums = self.experts(received, UNCOUNTED_BYTES if batch.token_mask is None else sys.maxsize)
-        del received  # room for what comes back
-        batch.send_tokens()  # before the sums, which would hold them up
-        with stage("MoE combine"):
-            dispatch.send_back(number, sums)
+        given = self.expert_parallel, Routed(tokens, topk_ids, topk_weights), sizes, batch.unsent
+        if isinstance(dispatcher, CountedDispatcher):
+            return dispatcher.start(*given)
+        dispatch: Dispatch = this_thread.as_one(dispatcher.start, *given)
+        return dispatch

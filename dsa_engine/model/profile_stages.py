@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -36,16 +36,7 @@ class StageHook(Protocol):
 
 
 _hook: StageHook | None = None
-
-
-class _Unwatched(AbstractContextManager[None]):
-    """Does nothing, in built-in functions, as a layer enters many stages: they take anything and return ""."""
-
-    __enter__ = staticmethod("".format)  # type: ignore[assignment]
-    __exit__ = staticmethod("".format)  # type: ignore[assignment]
-
-
-_UNWATCHED = _Unwatched()
+_UNWATCHED = nullcontext()
 
 
 def stage(name: str) -> AbstractContextManager[None]:

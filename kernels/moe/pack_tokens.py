@@ -3,7 +3,7 @@
     row = [token, in its dtype | topk_ids, int32 · k | topk_weights, float32 · k | zeros]
 
 Tokens begin every row and rows are whole 16 bytes, so that the experts read them in the received buffer
-(:func:`tokens_of`, :func:`topk_of`).
+(:func:`unpacked`).
 
 Bits: exact.
 """
@@ -44,16 +44,11 @@ def tokens_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Te
     return packed.view(dtype)[:, :hidden]
 
 
-def topk_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``topk_ids [rows, k]`` and ``topk_weights [rows, k]`` of packed rows: views."""
-    pairs = packed[:, token_words(hidden, dtype) :]
-    return pairs[:, :k], pairs[:, k : 2 * k].view(torch.float32)
-
-
 def unpacked(packed: torch.Tensor, like: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens (width and dtype of ``like``), ``topk_ids`` and ``topk_weights`` of packed rows: views."""
-    hidden, dtype = like.shape[1], like.dtype
-    return tokens_of(packed, hidden, dtype), *topk_of(packed, hidden, dtype, k)
+    pairs = packed[:, token_words(like.shape[1], like.dtype) :]
+    tokens = packed.view(like.dtype)[:, : like.shape[1]]
+    return tokens, pairs[:, :k], pairs[:, k : 2 * k].view(torch.float32)
 
 
 def pack_tokens_reference(

@@ -8,6 +8,7 @@ begin at a multiple of 16 bytes) and by constants, options and device: by all th
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,11 +28,27 @@ WATCHES = _KNOWN and not INTERPRETED  # whether launches can be watched
 _settings = triton.knobs.runtime
 
 
+def _called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return function(*args, **named)
+
+
+call: Callable[..., Any] = getattr(operator, "call", _called)  # Python 3.11 has a built-in one
+
+
 class _OfThread(threading.local):
-    watch: Any = None  # see watched
+    """
+    Attributes:
+        watch: see :func:`watched`.
+        as_one: ``as_one(function, *args, **named)`` calls the function. A record (`pieces.py`) has it as one call,
+            whatever it launches, does or reads, with the tensors and objects of each layer among its arguments;
+            ``function`` itself is the same for all layers.
+    """
+
+    watch: Any = None
+    as_one: Callable[..., Any] = staticmethod(call)
 
 
-_of_thread = _OfThread()
+this_thread = _OfThread()
 
 
 class Kernel(JITFunction):
@@ -45,7 +62,7 @@ class Kernel(JITFunction):
         self._compiled: dict[Any, tuple[Any, Any, Any]] = {}  # launcher, function, metadata
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        watch = _of_thread.watch
+        watch = this_thread.watch
         return partial(self.launch, grid) if watch is None else partial(watch.launched, self, grid)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -77,20 +94,19 @@ class Kernel(JITFunction):
 
 @contextmanager
 def watched(watch: Any) -> Iterator[None]:
-    """Within, launches of this thread are ``watch.launched(kernel, grid, …)``, and what :func:`as_one` runs is
-    ``watch.called(function, args, named)``."""
-    before, _of_thread.watch = _of_thread.watch, watch
+    """Within, launches of this thread are ``watch.launched(kernel, grid, …)``, and what is run as one is
+    ``watch.called(function, …)``; None: both as without a watch."""
+    before = this_thread.watch, this_thread.as_one
+    this_thread.watch, this_thread.as_one = watch, call if watch is None else watch.called
     try:
         yield
     finally:
-        _of_thread.watch = before
+        this_thread.watch, this_thread.as_one = before
 
 
 def as_one(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """``function(*args, **named)``, which a record (`pieces.py`) has as one call, whatever it launches, does or reads,
-    with the tensors and objects of each layer among its arguments; ``function`` itself is the same for all layers."""
-    watch = _of_thread.watch
-    return function(*args, **named) if watch is None else watch.called(function, args, named)
+    """What ``this_thread.as_one`` does in the thread, and at the time, of this call."""
+    return this_thread.as_one(function, *args, **named)
 
 
 def kernel(function: Any = None, **options: Any) -> Any:

@@ -68,7 +68,8 @@ class _Call(NamedTuple):
     """A call, and at which of its arguments things of a layer are: their cells, or those of a list of them."""
 
     run: Callable[..., Any]
-    args: list[Any]
+    args: list[Any]  # the last ones by name
+    names: list[str]
     things: list[tuple[int, int]]
     lists: list[tuple[int, Callable[..., Any], list[int]]]
     results: list[int]
@@ -155,13 +156,17 @@ class _Record(TorchDispatchMode):
         inputs.clear()
         assert self.calls is not None
         try:
-            for run, args, things, lists, results, several, _, last in self.calls:
+            for run, args, names, things, lists, results, several, _, last in self.calls:
                 given = args.copy()
                 for where, cell in things:
                     given[where] = at[cell]
                 for where, make, cells in lists:
                     given[where] = make(map(at.__getitem__, cells))
-                made = run(*given)
+                if names:
+                    count = len(given) - len(names)
+                    made = run(*given[:count], **dict(zip(names, given[count:], strict=True)))
+                else:
+                    made = run(*given)
                 if several:
                     for cell, one in zip(results, made, strict=False):
                         at[cell] = one
@@ -201,16 +206,17 @@ class _Record(TorchDispatchMode):
 
     def _add(self, run: Any, args: Any, named: dict[str, Any], result: Any, writes: bool, before: Any = None) -> None:
         if named and not any(isinstance(x, torch.Tensor) for x in named.values()):
-            run = partial(run, **named)
+            run, named = partial(run, **named), {}
         elif named:
-            run, args, before = partial(_with_names, run, [*named]), (*args, *named.values()), None
+            args, before = (*args, *named.values()), None
         fixed, things, lists = [*args], [], []
         for where, value in enumerate(before or args):
             if isinstance(value, (list, tuple)):
                 cells = [self._at(x) for x in value]
                 if any(cell is not None for cell in cells):
                     pairs, fixed[where] = zip(cells, value, strict=True), None
-                    make = getattr(type(value), "_make", type(value))
+                    make: Callable[..., Any] = type(value)
+                    make = partial(tuple.__new__, make) if isinstance(value, tuple) else make
                     lists.append((where, make, [self._cell(None, x) if cell is None else cell for cell, x in pairs]))
             elif (cell := self._at(value)) is not None:
                 things.append((where, cell))
@@ -219,14 +225,14 @@ class _Record(TorchDispatchMode):
         made = result if several else () if result is None else (result,)
         given = {id(x) for x in args}
         results = [self._cell(None if id(x) in given or id(x) in self._shared else x) for x in made]
-        self._made.append(_Call(run, fixed, things, lists, results, several, writes, []))
+        self._made.append(_Call(run, fixed, [*named], things, lists, results, several, writes, []))
 
     def launched(self, one: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         one.launch(grid, *args, **constants)
         run, again = one.again(grid, args, constants)
         self._add(run, again, {}, None, True)
 
-    def called(self, function: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
+    def called(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         before = [[*x] if isinstance(x, list) else x for x in args]  # it may empty them
         self._inside = True
         try:
@@ -257,11 +263,6 @@ class _Record(TorchDispatchMode):
         self._refuse(not computes or to_host or shapes_by_contents(func, args), func)
         self._add(func._op, args, kwargs, result, func._schema.is_mutable)
         return result
-
-
-def _with_names(run: Callable[..., Any], names: list[str], *args: Any) -> Any:
-    count = len(args) - len(names)
-    return run(*args[:count], **dict(zip(names, args[count:], strict=True)))
 
 
 def _needed(calls: list[_Call], results: Sequence[int], first: int) -> list[_Call]:

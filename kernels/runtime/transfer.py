@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import as_one, this_thread
 
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
@@ -67,7 +67,7 @@ def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 def download(values: torch.Tensor) -> Callable[[], list[Any]]:
     """Like :func:`to_host`; the values come as nested lists."""
-    read: Callable[[], list[Any]] = as_one(partial, _listed, as_one(to_host, values))
+    read: Callable[[], list[Any]] = this_thread.as_one(partial, _listed, this_thread.as_one(to_host, values))
     return read
 
 
@@ -92,7 +92,7 @@ class SideStream:
         """Marks what the current stream has been given so far, for :meth:`run` with ``from_mark``. Work from a mark may
         take the memory of results that were freed before, so there is a new mark after the last use of each."""
         if self._marked is not None:
-            as_one(self._marked.record)
+            self._marked.record()
 
     def run(self, work: Callable[[], Result], *inputs: torch.Tensor, from_mark: bool = False) -> Callable[[], Result]:
         """Starts ``work`` after everything that the current stream has been given so far.
@@ -107,22 +107,22 @@ class SideStream:
         """
         stream, before = self._stream, self._marked if from_mark else self._before
         if stream is None or before is None:
-            joined: Callable[[], Result] = as_one(partial, as_one, _join, None, [], work())
+            joined: Callable[[], Result] = this_thread.as_one(partial, as_one, _join, None, [], work())
             return joined
         current, done = torch.cuda.current_stream(), torch.cuda.Event()
         if not from_mark:
-            as_one(before.record, current)
-        as_one(stream.wait_event, before)  # as recorded now: the event serves again
-        as_one(torch.cuda.set_stream, stream)
+            this_thread.as_one(before.record, current)
+        this_thread.as_one(stream.wait_event, before)  # as recorded now: the event serves again
+        this_thread.as_one(torch.cuda.set_stream, stream)
         try:
             result = work()
-            as_one(done.record, stream)
+            this_thread.as_one(done.record, stream)
         finally:
-            as_one(torch.cuda.set_stream, current)
+            this_thread.as_one(torch.cuda.set_stream, current)
         # No record_stream, which would keep freed memory until a capture ends. The inputs are held until the current
         # stream has waited, so their memory is not reused before. The result's memory belongs to the side stream: its
         # next user there comes after a wait for everything that the current stream was given before, or for a mark.
-        joined = as_one(partial, as_one, _join, done, [*inputs], result)
+        joined = this_thread.as_one(partial, as_one, _join, done, [*inputs], result)
         return joined
 
     def relay(

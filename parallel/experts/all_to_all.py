@@ -26,7 +26,7 @@ from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
 from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.parallel.experts.dispatch import (
     CountedDispatcher,
     Dispatch,
@@ -101,7 +101,7 @@ class AllToAll(CountedDispatcher):
         plan = SendPlan.of(routed.topk_ids, experts.placement.rank_of, experts.group.size)
         order, ranks, counts = plan
         assert counts is not None
-        counted: Callable[[], Dispatch] = as_one(
+        counted: Callable[[], Dispatch] = this_thread.as_one(
             partial, _counted, experts, routed, step, order, ranks, counts, experts.counts(counts)
         )
         return counted
@@ -151,6 +151,8 @@ class AllToAllDispatch(Dispatch):
     """Tokens with physical experts on their way to the ranks of a group, by ``plans``, the sizes of each round, and
     back; for ``source`` and ``pair_rows`` see :class:`Rounds`."""
 
+    rounds = 1
+
     def __init__(
         self,
         group: Group,
@@ -165,23 +167,22 @@ class AllToAllDispatch(Dispatch):
         self._source, self._pair_rows = source, pair_rows
         self._plans, self._quantized_sums = plans, quantized_sums
         self._returned: torch.Tensor | None = None  # [rows, hidden or words]: at most k rows a token, under any routing
-        self._first = [0, *accumulate(map(sum, [plan.send for plan in plans]))]  # first row of each round
-        self._returning: Callable[[], None] = lambda: None
+        self.rounds = len(plans)
+        sends, *_ = zip(*plans, strict=True)
+        self._first = [0, *accumulate(map(sum, sends))]  # first row of each round
+        self._returning: Callable[[], None] | None = None
         self._start(0)
 
-    @property
-    def rounds(self) -> int:
-        return len(self._plans)
-
     def receive(self, number: int) -> Received:
-        self._returning()  # it began before this round's tokens; its sums are freed
-        packed = self._coming()
+        if self._returning is not None:
+            self._returning()  # it began before this round's tokens; its sums are freed
+        wait, packed = self._coming
         del self._coming
+        wait()
         k, pairs = self._routed.topk_ids.shape[1], self._plans[number].local_pairs
         tokens, topk_ids, topk_weights = unpacked(packed, self._routed.tokens, k)
         topk_ids, first = self._experts.received(topk_ids, pairs)
-        fraction = max(1 / k, self._experts.fraction)  # a token comes for one expert at least
-        return Received(tokens, topk_ids, topk_weights, fraction, pairs, first)
+        return Received(tokens, topk_ids, topk_weights, 1.0, pairs, first)  # the pairs are known
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         send, receive, _ = self._plans[number]
@@ -189,14 +190,14 @@ class AllToAllDispatch(Dispatch):
         if self._quantized_sums:
             sums = quantize_tokens(sums, power_of_two=True)
         if self._returned is None:
-            self._returned = sums.new_empty(len(self._source), sums.shape[1])
+            self._returned = sums.new_empty(self._source.shape[0], sums.shape[1])
         into = self._returned[self._first[number] : self._first[number + 1]]
         self._returning = self._group.all_to_all_async(sums.contiguous(), into, receive, send)
         if number + 1 < self.rounds:
             self._start(number + 1)
 
     def combine(self) -> torch.Tensor:
-        assert self._returned is not None
+        assert self._returned is not None and self._returning is not None
         self._returning()
         if self._quantized_sums:
             return combine_codes(self._returned, self._pair_rows, self._hidden, self._dtype)
@@ -207,5 +208,4 @@ class AllToAllDispatch(Dispatch):
         source = self._source[self._first[number] : self._first[number + 1]]
         packed = pack_tokens(*self._routed, source=source)
         into = packed.new_empty(sum(receive), packed.shape[1])
-        wait = self._group.all_to_all_async(packed, into, send, receive)
-        self._coming = lambda: wait() or into
+        self._coming = self._group.all_to_all_async(packed, into, send, receive), into

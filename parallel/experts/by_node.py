@@ -23,7 +23,7 @@ import torch
 
 from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.token_ranks import token_ranks
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.parallel.experts.all_to_all import (
     AllToAll,
     AllToAllDispatch,
@@ -99,7 +99,7 @@ class ByNode(CountedDispatcher):
         assert counts is not None
         wait = experts.ways(counts[None], groups, tables.takers)
         along = expert_order(first[1], size)
-        counted: Callable[[], Dispatch] = as_one(
+        counted: Callable[[], Dispatch] = this_thread.as_one(
             partial, ByNode._counted, self, experts, routed, step, ranks, first, counts, along, wait
         )
         return counted
@@ -155,6 +155,8 @@ class ByNodeDispatch(Dispatch):
             the same on every rank.
     """
 
+    rounds = 1
+
     def __init__(
         self,
         groups: NodeGroups,
@@ -166,6 +168,7 @@ class ByNodeDispatch(Dispatch):
         self._node, self._back, self._experts = groups.node, groups.back, experts
         self._rank_of, self._inside = inner, inside
         self._rounds = [(outer, inner, count) for outer, (_, count) in enumerate(inside) for inner in range(count)]
+        self.rounds = len(self._rounds)
         self._dispatch: Dispatch | None = None
         if self.rounds > 1:
             self._rail = rail()
@@ -175,10 +178,6 @@ class ByNodeDispatch(Dispatch):
             return rail, self._pass_on(0, rail)
 
         self._passed_on = groups.there.relay(rail, pass_on)  # the rail holds what it reads
-
-    @property
-    def rounds(self) -> int:
-        return len(self._rounds)
 
     def _pass_on(self, number: int, rail: Dispatch) -> Dispatch:
         """Waits for what a round of the rail brings, and starts its dispatch inside the node."""

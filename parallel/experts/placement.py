@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
 from dsa_engine.kernels.moe.way_numbers import way_numbers
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.kernels.runtime.transfer import SideStream, download, upload
 from dsa_engine.parallel.group import Group
 
@@ -245,7 +245,7 @@ class ExpertParallel:
         largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
         read = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))
 
-        wait: Callable[[], tuple[RecvPlan, int]] = as_one(partial, _plan, read)
+        wait: Callable[[], tuple[RecvPlan, int]] = this_thread.as_one(partial, _plan, read)
         return wait
 
     def plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
@@ -261,7 +261,7 @@ class ExpertParallel:
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape)
         read = download(way_numbers(by_pair, self.group.index, takers))
 
-        wait: Callable[[], list[Way]] = as_one(partial, _ways, read, groups)
+        wait: Callable[[], list[Way]] = this_thread.as_one(partial, _ways, read, groups)
         return wait
 
     def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dsa_engine.config.checks import PositiveInt, check, is_integer
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import ParallelConfig
@@ -81,7 +81,7 @@ class EmulatedExpertParallel(ExpertParallel):
 
     def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
         self.group.all_gather(sent)
-        wait: Callable[[], tuple[RecvPlan, int]] = as_one(
+        wait: Callable[[], tuple[RecvPlan, int]] = this_thread.as_one(
             partial, EmulatedExpertParallel._as_sent, self, download(sent)
         )
         return wait

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.runtime.kernel import as_one
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
@@ -174,7 +174,7 @@ class FakeExpertParallel(ExpertParallel):
         self._seen = SimpleNamespace()  # the last tokens and pairs
 
     def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
-        made_up: Callable[[], tuple[RecvPlan, int]] = as_one(
+        made_up: Callable[[], tuple[RecvPlan, int]] = this_thread.as_one(
             partial, FakeExpertParallel._made_up_counts, self, super().counts(sent)
         )
         return made_up
@@ -187,7 +187,7 @@ class FakeExpertParallel(ExpertParallel):
         return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
 
     def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
-        made_up: Callable[[], list[Way]] = as_one(
+        made_up: Callable[[], list[Way]] = this_thread.as_one(
             partial, FakeExpertParallel._made_up_ways, self, super().ways(sent, groups, takers), groups
         )
         return made_up

@@ -215,7 +215,7 @@ class _Record(TorchDispatchMode):
                 cells = [self._at(x) for x in value]
                 if any(cell is not None for cell in cells):
                     pairs, fixed[where] = zip(cells, value, strict=True), None
-                    make: Callable[..., Any] = type(value)
+                    make: Any = type(value)
                     make = partial(tuple.__new__, make) if isinstance(value, tuple) else make
                     lists.append((where, make, [self._cell(None, x) if cell is None else cell for cell, x in pairs]))
             elif (cell := self._at(value)) is not None:

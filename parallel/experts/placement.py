@@ -14,15 +14,17 @@ from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
-from dsa_engine.kernels.moe.way_numbers import way_numbers
 from dsa_engine.kernels.runtime.kernel import this_thread
-from dsa_engine.kernels.runtime.transfer import SideStream, download, upload
+from dsa_engine.kernels.runtime.transfer import SideStream, download, to_host, upload
 from dsa_engine.parallel.group import Group
 
+IntArray = npt.NDArray[np.integer[Any]]
 Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the order of its weights
 
 
@@ -180,14 +182,18 @@ class Way(NamedTuple):
     brought: int
 
     @classmethod
-    def of(cls, numbers: Sequence[int], groups: NodeGroups) -> Way:
-        """The sizes from one row of :func:`way_numbers`."""
-        size = len(groups.nodes)
-        there, here, passed, taken, local_pairs = (numbers[i * size : (i + 1) * size] for i in range(5))
-        rail, node = groups.rail.ranks, groups.node.ranks
-        along = RecvPlan([there[r] for r in rail], [here[r] for r in rail], sum(here))
-        inside = RecvPlan([passed[r] for r in node], [taken[r] for r in node], sum(local_pairs))
-        return cls(along, inside, *numbers[5 * size :])
+    def of(cls, counts: IntArray, rank: int, takers: IntArray, groups: NodeGroups) -> Way:
+        """For ``rank``, of ``counts [from, to, 4]``: :func:`.by_node.counts_in_rounds` of every rank in a round.
+        ``takers``: the rank of this node that takes the tokens of each."""
+        rail, node = [*groups.rail.ranks], [*groups.node.ranks]
+        rows, pairs, along, _ = counts.transpose(2, 0, 1)
+        there, here = along[rank, rail].tolist(), along[rail, rank].tolist()
+        # Rows inside the node come from the rank that took them off the rail.
+        passed = np.add.reduce(rows[takers == rank][:, node]).tolist()
+        taken = np.bincount(takers, rows[:, rank], len(counts))[node].astype(int).tolist()
+        _, busiest, _, brought = np.maximum.reduce(np.add.reduce(counts)).tolist()
+        inside = RecvPlan(passed, taken, int(np.add.reduce(pairs[:, rank])))
+        return cls(RecvPlan(there, here, sum(here)), inside, busiest, brought)
 
 
 class ExpertParallel:
@@ -255,13 +261,12 @@ class ExpertParallel:
         both = download(torch.stack((sent, received), dim=1))()
         return [RecvPlan.of(*one) for one in both]
 
-    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
+    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: IntArray) -> Callable[[], list[Way]]:
         """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; returns
         a function that waits. ``sent``: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`)."""
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape)
-        read = download(way_numbers(by_pair, self.group.index, takers))
-
-        wait: Callable[[], list[Way]] = this_thread.as_one(partial, _ways, read, groups)
+        read = this_thread.as_one(to_host, by_pair)
+        wait: Callable[[], list[Way]] = this_thread.as_one(partial, _ways, read, self.group.index, takers, groups)
         return wait
 
     def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:
@@ -278,5 +283,5 @@ def _plan(read: Callable[[], list[list[int]]]) -> tuple[RecvPlan, int]:
     return RecvPlan.of(rows[:size], rows[size:]), largest[0]
 
 
-def _ways(read: Callable[[], list[list[int]]], groups: NodeGroups) -> list[Way]:
-    return [Way.of(row, groups) for row in read()]
+def _ways(read: Callable[[], torch.Tensor], rank: int, takers: IntArray, groups: NodeGroups) -> list[Way]:
+    return [Way.of(counts, rank, takers, groups) for counts in read().numpy().swapaxes(0, 1)]

@@ -214,10 +214,6 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("topk_ids", to(I64), r"not torch.int64 \(60, 4\)"),
         ("size", set_to(0), "not to 0"),
     ],
-    "way_numbers": [
-        ("by_pair", to(I64), "not torch.int64 and torch.int32"),
-        ("rank", set_to(4), r"not \(4, 2, 4, 4\), \(4,\) and 4"),
-    ],
 }
 
 

@@ -198,5 +198,4 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "store_latent, FP8": lambda m: _store_latent(m, FP8),
     "store_rows": lambda m: ((_pool(32, BF16), m.normal(T, 32), _slots(m)), {}),
     "token_ranks": lambda m: ((m.whole(EXPERTS, T, TOP_K), (torch.arange(EXPERTS) // 4).int(), 4), {}),
-    "way_numbers": lambda m: ((m.whole(9, 4, 2, 4, 4), 1, torch.tensor([0, 1, 0, 1], dtype=torch.int32)), {}),
 }  # fmt: skip

@@ -15,7 +15,14 @@ from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, NodeGroups, RecvPlan, Way
+from dsa_engine.parallel.experts.placement import (
+    ExpertParallel,
+    ExpertPlacement,
+    IntArray,
+    NodeGroups,
+    RecvPlan,
+    Way,
+)
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
 from fake_cuda.events import Launch
@@ -186,7 +193,7 @@ class FakeExpertParallel(ExpertParallel):
         local_pairs = self._skewed(total)
         return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
 
-    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
+    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: IntArray) -> Callable[[], list[Way]]:
         made_up: Callable[[], list[Way]] = this_thread.as_one(
             partial, FakeExpertParallel._made_up_ways, self, super().ways(sent, groups, takers), groups
         )

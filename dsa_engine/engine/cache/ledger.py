@@ -71,10 +71,10 @@ class PageLedger:
         self._lose((owner,))
         return True
 
-    def known(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
+    def known(self, digests: Sequence[bytes], groups: Sequence[range]) -> list[int]:
         """For each group of ranks, the number of digests, from the first on, whose pages any of the ranks has."""
         counts, ranks_of = [len(digests)] * len(groups), self.index.ranks
-        having = {number: sum(1 << rank for rank in ranks) for number, ranks in enumerate(groups)}
+        having = {number: (1 << len(ranks)) - 1 << ranks[0] for number, ranks in enumerate(groups)}
         for count, digest in enumerate(digests):
             ranks = ranks_of.get(digest, 0)
             for number in [number for number, group in having.items() if not group & ranks]:
@@ -95,7 +95,8 @@ class PageLedger:
         of pages that it has to fetch."""
         absent: dict[int, list[int]] = {}  # by page: the ranks that lack it
         for rank in ranks:
-            pages, missing = self.pools[rank].begin(digests, count)
+            pool = self.pools[rank]
+            pages, missing = pool.begin(digests, count) if digests else (pool.take(count), [])
             self._give(request, rank, pages)
             for index in missing:
                 absent.setdefault(index, []).append(rank)
@@ -171,7 +172,8 @@ class PageLedger:
         """Tells the index what these ranks have evicted: mostly the same, and then in one pass."""
         lost: list[bytes] = []
         losers = 0
-        for pool, rank in ((self.pools[rank], rank) for rank in ranks):
+        for rank in ranks:
+            pool = self.pools[rank]
             if pool.evicted != lost:
                 self.index.lost(lost, losers)
                 lost, losers = pool.evicted, 0

@@ -107,7 +107,9 @@ def choose_owner(
     tokens, future = load.tokens.tolist(), load.future_pages.tolist()
     for rank, pages in (absent or {}).items():
         tokens[rank] += capacity.page_size * pages
-    return min(ranks, key=lambda rank: (free[rank] - future[rank] < need, tokens[rank], -free[rank]))
+    each = zip(free, future, tokens, strict=True)
+    keys = [(pages - later < need, seen, -pages) for pages, later, seen in each]
+    return min(ranks, key=keys.__getitem__)
 
 
 class PrefillStep:

@@ -29,6 +29,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from heapq import merge
+from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsa_engine.engine.cache.disk import DiskLoads
@@ -355,14 +356,14 @@ class Scheduler:
         room."""
         ledger = self.ledger
         free, load = ledger.free, self._load()
-        reserved = load.reserved_pages.tolist()
+        room = [*map(sub, free, load.reserved_pages.tolist())]
         pages = self.capacity.first_pages(request, self.num_drafts)
         hits = [usable[:known] for known in ledger.known(usable, self._groups)]
-        fits = {
-            number: self.capacity.page_size * len(hits[number])
-            for number, ranks in enumerate(self._groups)
-            if step.has_room(number) and all(ledger.fits(hits[number], r, pages, free[r] - reserved[r]) for r in ranks)
-        }
+        fits = {}
+        for number, ranks in enumerate(self._groups):
+            enough = pages <= min(room[ranks[0] : ranks[-1] + 1])  # as a rule, whatever is held
+            if step.has_room(number) and (enough or all(ledger.fits(hits[number], r, pages, room[r]) for r in ranks)):
+                fits[number] = self.capacity.page_size * len(hits[number])
         if not fits:
             return False
         request.cp_group = group = choose_group(fits, self._groups, self._prefilling, load)

@@ -120,7 +120,7 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
 
     def run(chunks: list[Chunk]) -> None:
         plan = StepPlan.of(chunks, mesh.rank, mesh.world_size, config)
-        batch = build_batch(plan, config, mesh, cache.block_tables, None)
+        batch = build_batch(plan, config, mesh, cache.block_tables, None, repeats=False)
         model.logits(model(batch, cache, layers)[-1:])
 
     def request(number: int) -> Request:

@@ -147,10 +147,12 @@ class RandomNumber(DraftNumber):
         self.watches = self.due = True
 
 
-def waiting_pair(both: Sequence[ForwardBatch], order: torch.Tensor | None) -> MicroBatchPair:
+def waiting_pair(
+    both: Sequence[Callable[[], ForwardBatch]], order: Callable[[], torch.Tensor] | None
+) -> MicroBatchPair:
     """A pair whose tokens wait for their counts."""
     unsent: list[Any] = []
-    first, second = (replace(one, unsent=unsent) for one in both)
+    first, second = (lambda make=make: replace(make(), unsent=unsent) for make in both)  # type: ignore[misc]
     return MicroBatchPair((first, second), order)
 
 

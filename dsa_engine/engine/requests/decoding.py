@@ -299,6 +299,7 @@ class Decoding:
         for row in self._all[rows][(table.fresh[rows] > 0) & (tokens[:, 0] >= 0)].tolist():
             self.requests[row].first_token_at = now
         table.fresh[rows] = 0
+        streamed, scored = table.streamed[rows] > 0, table.logprobs[rows] >= 0
         streams = [
             StepTokens(
                 now,
@@ -308,7 +309,7 @@ class Decoding:
                 read.logprobs_of(_chosen(at, numbers)) if wants else None,
                 [],
             )
-            for wants, numbers in enumerate(self._streams(rows))
+            for wants, numbers in enumerate((streamed & ~scored).nonzero() + (streamed & scored).nonzero())
             if len(numbers)
         ]
         numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]
@@ -317,12 +318,6 @@ class Decoding:
         columns = (_chosen(rows, numbers), _chosen(at, numbers), 1 + accepted[numbers])
         of_each = zip(*(column.tolist() for column in columns), strict=True)
         return [self._taken(row, number, count, read) for row, number, count in of_each], streams
-
-    def _streams(self, rows: slice | Ints) -> tuple[Ints, Ints]:
-        """Which of these rows callers here get: those without log-probabilities, and those with."""
-        table = self.table
-        streamed, wants = table.streamed[rows] > 0, table.logprobs[rows] >= 0
-        return (streamed & ~wants).nonzero()[0], (streamed & wants).nonzero()[0]
 
     def _taken(self, row: int, number: int, count: int, read: ReadSamples) -> RequestTokens:
         """The ``count`` tokens of request ``number`` of a step, in this row."""

@@ -33,7 +33,7 @@ WATCHED = 3  # the last of these, whose times count
 FRACTION = 1 / 400  # of all steps, that trials may cost
 _QUIET = BETWEEN - WATCHED
 _GAIN = 1.01  # for less the number stays
-_LEAST_COST, _UNKNOWN_COST, _MAX_SPARE = 0.5, 2.0 * TRIAL, 64.0  # of a trial, in steps
+_LEAST_COST, _UNKNOWN_COST = 0.5, 2.0 * TRIAL  # of a trial, in steps
 _DOUBTED = 8  # choices between two trials
 
 
@@ -50,10 +50,8 @@ def best_of(choices: Sequence[int], accepted: Floats, times: Floats, now: int) -
         times: of a step with each of ``choices``; nan if not measured.
     """
     values = tokens_of(choices, accepted) / times
-    if np.isnan(values).all():
-        return now
-    best, current = choices[int(np.nanargmax(values))], values[choices.index(now)]
-    return now if not np.isnan(current) and np.nanmax(values) < _GAIN * current else best
+    values[choices.index(now)] *= _GAIN
+    return now if np.isnan(values).all() else choices[int(np.nanargmax(values))]
 
 
 def tokens_of(choices: Sequence[int], accepted: Floats) -> Floats:
@@ -67,8 +65,9 @@ class _Size:
 
     times: Floats  # with each number; nan if not measured
     best: int
-    doubted: dict[int, int]  # since which choice each number may be tried without a price, for a time
-    tried: dict[int, int]  # the choice of the last trial of each number
+    turn: int  # choices so far
+    doubted: dict[int, int]  # since which of them each number may be tried without a price, for a time
+    tried: dict[int, int]  # that of the last trial of each
 
 
 class DraftNumber:
@@ -83,10 +82,8 @@ class DraftNumber:
         self.clock = time.perf_counter
         self.accepted = 0.5 ** np.arange(1.0, self.choices[-1] + 1)  # of about 64 steps of a request, see ``best_of``
         self._left = _QUIET if self.adapts else 0  # steps until something changes; never if it is 0
-        self._turn = 0  # choices so far
         self._sizes: dict[int, _Size] = {}  # the same on all ranks
         self._size = 0  # that of the last choice
-        self._spare = dict.fromkeys(self.choices, 0.0)  # steps that a trial of each number may cost
         # The last times on this rank, by size and number.
         self._own: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=WATCHED))
         self._read_at, self._read_number = 0.0, -1
@@ -122,14 +119,13 @@ class DraftNumber:
     def choose(self, requests: int) -> None:
         """Chooses the number of the next steps, for so many requests of the fullest rank: the best one if another was
         the best before, so that it is measured; otherwise perhaps one to be tried."""
-        self._turn, self._size = self._turn + 1, size_of(requests)
+        self._size = size_of(requests)
         if (size := self._sizes.get(self._size)) is None:
-            never, now = np.full(len(self.choices), math.nan), dict.fromkeys(self.choices, self._turn)
-            size = self._sizes[self._size] = _Size(never, self.number, now, {**now})
-        for one in self.choices:
-            self._spare[one] = min(_MAX_SPARE, self._spare[one] + BETWEEN * FRACTION / (len(self.choices) - 1))
+            never, now = np.full(len(self.choices), math.nan), dict.fromkeys(self.choices, 1)
+            size = self._sizes[self._size] = _Size(never, self.number, 0, now, {**now})
+        size.turn += 1
         if (best := best_of(self.choices, self.accepted, size.times, size.best)) != size.best:
-            size.doubted[size.best] = size.tried[size.best] = self._turn
+            size.doubted[size.best] = size.tried[size.best] = size.turn
             size.best = best
         number = self._to_try(size) if best == self.number else None
         self._tries = self.watches = number is not None
@@ -137,22 +133,21 @@ class DraftNumber:
 
     def _to_try(self, size: _Size) -> int | None:
         """Of the numbers that may be tried now the one whose last trial is the longest ago."""
+        spared = BETWEEN * FRACTION / (len(self.choices) - 1)  # steps, for each number by each choice
         for number in sorted(set(self.choices) - {size.best}, key=lambda one: size.tried[one]):
-            cost, last = self._cost(number, size), size.tried[number]
-            if cost <= self._spare[number] or last - size.doubted[number] <= self._turn - last <= _DOUBTED:
-                self._spare[number] = max(0.0, self._spare[number] - cost)
-                size.tried[number] = self._turn
+            last, ago = size.tried[number], size.turn - size.tried[number]
+            if last - size.doubted[number] <= ago <= _DOUBTED or self._cost(number, size) <= spared * ago:
+                size.tried[number] = size.turn
                 return number
         return None
 
     def _cost(self, number: int, size: _Size) -> float:
-        """What a trial costs, in steps with the best number: those of its rows that find no drafts count too."""
+        """What a trial costs, in steps with the best number; one more for the rows that find no drafts."""
         one, best = self.choices.index(number), self.choices.index(size.best)
         if np.isnan(size.times[[one, best]]).any():
             return _UNKNOWN_COST
         tokens = tokens_of(self.choices, self.accepted)
-        brought = (TRIAL - 1) * tokens[one] + 2 * min(tokens[one], tokens[best])
-        return max(_LEAST_COST, float(TRIAL * size.times[one] / size.times[best] + 1 - brought / tokens[best]))
+        return max(_LEAST_COST, TRIAL * float(size.times[one] / size.times[best] - tokens[one] / tokens[best]) + 1)
 
     def exchange(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
         """Takes rank 0's times of the last steps of this size; every rank calls it. What was not measured again has

@@ -29,7 +29,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from heapq import merge
-from operator import sub
+from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsa_engine.engine.cache.disk import DiskLoads
@@ -51,6 +51,8 @@ from dsa_engine.errors import CapacityError
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
     from dsa_engine.engine.cache.kv_events import KVEvents
+
+_order, _length = attrgetter("order"), attrgetter("priority", "num_remaining", "id")
 
 
 class Step(NamedTuple):
@@ -374,11 +376,3 @@ class Scheduler:
         request.num_tokens_found, request.credit = 0, min(request.credit, request.num_remaining)
         insort(self._prefilling, request, key=_order)
         return True
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
-
-
-def _length(request: Request) -> tuple[int, int, int]:
-    return request.priority, request.num_remaining, request.id

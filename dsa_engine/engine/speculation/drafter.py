@@ -180,7 +180,7 @@ class Drafter:
             table = upload(F.pad(Parameters.pack(params, keys, vocab), (0, missing)), self._mesh.device)
         if asks & PENALISES:
             counts = self._load_counts(requests, self._in_step.new_empty(len(position), vocab))
-        return DraftSampler.after(chain.rounded(asks, top_k, vocab), table, counts, position, tokens, accepted)
+        return DraftSampler(chain.rounded(asks, top_k, vocab), table, counts, position, tokens, accepted)
 
     def key(self, step: StepPlan) -> GraphKey:
         """The name of the graph that runs a padded step."""
@@ -304,7 +304,7 @@ class Drafter:
         accepted = key.rule(tokens, ids[:, 1:], keys, first).minimum(rows.offered)
         position = first + accepted + 1
         how = key.asks, key.top_k
-        sampler = DraftSampler.after(how, of_requests, counts, position, tokens, accepted)
+        sampler = DraftSampler(how, of_requests, counts, position, tokens, accepted)
         of_passes = PassInputs(rows, hidden, tokens.clamp(min=0), accepted, sampler)
         drafts = self.passes.after_decode(of_passes, buffers.passes)
         outcome = Columns(position, rows.offered, accepted, tokens, drafts)

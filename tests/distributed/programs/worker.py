@@ -8,6 +8,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``broken_seed``: requests with this seed get logits that are not finite.
 * ``ahead``: decode steps are launched before the previous tokens are read.
 * ``adaptive``: steps have random numbers of drafts; default: as many as possible.
+* ``thoughts``: the tokens that begin and end thoughts.
 * ``padded``: decode steps have the shapes of CUDA graphs.
 * ``waiting``: micro-batches send their tokens when the other one computes, as on CUDA.
 * ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
@@ -50,6 +51,7 @@ from dsa_engine.measure.across_ranks import barrier
 from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 from dsa_engine.parallel import Mesh
+from dsa_engine.text.tokenizer import THINKING
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -68,6 +70,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         decoding = engine.scheduler.decoding
         decoding.draft_number = RandomNumber(decoding.draft_number.choices)
     engine.async_scheduling = case.get("ahead", False)
+    if "thoughts" in case:
+        llm.tokenizer.tags = dict(zip(THINKING, case["thoughts"], strict=True))
     ledger = engine.scheduler.ledger
     ledger.max_fetched = case.get("max_fetched", ledger.max_fetched)
     fetched: list[int] = []

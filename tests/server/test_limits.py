@@ -65,10 +65,10 @@ def test_a_text_of_too_many_bytes_is_not_encoded(server: Any, monkeypatch: pytes
 def test_a_body_that_is_right_goes_straight(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not FastAPI's way to a function; without a thread if it is short and has no grammar. Any other is FastAPI's."""
     ways, threads, app = [], [], server.http.app_server
-    solve, completion = routing.solve_dependencies, app.completion
+    solve, form = routing.solve_dependencies, app.form
     monkeypatch.setattr(routing, "solve_dependencies", lambda **given: (ways.append(given["body"]), solve(**given))[1])
     name = lambda: threading.current_thread().name.partition("_")[0]  # noqa: E731
-    monkeypatch.setattr(app, "completion", lambda asked: (threads.append(name()), completion(asked))[1])
+    monkeypatch.setattr(app, "form", lambda asked: (threads.append(name()), form(asked))[1])
     server.complete([5], max_tokens=1)
     server.complete([5], max_tokens=1, guided_regex="[ab]")
     server.complete([5] * 500, max_tokens=1)

@@ -28,7 +28,7 @@ WATCHES = _KNOWN and not INTERPRETED  # whether launches can be watched
 _settings = triton.knobs.runtime
 
 
-def _called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _called(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     return function(*args, **named)
 
 
@@ -104,7 +104,7 @@ def watched(watch: Any) -> Iterator[None]:
         this_thread.watch, this_thread.as_one = before
 
 
-def as_one(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def as_one(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     """What ``this_thread.as_one`` does in the thread, and at the time, of this call."""
     return this_thread.as_one(function, *args, **named)
 

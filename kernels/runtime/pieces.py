@@ -232,7 +232,7 @@ class _Record(TorchDispatchMode):
         run, again = one.again(grid, args, constants)
         self._add(run, again, {}, None, True)
 
-    def called(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def called(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         before = [[*x] if isinstance(x, list) else x for x in args]  # it may empty them
         self._inside = True
         try:

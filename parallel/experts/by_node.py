@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from dsa_engine.kernels.moe.expert_order import Order, expert_order
@@ -66,7 +65,7 @@ class NodeTables:
     Attributes:
         there: int32 ``[2, physical]``, an expert's rank, and that of this rail that takes this rank's tokens for it.
         inner: int32 ``[physical]``, the index in this node of an expert's rank, −1 for experts of others.
-        takers: on the host, ``[ranks]``, the rank of this node that takes the tokens of each rank.
+        takers: ``[ranks]``, on the host, the rank of this node that takes the tokens of each rank.
         whole: all experts on one rank: along a rail, `topk_ids` keep the numbers of physical experts.
         largest_rail, largest_node: number of ranks in the largest of each, the same on every rank.
     """
@@ -76,7 +75,7 @@ class NodeTables:
         me = groups.rail.ranks[groups.rail.index]
         peers, home = peers_of(me, nodes), nodes[me]
         inner = [groups.node.ranks.index(rank) if rank in groups.node.ranks else -1 for rank in ranks]
-        self.takers = np.array([peers_of(rank, nodes)[home] for rank in ranks])
+        self.takers = torch.tensor([peers_of(rank, nodes)[home] for rank in ranks])
         tables = torch.tensor([[peers[node] for node in nodes], inner], dtype=torch.int32)
         by_rank = tables.to(rank_of.device)
         along, self.inner = by_rank[:, rank_of.long()].unbind()

@@ -14,8 +14,6 @@ from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +22,6 @@ from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.kernels.runtime.transfer import SideStream, download, to_host, upload
 from dsa_engine.parallel.group import Group
 
-IntArray = npt.NDArray[np.integer[Any]]
 Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the order of its weights
 
 
@@ -182,18 +179,21 @@ class Way(NamedTuple):
     brought: int
 
     @classmethod
-    def of(cls, counts: IntArray, rank: int, takers: IntArray, groups: NodeGroups) -> Way:
+    def of(cls, counts: torch.Tensor, rank: int, takers: torch.Tensor, groups: NodeGroups) -> Way:
         """For ``rank``, of ``counts [from, to, 4]``: :func:`.by_node.counts_in_rounds` of every rank in a round.
         ``takers``: the rank of this node that takes the tokens of each."""
-        rail, node = [*groups.rail.ranks], [*groups.node.ranks]
-        rows, pairs, along, _ = counts.transpose(2, 0, 1)
-        there, here = along[rank, rail].tolist(), along[rail, rank].tolist()
+        rows, pairs, along, _ = counts.unbind(dim=-1)
         # Rows inside the node come from the rank that took them off the rail.
-        passed = np.add.reduce(rows[takers == rank][:, node]).tolist()
-        taken = np.bincount(takers, rows[:, rank], len(counts))[node].astype(int).tolist()
-        _, busiest, _, brought = np.maximum.reduce(np.add.reduce(counts)).tolist()
-        inside = RecvPlan(passed, taken, int(np.add.reduce(pairs[:, rank])))
-        return cls(RecvPlan(there, here, sum(here)), inside, busiest, brought)
+        inside = torch.zeros_like(rows).index_add_(0, takers, rows)
+        rail, node = groups.rail.ranks, groups.node.ranks
+        there, here, passed, taken = (
+            [row[r] for r in some]
+            for some, numbers in ((rail, along), (node, inside))
+            for row in (numbers[rank].tolist(), numbers[:, rank].tolist())
+        )
+        _, busiest, _, brought = counts.sum(dim=0).amax(dim=0).tolist()
+        plan = RecvPlan(passed, taken, sum(pairs[:, rank].tolist()))
+        return cls(RecvPlan(there, here, sum(here)), plan, busiest, brought)
 
 
 class ExpertParallel:
@@ -261,7 +261,7 @@ class ExpertParallel:
         both = download(torch.stack((sent, received), dim=1))()
         return [RecvPlan.of(*one) for one in both]
 
-    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: IntArray) -> Callable[[], list[Way]]:
+    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
         """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; returns
         a function that waits. ``sent``: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`)."""
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape)
@@ -283,5 +283,5 @@ def _plan(read: Callable[[], list[list[int]]]) -> tuple[RecvPlan, int]:
     return RecvPlan.of(rows[:size], rows[size:]), largest[0]
 
 
-def _ways(read: Callable[[], torch.Tensor], rank: int, takers: IntArray, groups: NodeGroups) -> list[Way]:
-    return [Way.of(counts, rank, takers, groups) for counts in read().numpy().swapaxes(0, 1)]
+def _ways(read: Callable[[], torch.Tensor], rank: int, takers: torch.Tensor, groups: NodeGroups) -> list[Way]:
+    return [Way.of(counts, rank, takers, groups) for counts in read().unbind(dim=1)]

@@ -40,8 +40,8 @@ class Indexing(TorchFunctionMode):
             return _DISPATCHED[func](*args, **(kwargs or {}))
         if func in _NUMBERS and isinstance(args[0], FakeTensor):
             return _NUMBERS[func](torch.ops.aten._local_scalar_dense.default(args[0]))
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy) and isinstance(args[0], FakeTensor):
-            return func(torch.ops.aten._to_copy.default(args[0], device=torch.device("cpu")))
+        if func is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
+            return torch.ops.aten._to_copy.default(args[0], device=torch.device("cpu")).tolist()
         return func(*args, **(kwargs or {}))
 
 

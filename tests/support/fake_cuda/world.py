@@ -18,7 +18,6 @@ from dsa_engine.parallel.experts.layer_placements import ExpertDivision
 from dsa_engine.parallel.experts.placement import (
     ExpertParallel,
     ExpertPlacement,
-    IntArray,
     NodeGroups,
     RecvPlan,
     Way,
@@ -193,7 +192,7 @@ class FakeExpertParallel(ExpertParallel):
         local_pairs = self._skewed(total)
         return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
 
-    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: IntArray) -> Callable[[], list[Way]]:
+    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
         made_up: Callable[[], list[Way]] = this_thread.as_one(
             partial, FakeExpertParallel._made_up_ways, self, super().ways(sent, groups, takers), groups
         )

@@ -182,7 +182,7 @@ def test_a_room_of_the_package_has_few_modules() -> None:
     [
         ("dsa_engine", ("torch._dynamo", "transformers")),  # more than all else together, in every process of a run
         ("dsa_engine.server.http", ("torch", "transformers")),  # an HTTP process computes nothing
-        ("dsa_engine.server.start", ("torch", "fastapi", "uvicorn")),  # the engine's process speaks no HTTP
+        ("dsa_engine.server.process", ("transformers", "fastapi", "uvicorn")),  # the engine's process speaks no HTTP
     ],
 )
 def test_importing_takes_little_time(module: str, heavy: tuple[str, ...]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -158,9 +157,8 @@ class Server:
         return Generation(self.llm, form, prompts, self.admission, self.metrics, self.options.request_timeout)
 
     async def parsed(self, request: Request, asked: RequestBody, parse: Callable[[Any], Any]) -> Any:
-        """What ``parse`` makes of a request's body, in a thread: encoding a long text takes a second, and hundreds of
-        bytes of memory for each of its own, so few long ones are encoded at once. What is short and plain is parsed
-        here, in the time in which a thread would begin."""
+        """What ``parse`` makes of a request's body, in a thread unless it is short: encoding a text may take a second,
+        and hundreds of bytes of memory for each of its own, so few long ones are encoded at once."""
         size = len(await request.body())
         executor = self._long_bodies if size > _LONG_BODY else None
         try:
@@ -182,7 +180,7 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     if origins := server.options.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
-    app.include_router(_api(server))
+    app.routes.extend(_api(server).routes)  # a router in the app would look for a route twice
 
     @app.get("/health")
     @app.get("/ping")
@@ -200,24 +198,22 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
 
 
 class _Route(APIRoute):
-    """Calls functions of a request, its body, and nothing else without FastAPI's way to functions of any kind, which
-    took a tenth of a request's time. A body with a fault goes that way, and gets FastAPI's answer."""
+    """Calls functions of a request and its body past FastAPI, whose answers bodies with a fault get."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         by_fastapi, hints = super().get_route_handler(), get_type_hints(self.endpoint)
         if {**hints, "asked": None} != {"request": Request, "asked": None, "return": Response}:
             return by_fastapi
-        checks = [one.dependency for one in self.dependencies if one.dependency is not None]
 
         async def handle(request: Request) -> Response:
-            asked = None
-            if request.headers.get("content-type") == "application/json":
-                with suppress(ValueError, RecursionError, ClientDisconnect):
-                    asked = hints["asked"].model_validate(await request.json())
-            if asked is None:
+            try:
+                if request.headers.get("content-type") != "application/json":
+                    raise ValueError
+                asked = hints["asked"].model_validate(await request.json())
+            except (ValueError, RecursionError, ClientDisconnect):
                 return await by_fastapi(request)
-            for check in checks:
-                await check(request)
+            for one in self.dependencies:
+                await one.dependency(request)  # type: ignore[misc]
             return await self.endpoint(request, asked)
 
         return handle

@@ -109,7 +109,8 @@ class Generation(Response):
             await error.response(scope["path"])(scope, receive, send)
         elif self._started:
             last = body if error is None else self._form.failed(error)
-            await send({"type": "http.response.body", "body": last + self._form.end_of_stream, "more_body": False})
+            end = {"type": "http.response.body", "body": last + self._form.end_of_stream, "more_body": False}
+            await scope.get("send", send)(end)
         else:
             await Response(body, media_type="application/json")(scope, receive, send)
 
@@ -158,7 +159,6 @@ class Generation(Response):
         return to_json(form.whole(outputs) | {"usage": form.usage(usage.form)})
 
     async def _stream(self, send: Send, send_events: Send) -> bytes:
-        """Sends all events but the last ones, which go with the end of the stream."""
         form, n = self._form, self._form.params.n
         show = form.asked.stream_options or StreamOptions()
         continuous = show.include_usage and show.continuous_usage_stats
@@ -184,7 +184,7 @@ class Generation(Response):
                         events.append(form.event(chunk))
                 reason = failure_of(pieces) if self._unfinished < unfinished else None
                 if not self._unfinished and reason is None:
-                    return b"".join([*events, *map(form.event, form.last(usage.form))])
+                    return b"".join([*events, *map(form.event, form.last(usage.form))])  # in one packet with the end
                 if events:
                     await send_events({"type": "http.response.body", "body": b"".join(events), "more_body": True})
                 if reason is not None:

@@ -23,14 +23,20 @@ from dsa_engine.server.app import Server, make_app
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.generation import open_counts
-from dsa_engine.server.options import ServerOptions
-from dsa_engine.server.start import BACKLOG, ENGINE_ENDED, SIGNALS, Start, url_of
+from dsa_engine.server.messages import ENGINE_ENDED, Start
+from dsa_engine.server.options import BACKLOG, SIGNALS, ServerOptions
 from dsa_engine.system.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
 _SILENT_S = 30  # after which a client that has sent a part of a request, or nothing, is no longer awaited
 _WHOLE_S = 300  # nor one whose request is not whole then: 16 MiB take so long at 0.5 Mbit/s
 _LAST_WORDS_S = 2  # for the events that end streams which outlast the time to finish
+
+
+def url_of(bound: socket.socket) -> str:
+    """``http://127.0.0.1:8000``"""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def hosts_of(bound: socket.socket, host: str) -> list[str]:
@@ -75,7 +81,7 @@ class _Connection(HttpToolsProtocol):
 
 class HttpServer(uvicorn.Server):
     """Serves an engine. On SIGTERM or Ctrl-C running requests have ``shutdown_timeout`` to end; if the engine ends, so
-    does the server, which has then ``failed``. ``bound``: a socket of :func:`.start.bind`."""
+    does the server, which has then ``failed``. ``bound``: a socket of :func:`.options.bind`."""
 
     def __init__(self, server: Server, bound: socket.socket):
         options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}
@@ -97,8 +103,8 @@ class HttpServer(uvicorn.Server):
         super().run([self._bound])
 
     def obey(self, pipe: int) -> None:
-        """Ends the server in order at a :data:`.start.STOP` in a pipe, at once at a second one, and by an error when
-        the process of the engine no longer holds the other end."""
+        """Ends the server in order at a :data:`.messages.STOP` in a pipe, at once at a second one, and by an error
+        when the process of the engine no longer holds the other end."""
         while os.read(pipe, 1):
             self.handle_exit(signal.SIGINT, None)
         error = EngineGone("its process has ended")

@@ -21,6 +21,8 @@ from dsa_engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from dsa_engine.engine.engine import Engine
 
+ENGINE_ENDED = 1  # exit status of an HTTP process, which has said so
+STOP = b"."  # what its standard input brings after :class:`Start`
 _PARAMS = tuple(f.name for f in fields(SamplingParams) if f.init)
 _OTHERS = tuple({f.name for f in fields(Add)} - {"id", "prompt_ids", "params", "compiled"})
 
@@ -39,6 +41,17 @@ class EngineFacts(msgspec.Struct, frozen=True):
     pid: int  # the engine's process
     cache: dict[str, str] = {}  # settings of the caches, as metrics show them
     kv_events: dict[str, str] | None = None  # endpoint and topic of the prefix cache's events
+
+
+class Start(msgspec.Struct):
+    """What a process reads first; the processes of one server are numbered, and share a folder."""
+
+    facts: EngineFacts
+    folder: str
+    options: dict[str, Any]
+    listening: int
+    shared: str
+    number: int
 
 
 class NewRequest(msgspec.Struct, tag=True):

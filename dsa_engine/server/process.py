@@ -32,6 +32,8 @@ from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import StepTokens
 from dsa_engine.llm import LLM
 from dsa_engine.server.messages import (
+    ENGINE_ENDED,
+    STOP,
     AbortRequests,
     CacheReset,
     EngineFacts,
@@ -40,11 +42,11 @@ from dsa_engine.server.messages import (
     NewRequest,
     NewTokens,
     ResetCache,
+    Start,
     encode,
     to_engine,
 )
-from dsa_engine.server.options import ServerOptions
-from dsa_engine.server.start import BACKLOG, ENGINE_ENDED, SIGNALS, STOP, Start
+from dsa_engine.server.options import BACKLOG, SIGNALS, ServerOptions
 
 logger = logging.getLogger(__name__)
 _SILENT_S = 30  # an HTTP process that has said nothing for so long is stopped for good, and killed

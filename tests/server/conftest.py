@@ -18,9 +18,8 @@ from dsa_engine import LLM
 from dsa_engine.server.app import Server
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.http import HttpServer
-from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.options import ServerOptions, bind
 from dsa_engine.server.process import Relay
-from dsa_engine.server.start import bind
 
 
 class Running(httpx.Client):

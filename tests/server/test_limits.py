@@ -19,7 +19,7 @@ from fastapi import routing
 from dsa_engine import LLM
 from dsa_engine.server import errors, http
 from dsa_engine.server.http import hosts_of
-from dsa_engine.server.start import bind
+from dsa_engine.server.options import bind
 
 LONG = {"prompt": [5, 6], "max_tokens": 190, "ignore_eos": True}
 JSON = {"Content-Type": "application/json"}

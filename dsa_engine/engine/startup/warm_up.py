@@ -88,8 +88,7 @@ class DummySteps:
 
     def classes(self, copies: int) -> Iterator[Step]:
         """The steps after which all ranks are connected in the ways of all steps, each made when those before have run:
-        a decode step, the smallest prefill, and a larger one where it takes another dispatch. ``copies`` of each token
-        travel."""
+        a decode step, the smallest prefill, any that takes another dispatch; ``copies`` of each token travel."""
         mesh, tokens = self.mesh, self.options.max_num_batched_tokens
         sizes = {min(1 << i, tokens) for i in range(next_power_of_2(tokens).bit_length())}
         lengths = {min(size * mesh.cp_size, self.max_model_len) for size in sizes}

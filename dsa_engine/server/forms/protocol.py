@@ -26,9 +26,8 @@ MAX_SELECTION = 16  # tokens of a request with selections, each 2 MB of JSON for
 MAX_LOGPROBS = 20  # for a token, as OpenAI's API and vLLM have it
 # A short body with these fields alone is parsed in an instant: no grammar, and no template of its own.
 QUICK = {
-    "cache_salt", "frequency_penalty", "ignore_eos", "logprobs", "max_completion_tokens", "max_tokens", "messages",
-    "min_p", "min_tokens", "model", "n", "presence_penalty", "prompt", "request_id", "seed", "stop", "stream",
-    "stream_options", "temperature", "top_k", "top_logprobs", "top_p", "user",
+    "frequency_penalty", "ignore_eos", "logprobs", "max_completion_tokens", "max_tokens", "messages", "model", "n",
+    "presence_penalty", "prompt", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "top_p", "user",
 }  # fmt: skip
 _ignored: set[str] = set()
 

@@ -82,8 +82,8 @@ def read_template(given: str | None) -> str | None:
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address, not listening yet; port 0 is any free one."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        *kind, _, address = found[0]
+        first, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        *kind, _, address = first
         with ExitStack() as failed:
             bound = failed.enter_context(socket.socket(*kind))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -30,6 +30,7 @@ class Capacity:
     cp_size: int
     pages: int
     page_size: int
+    dcp_size: int = 1  # ranks that hold a request's pages together
     fewest: int | None = None  # pages of the smallest cache of the run, where a request passes through two parts of it
 
     @property

@@ -238,7 +238,7 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
     if side:
         side.connect(cache, len(model.layers))
     scheduler = (side.scheduler if side else Scheduler)(
-        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, fewest),
+        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, mesh.dcp.size, fewest),
         rank=mesh.rank,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -232,7 +232,7 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
     """Makes the engine and its parts; ``fewest``: of the pages of all ranks, if one part prefills and one decodes."""
     options, mesh, model, side = prepared.options, prepared.mesh, loaded.model, sized.side
     with enough_memory("the caches", "lower cache_memory"):
-        cache = KVCache(prepared.cached, prepared.format, sized.pages, options.page_size, mesh.device)
+        cache = KVCache(prepared.cached, prepared.format, sized.pages, options.page_size, mesh.device, mesh.dcp)
     _log_cache(prepared, cache)
     transfer = sized.tiers.transfer(cache, mesh)
     if side:

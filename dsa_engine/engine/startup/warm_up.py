@@ -7,7 +7,7 @@ Routing is forced to be even, which fills a round of a dispatch to its limit (`p
 more rounds, not more memory. Two amounts are added: the results of earlier rounds, and rows that a given
 ``moe_chunk_size`` allows beyond even routing.
 
-All pages of a dummy request are page 0, so it reads rows of no token. Time and memory of a step depend on shapes only,
+All pages of a dummy request are page 0 of a rank, so it reads rows of no token. Time and memory of a step depend on shapes only,
 and these are right.
 """
 
@@ -129,7 +129,8 @@ class DummySteps:
     def _requests(self, number: int, length: int, params: SamplingParams) -> list[Request]:
         """Requests of ``length`` tokens, with pages for their drafts. They have their lists of tokens and pages in
         common, as there may be thousands of long requests."""
-        prompt, pages = array("i", [0]) * length, [0] * pages_for(length + 2 * self.num_drafts, self.options.page_size)
+        count, ranks = pages_for(length + 2 * self.num_drafts, self.options.page_size), self.mesh.dcp.size
+        prompt, pages = array("i", [0]) * length, [number % ranks for number in range(count)]
         requests = [Request(next(self._ids), prompt, params, pages=pages) for _ in range(number)]
         for request in requests:
             request.num_computed_tokens = length - 1
@@ -165,7 +166,7 @@ def _runner(
 ) -> ModelRunner:
     """A runner with a cache of one page; ``graphs``: whether decode steps are padded as those in graphs are."""
     mesh, options = steps.mesh, steps.options
-    cache = KVCache(model.config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
+    cache = KVCache(model.config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device, mesh.dcp)
     contexts = ContextBuckets(steps.max_model_len, options.page_size)
     padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
     runner = ModelRunner(model, cache, padded, relaxed, MicroBatches.of(options, mesh))

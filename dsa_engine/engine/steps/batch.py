@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,29 +14,45 @@ from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.context_shards import LayerBuffers
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.group import Group
 
 
 def build_batch(
-    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None
+    step: StepPlan,
+    config: ModelConfig,
+    mesh: Mesh,
+    cache: KVCache,
+    sampled: torch.Tensor | None,
+    buffers: LayerBuffers | None = None,
 ) -> ForwardBatch:
-    """This rank's tensors for a step, and those of its micro-batches. The rows of its requests in ``tables`` are
-    updated; for ``sampled`` see :func:`known_ids`."""
-    plan, device, rows, pair = step.own, mesh.device, step.rows, None
+    """This rank's tensors for a step, and those of its micro-batches, which share its ``buffers``. The block tables of
+    its requests are updated; for ``sampled`` see :func:`known_ids`."""
+    plan, device, rows, pair, tables = step.own, mesh.device, step.rows, None, cache.block_tables
+    if cache.group is not None and plan.chunks and buffers is None:
+        assert step.decode is None, "decode steps of ranks that hold contexts together are padded"
+        parts = [(chunk.request.pages, chunk.start, chunk.end) for chunk in plan.chunks if chunk.length]
+        buffers = LayerBuffers(cache, parts, config.num_hidden_layers)
     if step.micro_batches is not None:
-        first, second = (build_batch(one, config, mesh, tables, sampled) for one in step.micro_batches)
+        first, second = (build_batch(one, config, mesh, cache, sampled, buffers) for one in step.micro_batches)
         order = upload(_row_order(step, step.micro_batches), device)
         unsent: list[Callable[[], None]] | None = [] if device.type == "cuda" else None
         both = replace(first, first_micro_batch=True, unsent=unsent), replace(second, unsent=unsent)
         pair = MicroBatchPair(both, order)
     # At least one row: no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = [max(1, int(rows[[*group.ranks]].max())) for group in (mesh.tp, mesh.cp, mesh.ep)]
-    pages = [chunk.request.pages for chunk in plan.chunks]
-    table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
-    gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
-    slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
+    gathers, pool_slots = any(len(chunk.ranks) > 1 for chunk in plan.chunks), None
+    if buffers is None:
+        pages = [chunk.request.pages for chunk in plan.chunks]
+        table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
+        host, block_tables = tables.host, tables.gather(table_rows, width)
+        slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
+    else:
+        host, slots, pool_slots = _buffer_tables(step, mesh.cp, cache.page_size, buffers)
+        table_rows, block_tables, pool_slots = range(len(host)), upload(host, device), upload(pool_slots, device)
     cos, sin = config.rope.cos_sin(plan.positions)
     in_tables = [s._replace(sequence=table_rows[s.sequence]) for s in plan.mha]
     return ForwardBatch(
@@ -43,19 +60,44 @@ def build_batch(
         input_ids=mesh.tp.all_gather(known_ids(plan.token_ids(tp_rows), sampled, device)).view(-1, tp_rows),
         cos=upload(cos, device),
         sin=upload(sin, device),
-        mha=MHASegments.of(in_tables, tables.host, tables.page_size, device),
+        mha=MHASegments.of(in_tables, host, cache.page_size, device),
         dense_mqa=_from_row_0(plan.dense_mqa, device),
         sparse_mqa=_from_row_0(plan.sparse_mqa, device),
-        block_tables=tables.gather(table_rows, width),
+        block_tables=block_tables,
         slot_mapping=upload(slots, device),
-        gathers=gathers,
+        gathers=mesh.cp if gathers else None,
         cp_rows=cp_rows,
         tp_rows=tp_rows,
         ep_rows=ep_rows,
         decodes=step.decodes,
         token_mask=None,
         micro_batches=pair,
+        buffers=buffers,
+        pool_slots=pool_slots,
     )
+
+
+class _Numbers(NamedTuple):
+    """Rows of page numbers, as block tables have them."""
+
+    host: torch.Tensor
+    page_size: int
+
+
+def _buffer_tables(
+    step: StepPlan, group: Group, page_size: int, buffers: LayerBuffers
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of this rank's chunks: int32 ``[chunks, pages]``, their pages in ``buffers``; and as :func:`gathered_slots` the
+    slots of cache rows there and in this rank's pools."""
+    chunks = step.own.chunks
+    counts = [pages_for(chunk.end, page_size) if chunk.length else 0 for chunk in chunks]
+    numbers = np.zeros((len(chunks), max(counts)), np.int32)
+    in_buffers = np.zeros_like(numbers)
+    for number, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        numbers[number, :count] = chunk.request.pages[:count]
+        in_buffers[number, :count] = buffers.pages_of(numbers[number, :count])
+    slots = gathered_slots(step, group, _Numbers(torch.from_numpy(numbers), page_size), range(len(chunks)))
+    return torch.from_numpy(in_buffers), *map(torch.from_numpy, buffers.slots(slots.numpy()))
 
 
 def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
@@ -66,7 +108,9 @@ def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) ->
     return torch.from_numpy(pages * size + (positions % size).astype(np.int32))
 
 
-def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
+def gathered_slots(
+    step: StepPlan, group: Group, tables: BlockTables | _Numbers, table_rows: Sequence[int]
+) -> torch.Tensor:
     """int32 ``[ranks · rows of the longest]``: slots of the cache rows of a context-parallel group, −1 for padding.
 
     All ranks of the group have the same chunks. The slots of a chunk are listed once, in order of position, and copied

@@ -1,0 +1,287 @@
+"""A context that the ranks of a decode-context-parallel group hold together: a page of a request lies on one of them.
+
+A page's number is one of the group's: ``page % ranks`` is the rank that holds it, ``page // ranks`` its page there.
+
+Prefill: every rank reads all rows of a layer, from a buffer of this layer (:class:`LayerBuffers`). The pages that were
+complete before come into it from the ranks that hold them, under the layer before; the step's own rows follow.
+
+Decode: every rank computes its own rows up to their queries, and then attends with the rows of the whole group to the
+tokens that it holds (:class:`GroupRows`). Its tokens of a request are numbered one after the other, in order of their
+positions: what a row sees of them is a prefix, so that all kernels run as they do elsewhere. A layer::
+
+    every rank                                      travels
+    cache rows, index queries                       to all ranks, which store the rows of their pages
+    absorbed queries                                to all ranks, under the indexer
+    keys of the best tokens here (candidates)       to the rank of the row, which finds the k-th best of all: a threshold
+    the threshold                                   to all ranks, which select their candidates from it on
+    attention over these: output, log-sum-exp       to the rank of the row, which merges them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.merge_splits import merge_splits
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.row_format import IndexKeyFormat
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
+from dsa_engine.kernels.rows.segment import Segments, slots_of
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.forward_batch import BlockTables
+from dsa_engine.model.profile_stages import stage
+from dsa_engine.parallel.group import Group
+
+if TYPE_CHECKING:
+    from dsa_engine.model.indexer import IndexQueries
+    from dsa_engine.model.kv_cache import KVCache
+
+NO_PAGE = 2**25  # later than the index of any page
+_NO_CANDIDATE = torch.iinfo(torch.int64).min
+
+
+class ShardTables(BlockTables):
+    """Of each list the pages on this rank, in two rows: their numbers here, and their indices in the list, ascending,
+    :data:`NO_PAGE` after the last. The second row follows the first, which is the row of the list."""
+
+    rows_each = 2
+
+    def __init__(self, page_size: int, device: torch.device, group: Group, pages: int):
+        super().__init__(page_size, device)
+        self._group, self._pages = group, pages
+        self._filled: dict[int, int] = {}  # by row: number of its entries
+        self.host[1::2] = NO_PAGE
+        self._on_device = upload(self.host, device)
+
+    def shape(self, requests: int, context: int) -> tuple[int, int]:
+        """Of all requests of the group; the second half of the rows are indices."""
+        return self.rows_each * self._group.size * requests, self._width(super().shape(requests, context)[1])
+
+    def _width(self, pages: int) -> int:
+        # All pages of a list may lie here. Dummy requests lie evenly, but have more pages than there are.
+        return min(pages, max(self._pages, cdiv(pages, self._group.size)))
+
+    def rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
+        try:
+            return super().rows(requests)
+        except BaseException:  # so that whatever lies there is overwritten
+            self._filled = dict.fromkeys(range(0, len(self.host), self.rows_each), self.host.shape[1])
+            raise
+
+    def _new_cells(self, row: int, pages: Sequence[int], known: int) -> list[tuple[int, int, torch.Tensor]]:
+        new = np.array(pages[known:], np.int32)
+        index = (new % self._group.size == self._group.index).nonzero()[0]
+        filled = self._filled.get(row, 0)
+        first = filled if known else 0
+        self._filled[row] = last = first + len(index)
+        after = np.full(max(0, filled - last), NO_PAGE, np.int32)  # in place of those of another list
+        both = new[index] // self._group.size, np.concatenate(((index + known).astype(np.int32), after))
+        return [(row + i, first, torch.from_numpy(cells)) for i, cells in enumerate(both) if len(cells)]
+
+    def _make_room(self, rows: int, pages: int) -> None:
+        rows_before, width = self.host.shape
+        super()._make_room(rows, pages)
+        self.host[1::2, width:] = NO_PAGE
+        self.host[rows_before + 1 :: 2] = NO_PAGE
+
+
+class LayerBuffers:
+    """Buffers of a layer's latent rows and index keys for a prefill step, with the pages of all of its chunks: first
+    those with rows of earlier steps, as they come from the ranks, then those that the step begins.
+
+    A buffer begins to fill (:meth:`start`) under the layer before, and is dropped after the layer; so two exist, or one
+    for each layer that one micro-batch is ahead of the other. A page that the step goes on to fill comes with its first
+    rows.
+    """
+
+    def __init__(self, cache: KVCache, chunks: Sequence[tuple[Sequence[int], int, int]], layers: int):
+        """``chunks``: pages of the request, start and end of each chunk. ``layers``: those before MTP modules, which
+        may not run."""
+        group, size = cache.group, cache.page_size
+        assert group is not None
+        self._cache, self._group, self._layers = cache, group, layers
+        self._entries: dict[int, tuple[list[torch.Tensor], list[Callable[[], torch.Tensor]]]] = {}
+        numbers = [np.array(pages, np.int32) for pages, *_ in chunks]
+        borders = [(cdiv(start, size), cdiv(end, size)) for _, start, end in chunks]
+        none = [np.empty(0, np.int32)]
+        earlier = np.unique(np.concatenate(none + [of[:new] for of, (new, _) in zip(numbers, borders, strict=True)]))
+        begun = np.concatenate(none + [of[new:end] for of, (new, end) in zip(numbers, borders, strict=True)])
+        of_ranks = [earlier[earlier % group.size == rank] for rank in range(group.size)]
+        each = max(map(len, of_ranks))  # pages that come from each rank, as many from all
+        # By number of a page in the group: its number in the buffers.
+        self._page = np.zeros(cache.pages * group.size, np.int32)
+        for rank, of_rank in enumerate(of_ranks):
+            self._page[of_rank] = rank * each + np.arange(len(of_rank))
+        self.gathered = group.size * each
+        self._page[begun] = self.gathered + np.arange(len(begun))
+        self.pages = self.gathered + len(begun)
+        sent = np.zeros(each, np.int64)
+        sent[: len(of_ranks[group.index])] = of_ranks[group.index] // group.size
+        self._sent = upload(torch.from_numpy(sent), cache.latent[0].device)
+
+    def pages_of(self, numbers: np.ndarray) -> np.ndarray:
+        """int32, the page in the buffers for each number of a page of these chunks in the group."""
+        return self._page[numbers]
+
+    def slots(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int32 slots of the buffers, and of this rank's pools, for slots of the group; −1 for others and for −1."""
+        size, ranks = self._cache.page_size, self._group.size
+        page, at = slots // size, slots % size
+        here = (slots >= 0) & (page % ranks == self._group.index)
+        in_buffers = np.where(slots >= 0, self._page[page] * size + at, -1)
+        return in_buffers.astype(np.int32), np.where(here, page // ranks * size + at, -1).astype(np.int32)
+
+    def start(self, layer: int) -> None:
+        """Begins to fill the buffers of a layer, if that has not begun."""
+        if layer in self._entries:
+            return
+        self._cache.use(layer)
+        made, waits = [], []
+        for pool in (self._cache.latent[layer], self._cache.index_keys[layer]):
+            if pool is not None:
+                made.append(buffer := pool.new_empty(self.pages, *pool.shape[1:]))
+                if self.gathered:
+                    own = pool.index_select(0, self._sent)
+                    waits.append(self._group.all_gather_async(own, into=buffer[: self.gathered]))
+        self._entries[layer] = made, waits
+
+    def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Latent rows and index keys of a layer that has started, with all pages of earlier steps."""
+        made, waits = self._entries[layer]
+        while waits:
+            waits.pop()()
+        return made[0], made[1] if len(made) > 1 else None
+
+    def start_next(self, layer: int) -> None:
+        if layer + 1 < self._layers:
+            self.start(layer + 1)
+
+    def drop(self, layer: int) -> None:
+        """Frees the buffers of a layer and of those before it."""
+        for old in [one for one in self._entries if one <= layer]:
+            self.of(old)
+            del self._entries[old]
+
+
+@dataclass
+class GroupRows:
+    """The rows of all ranks of a group in a decode step, as many of each, in the order of the ranks."""
+
+    group: Group
+    segments: Segments  # of the rows; on the device they see so many tokens of this rank
+    tables: torch.Tensor  # [requests, pages] int32: the pages here of every request of the group
+    page_index: torch.Tensor  # the same shape: the index of each page in its request, NO_PAGE after the last
+    slots: torch.Tensor  # [rows] int32: slots of their cache rows, −1 where another rank has the page
+    page_size: int
+
+    @classmethod
+    def of(
+        cls, group: Group, positions: torch.Tensor, segments: Segments, tables: torch.Tensor, page_size: int
+    ) -> GroupRows:
+        """``positions``: of all rows, int32, −1 for padding; ``tables``: :class:`ShardTables` of their requests;
+        ``segments``: gets what they see."""
+        pages, page_index = tables.chunk(2)
+        visible = local_visible(positions, page_index, segments.sequences, page_size)
+        segments.visible.copy_(visible)
+        # A row's own token is the last one it sees, if it lies here.
+        last = (visible - 1).clamp_(min=0)
+        page = page_index[segments.sequences, last // page_size]
+        own = visible.gt(0) & page.eq(positions // page_size)
+        slots = slots_of(last.where(own, -1), pages, segments.sequences, page_size)
+        return cls(group, segments, pages, page_index, slots, page_size)
+
+    def gather_queries(self, queries: IndexQueries) -> Callable[[], IndexQueries]:
+        """Starts to gather index queries and head weights of all rows; returns a function that waits for them."""
+        q, weights = queries
+        rows, shape = q.flatten(1).view(torch.uint8), q.shape[1:]
+        width, wait = rows.shape[1], self.group.all_gather_async(torch.cat((rows, weights.view(torch.uint8)), dim=1))
+
+        def gathered() -> IndexQueries:
+            both = wait()
+            of_all = both[:, :width].contiguous().view(q.dtype).view(-1, *shape)
+            return of_all, both[:, width:].contiguous().view(weights.dtype)
+
+        return gathered
+
+    def select(
+        self, queries: IndexQueries, pool: torch.Tensor, k: int, key_format: IndexKeyFormat, workspace: int
+    ) -> torch.Tensor:
+        """int32 ``[rows, k]``: slots here of the k best tokens of every row, and −1 after them."""
+        with stage("lightning indexer"):
+            keys, slots = select_candidates(
+                *queries, pool, self.tables, self.segments, k,
+                key_format=key_format, workspace=workspace, page_index=self.page_index,
+            )  # fmt: skip
+        with stage("communication"):
+            of_own = self.group.all_to_all(keys).view(self.group.size, -1, k)
+        with stage("lightning indexer"):
+            threshold = nth_largest(of_own.transpose(0, 1).flatten(1), k)
+        with stage("communication"):
+            # As int32: an emulated rank takes int64 for ids of tokens.
+            of_all = self.group.all_gather(threshold[:, None].view(torch.int32)).view(torch.int64)[:, 0]
+        with stage("lightning indexer"):
+            return slots_above(keys, slots, of_all)
+
+    def attend(
+        self, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor | None, how: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of this rank's rows to the tokens of all ranks, ``[own rows, heads, rank]``, and its log-sum-exp.
+        ``q``: absorbed queries of all rows; ``slots``: the selection, None: all tokens."""
+        if slots is None:
+            out, lse = dense_mla(q, pool, self.tables, self.segments, **how)
+        else:
+            out, lse = sparse_attention(q, pool, slots, **how)
+        with stage("communication"):
+            parts = torch.cat((out.view(torch.uint8), lse[..., None].contiguous().view(torch.uint8)), dim=-1)
+            parts = self.group.all_to_all(parts).view(self.group.size, -1, *parts.shape[1:])
+        width = parts.shape[-1] - lse.itemsize
+        of_parts = parts[..., :width].contiguous().view(out.dtype).float()
+        return merge_splits(of_parts, parts[..., width:].contiguous().view(lse.dtype)[..., 0], out.dtype)
+
+
+def local_visible(
+    positions: torch.Tensor, page_index: torch.Tensor, sequences: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    before = page_size * page_index[sequences].long()
+    return (positions[:, None] + 1 - before).clamp_(0, page_size).sum(dim=1, dtype=torch.int32)
+
+
+def select_candidates(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    k: int,
+    *,
+    key_format: IndexKeyFormat,
+    workspace: int,
+    page_index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = indexer_scores(q, weights, pool, block_tables, segments, key_format=key_format, workspace=workspace)
+    bits = (scores + 0.0).view(torch.int32).long()
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    local, size = torch.arange(scores.shape[1], device=scores.device), pool.shape[1]
+    position = page_index[segments.sequences][:, local // size].long() * size + local % size
+    keys = (bits << 32) | (0xFFFFFFFF - position)
+    keys.masked_fill_((local >= segments.visible[:, None]) | (scores == -torch.inf), _NO_CANDIDATE)
+    best = keys.topk(min(k, keys.shape[1]), dim=1)
+    missing = k - best.values.shape[1]
+    columns = best.indices.masked_fill(best.values == _NO_CANDIDATE, -1).int()
+    slots = slots_of(columns, block_tables, segments.sequences, size)
+    pad = torch.nn.functional.pad
+    return pad(best.values, (0, missing), value=_NO_CANDIDATE), pad(slots, (0, missing), value=-1)
+
+
+def nth_largest(keys: torch.Tensor, k: int) -> torch.Tensor:
+    return keys.topk(k, dim=1).values[:, -1]
+
+
+def slots_above(keys: torch.Tensor, slots: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    return slots.masked_fill(keys < threshold[:, None], -1)

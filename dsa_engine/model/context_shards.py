@@ -12,9 +12,9 @@ positions: what a row sees of them is a prefix, so that all kernels run as they 
     every rank                                      travels
     cache rows, index queries                       to all ranks, which store the rows of their pages
     absorbed queries                                to all ranks, under the indexer
-    keys of the best tokens here (candidates)       to the rank of the row, which finds the k-th best of all: a threshold
+    keys of the best tokens here (candidates)       to the row's rank, which finds the k-th best of all: a threshold
     the threshold                                   to all ranks, which select their candidates from it on
-    attention over these: output, log-sum-exp       to the rank of the row, which merges them
+    attention over these: output, log-sum-exp       to the row's rank, which merges them
 """
 
 from __future__ import annotations

@@ -62,9 +62,10 @@ class KVCache:
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
-    ``block_tables`` has the pages of requests that steps have run. ``group``: the ranks that hold pages together (None:
-    this one alone), whose numbers of pages contain the rank (``context_shards.py``). ``before_use`` and ``after_store`` are hooks of what
-    moves pages: a layer calls each with its number before it uses its pools, and when it has stored the step's rows.
+    ``block_tables`` has the pages of requests that steps have run. ``group``: the ranks that hold pages together, whose
+    number contains the rank (``context_shards.py``); None: this one alone. ``before_use`` and ``after_store`` are hooks
+    of what moves pages: a layer calls each with its number before it uses its pools, and when it has stored the step's
+    rows.
     """
 
     def __init__(

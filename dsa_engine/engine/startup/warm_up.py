@@ -7,8 +7,8 @@ Routing is forced to be even, which fills a round of a dispatch to its limit (`p
 more rounds, not more memory. Two amounts are added: the results of earlier rounds, and rows that a given
 ``moe_chunk_size`` allows beyond even routing.
 
-All pages of a dummy request are page 0 of a rank, so it reads rows of no token. Time and memory of a step depend on shapes only,
-and these are right.
+All pages of a dummy request are page 0 of a rank, so it reads rows of no token. Time and memory of a step depend on
+shapes only, and these are right.
 """
 
 from __future__ import annotations

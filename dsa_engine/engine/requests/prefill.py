@@ -46,29 +46,37 @@ class OutputLengths:
 
 
 class RankLoad(NamedTuple):
-    """Load of each rank by the running requests that it owns; int64 ``[world]`` each."""
+    """Load by the running requests: int64 ``[world]`` by those that each rank owns, and ``[pools]`` by those that hold
+    pages there together."""
 
-    tokens: Ints  # tokens that the requests attend to
-    future_pages: Ints  # pages that the requests are expected to ask for
-    reserved_pages: Ints  # one for each request that may still grow: a new one must not preempt it at once
+    tokens: Ints  # [world], tokens that the requests attend to
+    requests: Ints  # [world], number of them
+    future_pages: Ints  # [pools], pages that the requests are expected to ask for
+    reserved_pages: Ints  # [pools], one for each request that may still grow: a new one must not preempt it at once
 
     @classmethod
     def of(cls, decoding: Decoding, prefilling: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> RankLoad:
-        table = decoding.table
+        table, world, size = decoding.table, capacity.world_size, capacity.dcp_size
         future, more = (
             -(-(tokens - 1) // capacity.page_size) - table.pages
             for tokens in (np.maximum(table.expected, table.length), table.limit)
         )
-        columns = (table.length, np.maximum(future, 0), np.minimum(more, 1))
-        load = cls(*(np.bincount(table.owner, of, capacity.world_size).astype(np.int64) for of in columns))
+        pools, of_pools = table.owner // size, world // size
+        load = cls(
+            np.bincount(table.owner, table.length, world).astype(np.int64),
+            np.bincount(table.owner, minlength=world),
+            np.bincount(pools, np.maximum(future, 0), of_pools).astype(np.int64),
+            np.bincount(pools, np.minimum(more, 1), of_pools).astype(np.int64),
+        )
         for request in prefilling:
             expected, lacking = (
-                capacity.max_pages(len(request.prompt), output) - ledger.held(request, request.owner)
+                capacity.max_pages(len(request.prompt), output) - ledger.held(request)
                 for output in (request.expected_output, request.max_tokens)
             )
             load.tokens[request.owner] += len(request)
-            load.future_pages[request.owner] += max(expected, 0)
-            load.reserved_pages[request.owner] += min(lacking, 1)
+            load.requests[request.owner] += 1
+            load.future_pages[request.owner // size] += max(expected, 0)
+            load.reserved_pages[request.owner // size] += min(lacking, 1)
         return load
 
 
@@ -96,18 +104,25 @@ def choose_owner(
     capacity: Capacity,
     absent: Mapping[int, int] | None = None,
 ) -> int:
-    """Chooses the owner among ``ranks``; ``free`` lists the free pages of every rank.
+    """Chooses the owner among ``ranks``; ``free`` lists the free pages of every pool.
 
-    Ranks with enough pages for all that their requests and this one are expected to ask for come first. Among these,
-    the rank is chosen whose requests attend to the fewest tokens; tokens of this request that it had to fetch count
-    like those, so that a request goes back to its last owner unless that one has the longer contexts. ``absent``: by
-    rank, the number of this request's pages that the rank had to fetch; default: none.
+    Ranks whose pool has enough pages for all that its requests and this one are expected to ask for come first. Among
+    these, the pool is chosen whose requests attend to the fewest tokens; tokens of this request that it had to fetch
+    count like those, so that a request goes back to its last owner unless that one has the longer contexts. Its ranks
+    attend to them together, so the one with the fewest requests is chosen. ``absent``: by pool, the number of this
+    request's pages that it had to fetch; default: none.
     """
-    need = capacity.max_pages(len(request.prompt), request.expected_output)
-    tokens, future = load.tokens.tolist(), load.future_pages.tolist()
-    for rank, pages in (absent or {}).items():
-        tokens[rank] += capacity.page_size * pages
-    return min(ranks, key=lambda rank: (free[rank] - future[rank] < need, tokens[rank], -free[rank]))
+    need, size = capacity.max_pages(len(request.prompt), request.expected_output), capacity.dcp_size
+    tokens, future = load.tokens.reshape(-1, size).sum(axis=1).tolist(), load.future_pages.tolist()
+    requests = load.requests.tolist()
+    for pool, pages in (absent or {}).items():
+        tokens[pool] += capacity.page_size * pages
+
+    def cost(rank: int) -> tuple[bool, int, int, int]:
+        pool = rank // size
+        return free[pool] - future[pool] < need, tokens[pool], -free[pool], requests[rank]
+
+    return min(ranks, key=cost)
 
 
 class PrefillStep:

@@ -3,21 +3,22 @@
 Every rank runs the same scheduler on the same requests and takes the same decisions, so ranks need no messages to
 agree.
 
-The ranks of one context-parallel group prefill a request, and all of them hold its pages meanwhile. Then its owner
-keeps the pages and decodes it alone. A request enters with the pages for its whole prefill, so no prefill waits for
-memory half-way, and takes each further page when it decodes into it. If its owner has no free page, the last request
-with pages there is preempted: it loses all pages, returns to the queue, and is later prefilled again, prompt and output
-so far. Tokens whose pages are found in the prefix cache are not computed again: their rows are on the device, in host
-memory behind it, or on another rank of the group.
+The ranks of one context-parallel group prefill a request. The neighbours of ``dcp_size`` among them hold its pages
+together; while it is prefilled, each such group has them all, then its owner's group keeps them, and the owner decodes
+it. A request enters with the pages for its whole prefill, so no prefill waits for memory half-way, and takes each
+further page when it decodes into it. If its owner's group has no free page, the last request with pages there is
+preempted: it loses all pages, returns to the queue, and is later prefilled again, prompt and output so far. Tokens
+whose pages are found in the prefix cache are not computed again: their rows are on the device, in host memory behind
+it, or on another rank of the group.
 
 Requests have an order, by priority and then by arrival. Among those of one priority the fewest tokens left to prefill
 overtake, but the larger part of each step is filled in order (``PrefillStep``), so that a wait is bounded by the tokens
 of those before it in order. Priorities have no such bound: a request waits for all that come with a lower number.
 
 Every request ends, unless those before it in order never cease to come. The first is never preempted: the last is
-preempted first, and a request alone on its owner has all the pages it can ever need (``Capacity.check``). While the
-first waits it is offered room before all others, but for the time of one search on the disk; only a later one waits for
-what an earlier one computes. If it does not fit, those that overtake it have an eighth of its tokens together; then
+preempted first, and a request alone in its owner's group has all the pages it can ever need (``Capacity.check``). While
+the first waits it is offered room before all others, but for the time of one search on the disk; only a later one waits
+for what an earlier one computes. If it does not fit, those that overtake it have an eighth of its tokens together; then
 none enters before it. Those that run either end or return to the queue after it, so at worst it waits until the cache
 is empty. Once it runs it is part of every prefill step and of every decode step, and neither kind of step waits for
 ever for the other. When it ends, the next one is the first.
@@ -55,7 +56,7 @@ if TYPE_CHECKING:  # needs packages of the extra "serve"
 class Step(NamedTuple):
     """What is computed next: chunks to prefill, of all ranks, or the next tokens of all requests that decode."""
 
-    chunks: list[Chunk]  # those of this rank, in a decode step
+    chunks: list[Chunk]  # in a decode step those of the ranks that hold pages with this one
     decode: DecodeStep | None = None
     num_drafts: int = 0  # that it makes for each request
 
@@ -118,7 +119,10 @@ class Scheduler:
         self._rank, self._eos_token_ids = rank, eos_token_ids
         self.capacity = capacity
         forgotten = None if events is None else events.forgotten
-        self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages, forgotten)
+        self.ledger = PageLedger(
+            rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages, forgotten, capacity.dcp_size
+        )
+        self._pools = [*map(self.ledger.pools_of, self._groups)]  # of each group
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching, events)
         self.page_sources: list[DiskLoads] = []
         self._queue = Queue()
@@ -155,12 +159,13 @@ class Scheduler:
 
     @property
     def free_pages(self) -> list[int]:
+        """Of each pool."""
         return self.ledger.free
 
     @property
     def cache_usage(self) -> float:
         """Fraction of the pages of all ranks that requests hold."""
-        return 1 - sum(self.free_pages) / (len(self.free_pages) * self.ledger.pages)
+        return 1 - sum(self.free_pages) / (self.capacity.world_size * self.ledger.pages)
 
     def add(self, request: Request) -> None:
         """Queues a request that can run (``capacity.check``)."""
@@ -169,7 +174,7 @@ class Scheduler:
         request.credit = request.num_remaining
 
     def _wait(self, request: Request) -> None:
-        pages = max(self.ledger.known(self.prefix_cache.usable(request), self._groups))
+        pages = max(self.ledger.known(self.prefix_cache.usable(request), self._pools))
         request.num_tokens_found = self.capacity.page_size * pages
         request.expected_output = self._lengths.expected(request)
         self._queue.add(request)
@@ -177,10 +182,10 @@ class Scheduler:
     def admit_prefilled(self, request: Request) -> None:
         """Admits a request without a prefill, as its pages are filled in another way; it decodes from the next step on.
         It must be able to run (``capacity.check``)."""
-        free, load = self.ledger.free, self._load()
+        ledger, free, load = self.ledger, self.ledger.free, self._load()
         request.expected_output = self._lengths.expected(request)
-        need = pages_for(request.num_prefill_tokens, self.capacity.page_size)
-        fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
+        need, ranks = pages_for(request.num_prefill_tokens, self.capacity.page_size), range(self.capacity.world_size)
+        fits = [r for r in ranks if free[pool := ledger.pool_of(r)] - load.reserved_pages[pool] >= need]
         if self.num_running >= self._max_num_seqs or not fits:
             raise CapacityError(
                 f"no room to fill the cache of another request of {len(request.prompt)} tokens: "
@@ -188,7 +193,7 @@ class Scheduler:
                 "cache_memory or max_num_seqs"
             )
         owner = choose_owner(request, fits, load, free, self.capacity)
-        self.ledger.take(request, owner, need)
+        ledger.take(request, ledger.pool_of(owner), need)
         request.cp_group, request.owner = owner // len(self._groups[0]), owner
         request.num_computed_tokens = request.num_prefill_tokens
         self.decoding.enter(request, need)
@@ -231,8 +236,9 @@ class Scheduler:
                 self.decoding.adapt(samples)
 
     def _prefilled(self, request: Request, ranks: range) -> None:
-        self.ledger.release(request, [rank for rank in ranks if rank != request.owner])
-        self.decoding.enter(request, self.ledger.held(request, request.owner))
+        own = self.ledger.pool_of(request.owner)
+        self.ledger.release(request, [pool for pool in self.ledger.pools_of(ranks) if pool != own])
+        self.decoding.enter(request, self.ledger.held(request))
 
     def requests_of(self, step: Step | Samples) -> list[Request]:
         """The requests that a step computes, or samples for; without those that have left since."""
@@ -243,7 +249,7 @@ class Scheduler:
         )
 
     def finish(self, request: Request) -> None:
-        """Removes a request in any state and frees its pages on every rank; called by ``Engine.finish``."""
+        """Removes a request in any state and frees its pages in every pool; called by ``Engine.finish``."""
         if request in self.decoding:
             self.decoding.leave(request)
         elif request in self._prefilling:
@@ -316,14 +322,14 @@ class Scheduler:
         return usable
 
     def _best_group(self, usable: list[bytes]) -> range:
-        known = self.ledger.known(usable, self._groups)
+        known = self.ledger.known(usable, self._pools)
         return self._groups[known.index(max(known))]
 
     def _decode(self) -> DecodeStep | None:
         """The next tokens of all requests that decode, once these have pages; some may be preempted for the others."""
         while refused := self.decoding.give_pages(self.ledger.give):
-            for owner in {request.owner for request in refused}:
-                self.preempt(last := max(self._preemptible(owner), key=_order))
+            for pool in {self.ledger.pool_of(request.owner) for request in refused}:
+                self.preempt(last := max(self._preemptible(pool), key=_order))
                 if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
                     message = (
                         "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
@@ -331,8 +337,8 @@ class Scheduler:
                     logging.getLogger(__name__).warning(message, last.id)
         return self.decoding.step()
 
-    def _preemptible(self, rank: int) -> Iterable[Request]:
-        return self.ledger.holders(rank)
+    def _preemptible(self, pool: int) -> Iterable[Request]:
+        return self.ledger.holders(pool)
 
     def preempt(self, request: Request) -> None:
         """Takes all pages from a running request, which waits again."""
@@ -357,16 +363,17 @@ class Scheduler:
         free, load = ledger.free, self._load()
         reserved = load.reserved_pages.tolist()
         pages = self.capacity.first_pages(request, self.num_drafts)
-        hits = [usable[:known] for known in ledger.known(usable, self._groups)]
+        hits = ledger.usable(usable, self._pools)
         fits = {
             number: self.capacity.page_size * len(hits[number])
-            for number, ranks in enumerate(self._groups)
-            if step.has_room(number) and all(ledger.fits(hits[number], r, pages, free[r] - reserved[r]) for r in ranks)
+            for number, pools in enumerate(self._pools)
+            if step.has_room(number)
+            and all(ledger.pools[p].fits(hits[number], pages, free[p] - reserved[p]) for p in pools)
         }
         if not fits:
             return False
         request.cp_group = group = choose_group(fits, self._groups, self._prefilling, load)
-        absent = ledger.begin(request, self._groups[group], hits[group], pages)
+        absent = ledger.begin(request, self._pools[group], hits[group], pages)
         request.owner = choose_owner(request, self._groups[group], load, free, self.capacity, absent)
         self._queue.remove(request)
         self.prefix_cache.admitted(request, len(hits[group]))

@@ -130,7 +130,10 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
-    result["own_pages_lost"] = engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank]
+    together = engine.mesh.dcp.size
+    result["own_pages_lost"] = (
+        together * engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank // together]
+    )
     return result
 
 

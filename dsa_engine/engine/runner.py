@@ -165,7 +165,7 @@ class ModelRunner:
         else:
             batch = build_batch(plan, self._config, self._mesh, self.cache, sampled)
         if plan.records:
-            batch.recorder = recorder_of(plan, self.cache, self._config.index_topk, self._mesh.device)
+            batch.recorder = recorder_of(plan, batch, self.cache.page_size, self._config.index_topk)
         return batch, self.model(batch, self.cache)
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,7 @@ class Attention(Weighted):
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
         # Beside the computation: records of the selection; and tokens of the other micro-batch, before o_proj's
         # exchange, as collectives begin in the order of the host.
-        if batch.recorder is not None:
+        if batch.recorder is not None and shards is None:
             rows = pools[0], topk_slots, cache.format.latent
             batch.recorder.record(
                 q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *rows, self.config.softmax_scale
@@ -195,7 +195,11 @@ class Attention(Weighted):
             topk_slots = shards.select(*given, workspace)
         with stage("sparse flash attention"):
             how: Any = {"row_format": stored_as.latent, "scale": self.config.softmax_scale, "workspace": workspace}
-            out, _ = shards.attend(queries(), pools[0], topk_slots if batch.sparse_mqa.rows else None, how)
+            q, selected = queries(), topk_slots if batch.sparse_mqa.rows else None
+            out, lse = shards.attend(q, pools[0], selected, how)
+        if batch.recorder is not None and selected is not None:
+            of_layer = lse, pools[0], selected, stored_as.latent, self.config.softmax_scale
+            batch.recorder.record_together(shards, q, *of_layer)
         return out, topk_slots
 
     def _store_cache_rows(

@@ -228,6 +228,16 @@ class GroupRows:
         with stage("lightning indexer"):
             return slots_above(keys, slots, of_all)
 
+    def positions_of(self, row: int, slots: torch.Tensor) -> torch.Tensor:
+        """int32, the positions in a row's request of slots here; −1 stays −1. It waits for the device."""
+        sequence, page = self.segments.sequences[row], slots // self.page_size
+        held = self.page_index[sequence] < NO_PAGE
+        pages, index = self.tables[sequence][held].sort(), self.page_index[sequence][held]
+        if not len(index):
+            return slots
+        at = torch.searchsorted(pages.values, page).clamp_(max=len(index) - 1)
+        return torch.where(slots < 0, -1, index[pages.indices[at]] * self.page_size + slots % self.page_size).int()
+
     def attend(
         self, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor | None, how: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:

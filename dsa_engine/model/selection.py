@@ -79,8 +79,8 @@ class SelectionRecorder:
         scale: float,
     ) -> None:
         """Adds a layer where ranks hold contexts together, with positions in place of slots: each rank has the weights
-        of its tokens for all rows and sends them to the row's rank. ``q``, ``topk_slots``: of all rows; ``lse``: of this
-        rank's rows, merged."""
+        of its tokens for all rows and sends them to the row's rank. ``q``, ``topk_slots``: of all rows; ``lse``: of
+        this rank's rows, merged."""
         tables, k = [], topk_slots.shape[1]
         for number, (slots, sums) in enumerate(zip(topk_slots, shards.group.all_gather(lse), strict=True)):
             latent = gather_latent(pool, slots.clamp(min=0), row_format, q.dtype).float()

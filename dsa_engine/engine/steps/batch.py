@@ -52,7 +52,7 @@ def build_batch(
         slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
     else:
         host, slots, pool_slots = _buffer_tables(step, mesh.cp, cache.page_size, buffers)
-        table_rows, block_tables, pool_slots = range(len(host)), upload(host, device), upload(pool_slots, device)
+        table_rows, block_tables, pool_slots = [*range(len(host))], upload(host, device), upload(pool_slots, device)
     cos, sin = config.rope.cos_sin(plan.positions)
     in_tables = [s._replace(sequence=table_rows[s.sequence]) for s in plan.mha]
     return ForwardBatch(
@@ -96,8 +96,9 @@ def _buffer_tables(
     for number, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
         numbers[number, :count] = chunk.request.pages[:count]
         in_buffers[number, :count] = buffers.pages_of(numbers[number, :count])
-    slots = gathered_slots(step, group, _Numbers(torch.from_numpy(numbers), page_size), range(len(chunks)))
-    return torch.from_numpy(in_buffers), *map(torch.from_numpy, buffers.slots(slots.numpy()))
+    slots = gathered_slots(step, group, _Numbers(torch.from_numpy(numbers), page_size), [*range(len(chunks))])
+    there, here = buffers.slots(slots.numpy())
+    return torch.from_numpy(in_buffers), torch.from_numpy(there), torch.from_numpy(here)
 
 
 def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:

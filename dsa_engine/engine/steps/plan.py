@@ -248,8 +248,9 @@ class StepPlan:
         group: Seq[int] = (),
     ) -> StepPlan:
         """``group``: the ranks that hold contexts together with this one, of which the step has the chunks."""
-        chunks, of_group = step.chunks, [[] for _ in group]
+        chunks, of_group = step.chunks, list[list[Chunk]]()
         if len(group) > 1:
+            of_group = [[] for _ in group]
             for chunk in step.chunks:
                 of_group[chunk.ranks.start - group[0]].append(chunk)
             chunks = of_group[rank - group[0]]
@@ -258,8 +259,7 @@ class StepPlan:
         else:
             rows = np.bincount(step.samples.ranks, step.samples.counts, world_size).astype(np.int64)
             own = RankPlan.of_decode(chunks, config)
-        groups = of_group if len(group) > 1 else ()
-        return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket, of_group=groups)
+        return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket, of_group=of_group)
 
     @property
     def for_graph(self) -> bool:

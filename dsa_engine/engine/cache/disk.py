@@ -172,7 +172,7 @@ class _Copied(NamedTuple):
 class _Progress:
     """How far a request's pages have got on this rank."""
 
-    numbers: range  # the pages that this rank's pool writes, from the first on that is not copied
+    numbers: list[int]  # those of its pages that this rank's pool writes and it has not looked at yet, the next last
     copied: list[_Copied] = field(default_factory=list)
     succeeded: bool = False  # whether it has its first token
 
@@ -205,9 +205,12 @@ class DiskStores:
         for chunk in chunks:
             request, ranks = chunk.request, chunk.ranks
             if not request.prefilled and request.digests is not None and self.rank in ranks:
-                pools, pool = len(ranks) // self.dcp_size, (self.rank - ranks[0]) // self.dcp_size
-                numbers = range(pool, len(request.prompt) // self.page_size, pools)
-                self._copying[request] = self._requests.setdefault(request, _Progress(numbers))
+                if request not in self._requests:
+                    size, count = self.dcp_size, len(request.prompt) // self.page_size
+                    pools, pool = len(ranks) // size, (self.rank - ranks[0]) // size
+                    numbers = [number for number in range(count) if number // size % pools == pool]
+                    self._requests[request] = _Progress(numbers[::-1])
+                self._copying[request] = self._requests[request]
                 computed[request] = chunk.end
         new = [
             (request, *one)
@@ -251,22 +254,19 @@ class DiskStores:
             return
         digests = self.prefix_cache.digests(request)
         complete = min(len(digests), max(end, request.num_computed_tokens) // self.page_size)
-        while progress.numbers and (number := progress.numbers[0]) < complete:
-            numbers, page = progress.numbers, request.pages[number]
-            progress.numbers = numbers[1:]
-            if page % self.dcp_size != self.rank % self.dcp_size:
-                continue
-            digest = digests[number]
-            # For a page that was found this rank's memory is enough; one that had to be computed was perhaps deleted.
-            known = number < request.num_found_pages and digest in self._stored
-            if not (known or self.folder.has(digest)):
-                if not self.free:
-                    progress.numbers = numbers
-                    return
-                yield page // self.dcp_size, self.free.pop(), digest
-            if len(self._stored) == _REMEMBERED:
-                self._stored.clear()
-            self._stored.add(digest)
+        while progress.numbers and (number := progress.numbers[-1]) < complete:
+            digest, (page, rank) = digests[number], divmod(request.pages[number], self.dcp_size)
+            if rank == self.rank % self.dcp_size:
+                # A page that was found is known by this rank's memory; one that had to be computed was perhaps deleted.
+                known = number < request.num_found_pages and digest in self._stored
+                if not (known or self.folder.has(digest)):
+                    if not self.free:
+                        return
+                    yield page, self.free.pop(), digest
+                if len(self._stored) == _REMEMBERED:
+                    self._stored.clear()
+                self._stored.add(digest)
+            progress.numbers.pop()
 
     def _write(self, one: _Copied) -> None:
         one.wait()

@@ -19,8 +19,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dsa_engine.engine.cache.pool import PageCopy, PageIndex, PageMoves, PagePool
 from dsa_engine.engine.requests.request import Chunk, Fetch, PageDigests, Request
+from dsa_engine.engine.requests.samples import Ints
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
     from dsa_engine.engine.cache.kv_events import KVEvents
@@ -63,6 +66,17 @@ class PageLedger:
     def pools_of(self, ranks: range) -> range:
         """Numbers of the pools of neighbouring ranks."""
         return range(ranks.start // self.dcp_size, ranks.stop // self.dcp_size)
+
+    def ranks_in(self, pool: int) -> range:
+        return range(pool * self.dcp_size, (pool + 1) * self.dcp_size)
+
+    def ranks_of(self, request: Request, numbers: range, pools: range) -> Ints:
+        """The rank of each of a request's pages ``numbers``, in these pools, which all have them, in turn: as many
+        pages of each as it has ranks, so that all of its ranks get a turn."""
+        held, size = self._held[request], self.dcp_size
+        on_rank = np.array([held[pool][numbers.start : numbers.stop] for pool in pools]) % size
+        turns = np.array(numbers) // size % len(pools)
+        return (pools[0] + turns) * size + on_rank[turns, np.arange(len(numbers))]
 
     def held(self, request: Request) -> int:
         """Number of pages that a request holds in its owner's pool."""
@@ -130,7 +144,7 @@ class PageLedger:
         for index in sorted(absent):
             sources = [pool for pool in pools if pool not in absent[index]]
             for number, pool in enumerate(absent[index]):
-                source = sources[(index + number) % len(sources)]
+                source = sources[(index // self.dcp_size + number) % len(sources)]
                 ranks = (one * self.dcp_size + held[one][index] % self.dcp_size for one in (source, pool))
                 fetches.append(Fetch(index, digests[index], *ranks))
         if fetches:

@@ -86,7 +86,7 @@ def start(folder: Path, options: EngineOptions) -> tuple[Engine, Side | None]:
     together = partial(prepared.mesh.together, wait_s=_LOADING_S)
     loaded = together(partial(load, prepared))
     sized = together(partial(size, prepared, loaded))
-    fewest = sized.side.fewest(sized.pages) if sized.side else None
+    fewest = sized.side.fewest(sized.pages * prepared.mesh.dcp.size) if sized.side else None
     engine = together(partial(make, prepared, loaded, sized, fewest))
     capture(prepared, engine)
     return engine, sized.side

@@ -13,7 +13,8 @@ positions: what a row sees of them is a prefix, so that all kernels run as they 
     cache rows, index queries                       to all ranks, which store the rows of their pages
     absorbed queries                                to all ranks, under the indexer
     keys of the best tokens here (candidates)       to the row's rank, which finds the k-th best of all: a threshold
-    the threshold                                   to all ranks, which select their candidates from it on
+    the threshold                                   to all ranks, which select their candidates from it on; of few
+                                                    rows the keys go to all, which find it themselves
     attention over these: output, log-sum-exp       to the row's rank, which merges them
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,65 +31,32 @@ from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.row_format import IndexKeyFormat
-from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
-from dsa_engine.kernels.rows.segment import Segments, slots_of
+from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
+from dsa_engine.kernels.indexer.nth_largest import nth_largest
+from dsa_engine.kernels.indexer.slots_above import slots_above
+from dsa_engine.kernels.rows.segment import Segments, local_visible, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.forward_batch import BlockTables
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.parallel.group import Group
 
-if TYPE_CHECKING:
-    from dsa_engine.model.indexer import IndexQueries
-    from dsa_engine.model.kv_cache import KVCache
+IndexQueries = tuple[torch.Tensor, torch.Tensor]  # and head weights
 
 NO_PAGE = 2**25  # later than the index of any page
-_NO_CANDIDATE = torch.iinfo(torch.int64).min
+# Maximum number of rows whose candidates go to all ranks, which find all thresholds: bytes in place of an exchange.
+_FEW_ROWS = 40
 
 
-class ShardTables(BlockTables):
-    """Of each list the pages on this rank, in two rows: their numbers here, and their indices in the list, ascending,
-    :data:`NO_PAGE` after the last. The second row follows the first, which is the row of the list."""
+class Pools(Protocol):
+    """What buffers need of :class:`.KVCache`."""
 
-    rows_each = 2
+    latent: list[torch.Tensor]
+    index_keys: list[torch.Tensor | None]
+    pages: int
+    page_size: int
+    group: Group | None
 
-    def __init__(self, page_size: int, device: torch.device, group: Group, pages: int):
-        super().__init__(page_size, device)
-        self._group, self._pages = group, pages
-        self._filled: dict[int, int] = {}  # by row: number of its entries
-        self.host[1::2] = NO_PAGE
-        self._on_device = upload(self.host, device)
-
-    def shape(self, requests: int, context: int) -> tuple[int, int]:
-        """Of all requests of the group; the second half of the rows are indices."""
-        return self.rows_each * self._group.size * requests, self._width(super().shape(requests, context)[1])
-
-    def _width(self, pages: int) -> int:
-        # All pages of a list may lie here. Dummy requests lie evenly, but have more pages than there are.
-        return min(pages, max(self._pages, cdiv(pages, self._group.size)))
-
-    def rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
-        try:
-            return super().rows(requests)
-        except BaseException:  # so that whatever lies there is overwritten
-            self._filled = dict.fromkeys(range(0, len(self.host), self.rows_each), self.host.shape[1])
-            raise
-
-    def _new_cells(self, row: int, pages: Sequence[int], known: int) -> list[tuple[int, int, torch.Tensor]]:
-        new = np.array(pages[known:], np.int32)
-        index = (new % self._group.size == self._group.index).nonzero()[0]
-        filled = self._filled.get(row, 0)
-        first = filled if known else 0
-        self._filled[row] = last = first + len(index)
-        after = np.full(max(0, filled - last), NO_PAGE, np.int32)  # in place of those of another list
-        both = new[index] // self._group.size, np.concatenate(((index + known).astype(np.int32), after))
-        return [(row + i, first, torch.from_numpy(cells)) for i, cells in enumerate(both) if len(cells)]
-
-    def _make_room(self, rows: int, pages: int) -> None:
-        rows_before, width = self.host.shape
-        super()._make_room(rows, pages)
-        self.host[1::2, width:] = NO_PAGE
-        self.host[rows_before + 1 :: 2] = NO_PAGE
+    def use(self, layer: int) -> None: ...
 
 
 class LayerBuffers:
@@ -100,7 +68,7 @@ class LayerBuffers:
     rows.
     """
 
-    def __init__(self, cache: KVCache, chunks: Sequence[tuple[Sequence[int], int, int]], layers: int):
+    def __init__(self, cache: Pools, chunks: Sequence[tuple[Sequence[int], int, int]], layers: int):
         """``chunks``: pages of the request, start and end of each chunk. ``layers``: those before MTP modules, which
         may not run."""
         group, size = cache.group, cache.page_size
@@ -214,19 +182,25 @@ class GroupRows:
     ) -> torch.Tensor:
         """int32 ``[rows, k]``: slots here of the k best tokens of every row, and −1 after them."""
         with stage("lightning indexer"):
-            keys, slots = select_candidates(
+            keys = torch.empty(self.segments.rows, k, dtype=torch.int64, device=pool.device)
+            slots = lightning_indexer(
                 *queries, pool, self.tables, self.segments, k,
-                key_format=key_format, workspace=workspace, page_index=self.page_index,
+                key_format=key_format, workspace=workspace, page_index=self.page_index, keys=keys,
             )  # fmt: skip
+        ranks, few = self.group.size, len(keys) <= _FEW_ROWS
         with stage("communication"):
-            of_own = self.group.all_to_all(keys).view(self.group.size, -1, k)
+            parts = self._gather_numbers(keys) if few else self.group.all_to_all(keys)
         with stage("lightning indexer"):
-            threshold = nth_largest(of_own.transpose(0, 1).flatten(1), k)
-        with stage("communication"):
-            # As int32: an emulated rank takes int64 for ids of tokens.
-            of_all = self.group.all_gather(threshold[:, None].view(torch.int32)).view(torch.int64)[:, 0]
+            thresholds = nth_largest(parts.view(ranks, -1, k), k)
+        if not few:
+            with stage("communication"):
+                thresholds = self._gather_numbers(thresholds[:, None])[:, 0]
         with stage("lightning indexer"):
-            return slots_above(keys, slots, of_all)
+            return slots_above(keys, slots, thresholds)
+
+    def _gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Gathers int64 numbers, as int32: an emulated rank takes int64 for ids of tokens."""
+        return self.group.all_gather(numbers.view(torch.int32)).view(torch.int64)
 
     def positions_of(self, row: int, slots: torch.Tensor) -> torch.Tensor:
         """int32, the positions in a row's request of slots here; −1 stays −1. It waits for the device."""
@@ -251,47 +225,5 @@ class GroupRows:
             parts = torch.cat((out.view(torch.uint8), lse[..., None].contiguous().view(torch.uint8)), dim=-1)
             parts = self.group.all_to_all(parts).view(self.group.size, -1, *parts.shape[1:])
         width = parts.shape[-1] - lse.itemsize
-        of_parts = parts[..., :width].contiguous().view(out.dtype).float()
+        of_parts = parts[..., :width].contiguous().view(out.dtype)
         return merge_splits(of_parts, parts[..., width:].contiguous().view(lse.dtype)[..., 0], out.dtype)
-
-
-def local_visible(
-    positions: torch.Tensor, page_index: torch.Tensor, sequences: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    before = page_size * page_index[sequences].long()
-    return (positions[:, None] + 1 - before).clamp_(0, page_size).sum(dim=1, dtype=torch.int32)
-
-
-def select_candidates(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pool: torch.Tensor,
-    block_tables: torch.Tensor,
-    segments: Segments,
-    k: int,
-    *,
-    key_format: IndexKeyFormat,
-    workspace: int,
-    page_index: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = indexer_scores(q, weights, pool, block_tables, segments, key_format=key_format, workspace=workspace)
-    bits = (scores + 0.0).view(torch.int32).long()
-    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    local, size = torch.arange(scores.shape[1], device=scores.device), pool.shape[1]
-    position = page_index[segments.sequences][:, local // size].long() * size + local % size
-    keys = (bits << 32) | (0xFFFFFFFF - position)
-    keys.masked_fill_((local >= segments.visible[:, None]) | (scores == -torch.inf), _NO_CANDIDATE)
-    best = keys.topk(min(k, keys.shape[1]), dim=1)
-    missing = k - best.values.shape[1]
-    columns = best.indices.masked_fill(best.values == _NO_CANDIDATE, -1).int()
-    slots = slots_of(columns, block_tables, segments.sequences, size)
-    pad = torch.nn.functional.pad
-    return pad(best.values, (0, missing), value=_NO_CANDIDATE), pad(slots, (0, missing), value=-1)
-
-
-def nth_largest(keys: torch.Tensor, k: int) -> torch.Tensor:
-    return keys.topk(k, dim=1).values[:, -1]
-
-
-def slots_above(keys: torch.Tensor, slots: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    return slots.masked_fill(keys < threshold[:, None], -1)

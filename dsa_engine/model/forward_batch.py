@@ -31,7 +31,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -39,12 +39,10 @@ import torch
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.context_shards import NO_PAGE, GroupRows, LayerBuffers
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.selection import SelectionRecorder
 from dsa_engine.parallel.group import Group
-
-if TYPE_CHECKING:
-    from dsa_engine.model.context_shards import GroupRows, LayerBuffers
 
 _INITIAL_SIZE = 64  # rows of the block tables, and pages of a row
 
@@ -157,6 +155,51 @@ class BlockTables:
         sizes = [next_power_of_2(max(both)) for both in zip((rows, pages), old.shape, strict=True)]
         self.host = torch.zeros(*sizes, dtype=old.dtype)
         self.host[: old.shape[0], : old.shape[1]] = old
+
+
+class ShardTables(BlockTables):
+    """Of each list the pages on this rank, in two rows: their numbers here, and their indices in the list, ascending,
+    :data:`NO_PAGE` after the last. The second row follows the first, which is the row of the list."""
+
+    rows_each = 2
+
+    def __init__(self, page_size: int, device: torch.device, group: Group, pages: int):
+        super().__init__(page_size, device)
+        self._group, self._pages = group, pages
+        self._filled: dict[int, int] = {}  # by row: number of its entries
+        self.host[1::2] = NO_PAGE
+        self._on_device = upload(self.host, device)
+
+    def shape(self, requests: int, context: int) -> tuple[int, int]:
+        """Of all requests of the group; the second half of the rows are indices."""
+        return self.rows_each * self._group.size * requests, self._width(super().shape(requests, context)[1])
+
+    def _width(self, pages: int) -> int:
+        # All pages of a list may lie here. Dummy requests lie evenly, but have more pages than there are.
+        return min(pages, max(self._pages, cdiv(pages, self._group.size)))
+
+    def rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
+        try:
+            return super().rows(requests)
+        except BaseException:  # so that whatever lies there is overwritten
+            self._filled = dict.fromkeys(range(0, len(self.host), self.rows_each), self.host.shape[1])
+            raise
+
+    def _new_cells(self, row: int, pages: Sequence[int], known: int) -> list[tuple[int, int, torch.Tensor]]:
+        new = np.array(pages[known:], np.int32)
+        index = (new % self._group.size == self._group.index).nonzero()[0]
+        filled = self._filled.get(row, 0)
+        first = filled if known else 0
+        self._filled[row] = last = first + len(index)
+        after = np.full(max(0, filled - last), NO_PAGE, np.int32)  # in place of those of another list
+        both = new[index] // self._group.size, np.concatenate(((index + known).astype(np.int32), after))
+        return [(row + i, first, torch.from_numpy(cells)) for i, cells in enumerate(both) if len(cells)]
+
+    def _make_room(self, rows: int, pages: int) -> None:
+        rows_before, width = self.host.shape
+        super()._make_room(rows, pages)
+        self.host[1::2, width:] = NO_PAGE
+        self.host[rows_before + 1 :: 2] = NO_PAGE
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
-from dsa_engine.model.context_shards import ShardTables
-from dsa_engine.model.forward_batch import BlockTables, ForwardBatch
+from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, ShardTables
 from dsa_engine.parallel.group import Group
 
 

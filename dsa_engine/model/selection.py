@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +17,7 @@ import torch
 
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.formats.row_format import LatentFormat
-
-if TYPE_CHECKING:
-    from dsa_engine.model.context_shards import GroupRows
+from dsa_engine.model.context_shards import GroupRows
 
 
 @dataclass

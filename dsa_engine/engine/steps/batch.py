@@ -45,7 +45,7 @@ def build_batch(
     # At least one row: no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = [max(1, int(rows[[*group.ranks]].max())) for group in (mesh.tp, mesh.cp, mesh.ep)]
     gathers, pool_slots = any(len(chunk.ranks) > 1 for chunk in plan.chunks), None
-    if buffers is None:
+    if buffers is None or not plan.chunks:
         pages = [chunk.request.pages for chunk in plan.chunks]
         table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
         host, block_tables = tables.host, tables.gather(table_rows, width)

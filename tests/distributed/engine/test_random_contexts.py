@@ -89,8 +89,8 @@ def check(cases: list[dict[str, Any]], world: int, rank_results: Any, worker: An
     ranks = rank_results(world, "worker.py", cases, folder)
     for case in cases:
         plain = {"name": case["name"], "folder": case["folder"], "generate": case["generate"]}
-        kept_options = ("kv_cache_dtype", "page_size")
-        plain["options"] = OPTIONS | {key: case["options"][key] for key in kept_options if key in case["options"]}
+        same_options = ("kv_cache_dtype", "page_size")
+        plain["options"] = OPTIONS | {key: case["options"][key] for key in same_options if key in case["options"]}
         expected = worker.run_case(plain)
         for actual in (rank[case["name"]] for rank in ranks):
             assert actual["pages_lost"] == 0, case

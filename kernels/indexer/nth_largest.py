@@ -37,7 +37,7 @@ def _load_keys(keys, row, first, rows, EACH: tl.constexpr, COUNT: tl.constexpr, 
 
 
 @kernel(do_not_specialize=["rows"])
-def nth_largest_kernel(keys, found, rows, k, EACH: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def nth_largest_kernel(keys, thresholds, rows, k, EACH: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """A row: the range that the key lies in is halved until exactly k keys are in or above it. Its first BLOCK keys
     stay in registers, others are read again at each step."""
     row = tl.program_id(0).to(tl.int64)
@@ -61,7 +61,7 @@ def nth_largest_kernel(keys, found, rows, k, EACH: tl.constexpr, COUNT: tl.const
     for first in range(BLOCK, COUNT, BLOCK):
         others = _load_keys(keys, row, first, rows, EACH, COUNT, BLOCK)
         least = tl.minimum(least, tl.min(tl.where(others >= low, others, _LARGEST)))
-    tl.store(found + row, tl.where(enough, least, NONE_KEY))
+    tl.store(thresholds + row, tl.where(enough, least, NONE_KEY))
 
 
 @operation()
@@ -82,13 +82,13 @@ def nth_largest(keys: torch.Tensor, k: int) -> torch.Tensor:
     if not runs_triton(keys):
         return nth_largest_reference(keys, k)
     parts, rows, each = keys.shape
-    found = torch.empty(rows, dtype=torch.int64, device=keys.device)
+    thresholds = torch.empty(rows, dtype=torch.int64, device=keys.device)
     if rows:
         block = next_power_of_2(parts * each)
         if block > _HELD:
             block = _HELD // 4
         nth_largest_kernel[(rows,)](
-            keys.contiguous(), found, rows, k, EACH=each, COUNT=parts * each, BLOCK=block,
+            keys.contiguous(), thresholds, rows, k, EACH=each, COUNT=parts * each, BLOCK=block,
             num_warps=max(1, min(16, block // 512)),
         )  # fmt: skip
-    return found
+    return thresholds

@@ -160,8 +160,8 @@ def local_visible(
         sequences: integer ``[rows]``, the row of the page index for each.
     """
     # int64: the first token of page 2**25 would be beyond int32.
-    ends = positions.long()[:, None] + 1 - page_index.index_select(0, sequences).long() * page_size
-    return ends.clamp_(0, page_size).sum(dim=1, dtype=torch.int32)
+    seen = positions.long()[:, None] + 1 - page_index.index_select(0, sequences).long() * page_size
+    return seen.clamp_(0, page_size).sum(dim=1, dtype=torch.int32)
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ def candidates(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         k, lengths = min(TOPK, context), torch.full((rows,), context, dtype=torch.int32, device=make.device)
         paging, keys = Paging(tables, torch.zeros_like(lengths), PAGE_SIZE), make.zeros(rows, k, dtype=torch.int64)
         scores, shape = make.floats(rows, context), f"{rows} rows, k {k}, S {context:,}"
-        found = {"page_index": tables, "keys": keys, "finished": torch.zeros_like(lengths)}
-        run = partial(select_topk, scores, k, lengths, paging=paging, **found)
+        how = {"page_index": tables, "keys": keys, "finished": torch.zeros_like(lengths)}
+        run = partial(select_topk, scores, k, lengths, paging=paging, **how)
         yield KernelCase("top-k, candidates", shape, run, bytes=scores.nbytes + 12 * rows * k)
         gathered = make.order(8 * rows * k).long().view(8, rows, k)
         flat = gathered.transpose(0, 1).reshape(rows, -1)

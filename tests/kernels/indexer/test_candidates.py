@@ -28,7 +28,7 @@ def unpack_candidates(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.masked_fill(~some, 0.0), (0xFFFFFFFF - (keys & 0xFFFFFFFF)) * some
 
 
-def shares(pages: list[int], parts: int, g: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+def divided(pages: list[int], parts: int, g: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """Of each rank: block tables and page indices ``[sequences, local pages]``, and pages of its pool. In turn from any
     rank on, but for a page here and there that goes elsewhere; one page more than any sequence has there."""
     owners = []
@@ -36,7 +36,7 @@ def shares(pages: list[int], parts: int, g: torch.Generator) -> list[tuple[torch
         owner = (torch.arange(count) + int(torch.randint(parts, (1,), generator=g))) % parts
         astray = torch.rand(count, generator=g) < 0.2
         owners.append(torch.where(astray, torch.randint(parts, (count,), generator=g), owner))
-    found = []
+    result = []
     for part in range(parts):
         mine = [(owner == part).nonzero().flatten() for owner in owners]
         width, total = 1 + max(map(len, mine)), sum(map(len, mine))
@@ -44,8 +44,8 @@ def shares(pages: list[int], parts: int, g: torch.Generator) -> list[tuple[torch
         tables, index = torch.zeros(len(pages), width).int(), torch.full((len(pages), width), NO_PAGE).int()
         for i, at in enumerate(mine):
             tables[i, : len(at)], index[i, : len(at)] = numbers[i], at
-        found.append((tables, index, total + 1))
-    return found
+        result.append((tables, index, total + 1))
+    return result
 
 
 # Positions of rows by sequence: drafts before, at and behind a border of pages; the last one is padding.
@@ -75,7 +75,7 @@ def test_a_selection_on_several_ranks_is_that_of_one(each: int, parts: int, dtyp
     weights = torch.randint(-2, 3, (len(positions), heads), generator=g).float()
     sequences = torch.arange(len(LENGTHS)).repeat_interleave(each)
     all_keys, all_slots, pages_at = [], [], []
-    for tables, index, pages in shares([-(-n // PAGE) for n in LENGTHS], parts, g):
+    for tables, index, pages in divided([-(-n // PAGE) for n in LENGTHS], parts, g):
         plain = torch.full((pages, PAGE, dim), 5.0)  # what no row may see
         for i, keys in enumerate(keys_of):
             padded = torch.cat((keys, torch.full((-len(keys) % PAGE, dim), 5.0))).view(-1, PAGE, dim)
@@ -85,12 +85,12 @@ def test_a_selection_on_several_ranks_is_that_of_one(each: int, parts: int, dtyp
         width = tables.shape[1] * PAGE
         segments = Segments.of([Segment(i * each, each, i, width - each) for i in range(len(LENGTHS))], device)
         segments.visible.copy_(local_visible(positions, index, sequences.int(), PAGE))
-        found = torch.zeros(len(positions), k, dtype=torch.int64, device=device)
+        result = torch.zeros(len(positions), k, dtype=torch.int64, device=device)
         queries = q if dtype == torch.float32 else q.to(dtype)
         given = (x.to(device) for x in (queries, weights, pool, tables))
-        how = {"key_format": key_format, "page_index": index.to(device), "keys": found}
+        how = {"key_format": key_format, "page_index": index.to(device), "keys": result}
         all_slots.append(lightning_indexer(*given, segments, k, **how))
-        all_keys.append(found)
+        all_keys.append(result)
         pages_at.append({int(page): int(at) for page, at in zip(tables.flatten(), index.flatten()) if at < NO_PAGE})
     thresholds = nth_largest(torch.stack(all_keys), k)
     chosen: list[list[int]] = [[] for _ in positions]
@@ -155,10 +155,10 @@ def test_nth_largest(parts: int, each: int, k: int, held: int, device: str, monk
     keys[:, 1] = torch.randperm(parts * each, generator=g).view(parts, each) - 3  # neighbours
     keys[:, 2, each // 2 :] = keys[:, 3] = NONE
     keys[0, 4, 0] = 2**63 - 1
-    found = nth_largest(keys.to(device), k).tolist()
+    result = nth_largest(keys.to(device), k).tolist()
     for row in range(rows):
         line = sorted(keys[:, row].flatten().tolist(), reverse=True)
-        assert found[row] == (line[k - 1] if k <= len(line) else NONE)
+        assert result[row] == (line[k - 1] if k <= len(line) else NONE)
 
 
 def test_slots_above(device: str) -> None:
@@ -173,7 +173,7 @@ def test_local_tokens_are_counted() -> None:
     positions = torch.tensor([9 * PAGE - 1, 20, 8, 7, 0, -1, 5, 3 * PAGE + 2])
     sequences = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2]).int()
     totals = torch.zeros(8, dtype=torch.int32)
-    for _, index, _ in shares(pages, 3, g):
+    for _, index, _ in divided(pages, 3, g):
         seen = local_visible(positions.int(), index, sequences, PAGE)
         for row, (position, sequence) in enumerate(zip(positions.tolist(), sequences.tolist(), strict=True)):
             tokens = (at * PAGE + offset for at in index[sequence].tolist() for offset in range(PAGE))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from small_config import SMALL
@@ -85,7 +86,8 @@ def random_case(rng: random.Random, world: int, name: str) -> dict[str, Any]:
     return case | {"options": options}
 
 
-def check(cases: list[dict[str, Any]], world: int, rank_results: Any, worker: Any, folder: Path) -> None:
+def check(cases: list[dict[str, Any]], world: int, rank_results: Any, worker: Any, folder: Path) -> list[Any]:
+    """Compares the tokens, and the selections of the first rank; returns the results of the ranks."""
     ranks = rank_results(world, "worker.py", cases, folder)
     for case in cases:
         plain = {"name": case["name"], "folder": case["folder"], "generate": case["generate"]}
@@ -97,6 +99,42 @@ def check(cases: list[dict[str, Any]], world: int, rank_results: Any, worker: An
             for ours, theirs in zip(actual["tokens"], expected["tokens"], strict=True):
                 for one, other in zip(ours, theirs, strict=True):
                     assert list(one) == list(other)[: len(one) if case.get("aborts") else None], case
+        both = ranks[0][case["name"]]["selections"], expected["selections"]
+        for (positions, weights), (others, theirs) in [] if case.get("aborts") else zip(*both, strict=True):
+            assert torch.equal(positions, others), case
+            torch.testing.assert_close(weights, theirs, rtol=1e-3, atol=1e-4)
+    return ranks
+
+
+def few_cases() -> list[dict[str, Any]]:
+    """With chunks, hits, shared selections, drafts launched ahead, preemption, FP8 caches, micro-batches, and a request
+    that is longer than the cache of a rank."""
+    rng = random.Random(1)
+    shared, *others = ([rng.randrange(4, 200) for _ in range(count)] for count in (60, 30, 170, 9, 50))
+    prompts = [shared + others[0], others[1], others[2], shared + others[3]]
+    greedy, drawn = ({"temperature": t, "max_tokens": 12, "seed": 7, "ignore_eos": True} for t in (0.0, 0.9))
+    rounds = [{"prompts": prompts, "params": [greedy, drawn | {"selection": 2}, greedy, drawn]}]
+    rounds += [{"prompts": prompts[1::-1], "params": [greedy, drawn]}]
+    chunks = OPTIONS | {"max_num_batched_tokens": 40}
+    groups = {"cp_size": 2, "dcp_size": 2}
+    static = {"parallel": groups | {"moe_dispatch": "all_gather", "decode_dispatch": "all_gather", "tp_size": 2}}
+    drafts = {"options": chunks | {"speculative_config": {"num_speculative_tokens": 2}}}
+    kinds: list[dict[str, Any]] = [
+        {"model": "glm", "padded": True, "ahead": True, "pages": 15} | static | drafts,
+        {"model": "fp8", "preempts": True, "options": chunks | {"kv_cache_dtype": "fp8", "enable_dbo": True}},
+    ]
+    return [{"name": kind["model"], "parallel": groups, "generate": rounds} | kind for kind in kinds]
+
+
+def test_a_few_cases(
+    rank_results: Callable[..., list[Any]], worker: SimpleNamespace, folders: dict[str, str], tmp_path: Path
+) -> None:
+    cases = [case | {"folder": folders[case["model"]]} for case in few_cases()]
+    ranks = check(cases, 2, rank_results, worker, tmp_path)
+    longest = max(len(prompt) for prompt in cases[0]["generate"][0]["prompts"])
+    assert longest > 8 * cases[0]["pages"], "no rank holds it alone"
+    assert ranks[0]["glm"]["launched_ahead"] and ranks[0]["fp8"]["preemptions"] == 3
+    assert all(rank["glm"]["hits"] > 60 for rank in ranks)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format
 from dsa_engine.kernels.indexer import nth_largest as nth_largest_file
+from dsa_engine.kernels.indexer import slots_above as slots_above_file
 from dsa_engine.kernels.indexer._candidates import NONE
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.nth_largest import nth_largest
@@ -161,11 +162,18 @@ def test_nth_largest(parts: int, each: int, k: int, held: int, device: str, monk
         assert result[row] == (line[k - 1] if k <= len(line) else NONE)
 
 
-def test_slots_above(device: str) -> None:
+def test_slots_above(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.tensor([[3, NONE, 5, 4], [NONE, 7, NONE, 6]], device=device)
     slots = torch.tensor([[9, -1, 1, 0], [-1, 2, -1, 8]], dtype=torch.int32, device=device)
-    assert slots_above(keys, slots, torch.tensor([4, NONE], device=device)).tolist() == [[-1, -1, 1, 0], [-1, 2, -1, 8]]
-    assert slots_above(keys[:0], slots[:0], keys[:0, 0]).shape == (0, 4)
+    assert slots_above(keys, slots, torch.tensor([4, NONE], device=device)).tolist() == [[1, 0, -1, -1], [2, 8, -1, -1]]
+    monkeypatch.setattr(slots_above_file, "_COLUMNS", 64)
+    g = torch.Generator().manual_seed(0)
+    keys, slots = torch.randint(-99, 99, (3, 200), generator=g), torch.arange(600).int().view(3, 200)
+    out = slots_above(keys.to(device), slots.to(device), torch.tensor([0, -99, 100], device=device))
+    for line, key, slot, least in zip(out.tolist(), keys, slots, (0, -99, 100), strict=True):
+        chosen = slot[key >= least].tolist()
+        assert line == chosen + [-1] * (200 - len(chosen))
+    assert slots_above(keys[:0], slots[:0], keys[:0, 0]).shape == (0, 200)
 
 
 def test_local_tokens_are_counted() -> None:

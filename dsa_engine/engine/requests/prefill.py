@@ -127,7 +127,8 @@ def choose_owner(
 
 class PrefillStep:
     """A prefill step that is being planned: the requests added first have the first choice of a group's ``tokens``. A
-    request's last chunk has at least ``least_computed`` tokens.
+    request's last chunk has at least ``least_computed`` tokens. ``max_context``: maximum number of tokens of earlier
+    steps that the requests of a group have together, if they are several; None: any number.
 
     At least half of the tokens go to requests in order, by priority and arrival, and those that overtake have the rest,
     by the ``credits`` of the first request of each group: an eighth of the tokens that remain to it, and an eighth of
@@ -142,6 +143,7 @@ class PrefillStep:
         credits: Sequence[int],
         ledger: PageLedger,
         least_computed: int,
+        max_context: int | None = None,
     ):
         self._planned: dict[Request, tuple[int, tuple[Fetch, ...]]] = {}  # tokens and fetches of each
         self._groups, self._ledger, self._least_computed = groups, ledger, least_computed
@@ -150,6 +152,7 @@ class PrefillStep:
         self._in_order: Mapping[Request, int] = {}  # tokens planned before `let_overtake`
         # Log-probabilities of a prompt take an LM head and the host's time for each token: others share their steps.
         self._scored_budget = [max(tokens // 4, least_computed)] * len(groups)
+        self._max_context, self._context = max_context, [0] * len(groups)
         self._sent: Counter[int] = Counter()  # by rank, pages that it sends in the step
         self._received: Counter[int] = Counter()
 
@@ -200,6 +203,11 @@ class PrefillStep:
         length = min(remaining, self._budget[group], *([self._scored_budget[group]] if scored else []))
         if 0 < remaining - length < self._least_computed:
             length = max(0, remaining - self._least_computed)
+        if not planned and length and self._max_context is not None:
+            context = self._context[group] + request.num_computed_tokens
+            if context > self._max_context and self._context[group]:
+                return
+            self._context[group] = context
         if length or fetches:
             self._budget[group] -= length
             self._scored_budget[group] -= length if scored else 0

@@ -92,6 +92,7 @@ class Scheduler:
 
     ``max_prefill_share``, from 0 (excluded) to 1: maximum fraction of prefill steps among the steps taken while some
     request decodes. ``max_fetched_pages``: maximum number of pages that a rank sends, or receives, in a step.
+    ``max_context``: see :class:`.PrefillStep`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         host_pages: int = 0,
         max_fetched_pages: int = 1,
+        max_context: int | None = None,
         eos_token_ids: Collection[int] = (),
         events: KVEvents | None = None,
     ):
@@ -127,6 +129,7 @@ class Scheduler:
         self.page_sources: list[DiskLoads] = []
         self._queue = Queue()
         self._prefilling: list[Request] = []  # in order
+        self._max_context = max_context
         self._planned: PrefillStep | None = None  # the prefill step that has been scheduled last
         self._lengths = OutputLengths()
         self.num_deferred = 0  # of those waiting: what others compute, or the disk, lets them wait
@@ -270,7 +273,8 @@ class Scheduler:
         first = {request.cp_group: [request] for request in reversed(self._prefilling)}
         of_groups = [[*self._queue.by_order[:1], *first.get(group, ())] for group in range(len(self._groups))]
         credits = [min(both, key=_order).credit if both else 0 for both in of_groups]
-        step = self._planned = PrefillStep(self._groups, tokens, credits, self.ledger, self.prefix_cache.least_computed)
+        limits = self.prefix_cache.least_computed, self._max_context
+        step = self._planned = PrefillStep(self._groups, tokens, credits, self.ledger, *limits)
         deferred: set[Request] = set()
         refused = self._fill(step, self._queue.by_order, _order, None, deferred)
         step.let_overtake()

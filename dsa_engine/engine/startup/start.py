@@ -246,6 +246,8 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
         enable_prefix_caching=options.enable_prefix_caching,
         host_pages=sized.tiers.host,
         max_fetched_pages=sized.tiers.exchanged,
+        # Of which each rank has a layer's rows at a time.
+        max_context=None if cache.group is None else prepared.max_model_len,
         eos_token_ids=prepared.config.eos_token_ids,
         events=prepared.events,
     )

@@ -39,7 +39,7 @@ from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.attention.expand_latents import max_tokens
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
 from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
 from dsa_engine.options import EngineOptions
@@ -194,6 +194,10 @@ def step_bytes(
     prefill += uneven_bytes(config, mesh, options.max_num_batched_tokens, runner.dtype, words)
     if stored.index_key is not None:  # a step of several requests sees more tokens than one of these
         prefill += max_tokens(token, stored.latent, model.runtime.workspace) * stored.latent.width * token.itemsize
+    if runner.cache.group is not None:  # the pages of dummy requests are few: buffers of two layers, and what is sent
+        pages = pages_for(steps.max_model_len, options.page_size)
+        page = max(map(sum, pool_page_bytes(config.with_mtp(len(model.mtp)), stored, options.page_size)))
+        prefill += 2 * page * (pages + pages_for(pages, mesh.dcp.size))
     if not graphs:
         return max(prefill, decode)
     # Twice: for the pool of the graphs, and for the warm-up on their stream.

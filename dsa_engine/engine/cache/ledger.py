@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsa_engine.engine.cache.pool import PageCopy, PageIndex, PageMoves, PagePool
+from dsa_engine.engine.cache.pool import Ints, PageCopy, PageIndex, PageMoves, PagePool, as_array
 from dsa_engine.engine.requests.request import Chunk, Fetch, PageDigests, Request
-from dsa_engine.engine.requests.samples import Ints
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
     from dsa_engine.engine.cache.kv_events import KVEvents
@@ -49,7 +48,7 @@ class PageLedger:
         dcp_size: int = 1,
     ):
         self.pages, self.slots, self.max_fetched, self._rank, self.dcp_size = pages, slots, max_fetched, rank, dcp_size
-        self.index = PageIndex(forgotten)
+        self.index = PageIndex(world_size // dcp_size, forgotten)
         self.pools = [PagePool(pages, slots, self.index, n, dcp_size) for n in range(world_size // dcp_size)]
         self._held: dict[Request, dict[int, array[int]]] = {}  # by request and pool
         self._fetches: dict[Request, deque[Fetch]] = {}  # by request whose rows are not all there
@@ -88,8 +87,7 @@ class PageLedger:
     def take(self, request: Request, pool: int, count: int) -> None:
         """Gives a request ``count`` more pages in a pool; raises ``RuntimeError`` if fewer are free."""
         held = self._held.get(request, {}).get(pool)
-        self._give(request, pool, self.pools[pool].take(count, held[-1] if held else None))
-        self._lose((pool,))
+        self._give(request, pool, as_array(self.pools[pool].take(count, held[-1] if held else None)))
 
     def give(self, request: Request, pages: int) -> bool:
         """Gives a request that decodes ``pages`` more pages in its owner's pool; returns whether these were free."""
@@ -101,26 +99,23 @@ class PageLedger:
             return True
         if pool.free < pages:
             return False
-        held.extend(pool.take(pages, held[-1]))
-        self._lose((owner,))
+        held.extend(as_array(pool.take(pages, held[-1])))
         return True
 
     def known(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
         """For each group of pools, the number of digests, from the first on, whose pages any of them has."""
-        counts, pools_of = [len(digests)] * len(groups), self.index.pools
-        having = {number: sum(1 << pool for pool in pools) for number, pools in enumerate(groups)}
-        for count, digest in enumerate(digests):
-            pools = pools_of.get(digest, 0)
-            for number in [number for number, group in having.items() if not group & pools]:
-                counts[number] = count
-                del having[number]
-            if not having:
-                break
-        return counts
+        numbers = self.index.find(digests)
+        if not len(numbers):
+            return [0] * len(groups)
+        has = self.index.has[:, numbers]
+        lacks = [~has[pools[0] : pools[-1] + 1].any(axis=0) for pools in groups]
+        return [int(some.argmax()) if some.any() else len(numbers) for some in lacks]
 
-    def usable(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[Sequence[bytes]]:
-        """For each group of pools, the digests, from the first on, whose pages a request can begin with now."""
-        hits = [digests[:known] for known in self.known(digests, groups)]
+    def usable(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[Ints]:
+        """For each group of pools, the digests, from the first on, whose pages a request can begin with now: by their
+        numbers in the index."""
+        numbers = self.index.find(digests)
+        hits = [numbers[:known] for known in self.known(digests, groups)]
         if self.dcp_size == 1 or not self.slots:
             return hits
         return [
@@ -128,25 +123,24 @@ class PageLedger:
             for some, pools in zip(hits, groups, strict=True)
         ]
 
-    def begin(self, request: Request, pools: Sequence[int], digests: Sequence[bytes], count: int) -> Counter[int]:
-        """Gives a request its first ``count`` pages in all pools of its group, which begin with those of ``digests``,
-        which at least one of them has; the caller has checked that enough are free. Returns, by pool, the number of
-        pages that it has to fetch."""
+    def begin(self, request: Request, pools: Sequence[int], numbers: Ints, count: int) -> Counter[int]:
+        """Gives a request its first ``count`` pages in all pools of its group, which begin with those of digests
+        (:meth:`usable`), which at least one of them has; the caller has checked that enough are free. Returns, by pool,
+        the number of pages that it has to fetch."""
         absent: dict[int, list[int]] = {}  # by page: the pools that lack it
         held: dict[int, array[int]] = {}
         for pool in pools:
-            held[pool], missing = self.pools[pool].begin(digests, count)
+            held[pool], missing = self.pools[pool].begin(numbers, count)
             self._give(request, pool, held[pool])
             for index in missing:
                 absent.setdefault(index, []).append(pool)
-        self._lose(pools)
         fetches: deque[Fetch] = deque()
         for index in sorted(absent):
             sources = [pool for pool in pools if pool not in absent[index]]
             for number, pool in enumerate(absent[index]):
                 source = sources[(index // self.dcp_size + number) % len(sources)]
                 ranks = (one * self.dcp_size + held[one][index] % self.dcp_size for one in (source, pool))
-                fetches.append(Fetch(index, digests[index], *ranks))
+                fetches.append(Fetch(index, self.index.digests[numbers[index]], *ranks))
         if fetches:
             self._fetches[request] = fetches
         return Counter(fetch.rank // self.dcp_size for fetch in fetches)
@@ -162,8 +156,8 @@ class PageLedger:
         for fetch in fetches:
             waiting.popleft()
             pool = fetch.rank // self.dcp_size
-            self.pools[pool].name([self._held[request][pool][fetch.number]], [fetch.digest])
-            self.index.add(fetch.digest, 1 << pool)
+            page = np.array(self._held[request][pool][fetch.number : fetch.number + 1], np.int64)
+            self.pools[pool].name(page, self.index.make([fetch.digest]))
         if not waiting:
             del self._fetches[request]
 
@@ -190,20 +184,17 @@ class PageLedger:
 
     def name(self, request: Request, digests: Sequence[bytes], first: int) -> None:
         """Records the digests of a request's complete pages from page ``first`` on."""
-        last, pools = first + len(digests), 0
-        for pool, pages in self._held.get(request, {}).items():
-            self.pools[pool].name(pages[first:last], digests)
-            pools |= 1 << pool
-        pools_of = self.index.pools
-        for digest in digests if pools else ():
-            pools_of[digest] = pools_of.get(digest, 0) | pools
+        held = self._held.get(request, {})
+        numbers = self.index.make(digests) if held else np.empty(0, np.int64)
+        for pool, pages in held.items():
+            self.pools[pool].name(np.array(pages[first : first + len(digests)], np.int64), numbers)
 
     def release(self, request: Request, pools: Iterable[int] | None = None, forget_from: int | None = None) -> None:
         """Takes back all pages of a request: in these ``pools`` only, or in all, and it waits for no fetches any more.
         ``forget_from``: forgets the digests of its pages from this one on, as their rows may be wrong."""
         held = self._held.get(request, {})
         for pool in list(held) if pools is None else pools:
-            pages = held.pop(pool)
+            pages = np.array(held.pop(pool), np.int64)
             if forget_from is not None:
                 self.pools[pool].forget(pages[forget_from:])
             self.pools[pool].release(pages)
@@ -212,19 +203,6 @@ class PageLedger:
         if pools is None:
             self._held.pop(request, None)
             self._fetches.pop(request, None)
-
-    def _lose(self, pools: Sequence[int]) -> None:
-        """Tells the index what these pools have evicted: mostly the same, and then in one pass."""
-        lost: list[bytes] = []
-        losers = 0
-        for number in pools:
-            pool = self.pools[number]
-            if pool.evicted != lost:
-                self.index.lost(lost, losers)
-                lost, losers = pool.evicted, 0
-            losers |= 1 << number
-            pool.evicted = []
-        self.index.lost(lost, losers)
 
     def _give(self, request: Request, pool: int, pages: array[int]) -> None:
         of_request = self._held.setdefault(request, {})
@@ -315,7 +293,7 @@ class PrefixCache:
         """Forgets all pages, also those in host memory; requests keep the pages that they hold."""
         for pool in self._ledger.pools:
             pool.evict_all()
-        self._ledger.index.pools.clear()
+        self._ledger.index.clear()
         if self.events is not None:
             self.events.cleared()
 

@@ -9,19 +9,21 @@ page that no request holds keeps its digest and its rows until it is needed. Wit
 then copied there, and come back when a request begins with them.
 
 Every rank keeps the pools of all groups, and a long prompt takes, names and returns thousands of pages in each: so
-these loops make no calls.
+what is done to them is done to arrays.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
 
 
 class PageCopy(NamedTuple):
@@ -45,23 +47,71 @@ class PageMoves:
     exchanges: bool = False  # whether any rank of the group sends; then all of them take part in one collective a layer
 
 
-@dataclass
 class PageIndex:
-    """The pools that have each page, on the device or in host memory."""
+    """The digests of pages as numbers, and which of ``pools`` pools have each page, on the device or in host memory.
+    ``forgotten``: called with the digest of a page that no pool has any more; its number is then another digest's.
 
-    forgotten: Callable[[bytes], None] | None = None  # called with the digest of a page that no pool has any more
-    pools: dict[bytes, int] = field(default_factory=dict)  # by digest, the sum of 1 << number of those that have it
+    Attributes:
+        page: int32 ``[pools, numbers]``, the page on the device; -1: none.
+        has: bool ``[pools, numbers]``.
+    """
 
-    def add(self, digest: bytes, pools: int) -> None:
-        self.pools[digest] = self.pools.get(digest, 0) | pools
+    def __init__(self, pools: int = 1, forgotten: Callable[[bytes], None] | None = None):
+        self._forgotten = forgotten
+        self.page, self.has = np.empty((pools, 0), np.int32), np.empty((pools, 0), np.bool_)
+        self.clear()
 
-    def lost(self, digests: Iterable[bytes], pools: int) -> None:
-        pools_of, remain = self.pools, ~pools
+    def clear(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+        self.digests: list[bytes] = [b""] * self.page.shape[1]  # by number
+        self._free = [*range(self.page.shape[1] - 1, -1, -1)]
+        self._count = np.zeros(self.page.shape[1], np.int64)  # of pools that have it
+        self.page.fill(-1)
+        self.has.fill(False)
+
+    def find(self, digests: Sequence[bytes]) -> Ints:
+        """The numbers of the first of these digests that have one."""
+        if not digests or digests[0] not in self.numbers:
+            return np.empty(0, np.int64)
+        known = [*map(self.numbers.get, digests)]
+        return np.array(known[: known.index(None)] if None in known else known, np.int64)
+
+    def make(self, digests: Sequence[bytes]) -> Ints:
+        """The numbers of these digests, also of new ones: some pool gains them now."""
+        numbers = self.numbers
         for digest in digests:
-            if others := pools_of.get(digest, 0) & remain:
-                pools_of[digest] = others
-            elif pools_of.pop(digest, None) is not None and self.forgotten is not None:
-                self.forgotten(digest)
+            if digest not in numbers:
+                if not self._free:
+                    self._grow()
+                numbers[digest] = number = self._free.pop()
+                self.digests[number] = digest
+        return np.array([*map(numbers.__getitem__, digests)], np.int64)
+
+    def gain(self, pool: int, numbers: Ints) -> None:
+        has = self.has[pool]
+        new = numbers[~has[numbers]]
+        has[new] = True
+        self._count[new] += 1
+
+    def lose(self, pool: int, numbers: Ints) -> None:
+        """A pool has none of these, which it had, any more."""
+        counts = self._count[numbers] - 1
+        self.has[pool][numbers], self._count[numbers] = False, counts
+        for number in numbers[counts == 0].tolist():
+            digest = self.digests[number]
+            del self.numbers[digest]
+            self._free.append(number)
+            if self._forgotten is not None:
+                self._forgotten(digest)
+
+    def _grow(self) -> None:
+        old = self.page.shape[1]
+        more = max(1024, old)
+        self._free = [*range(old + more - 1, old - 1, -1)]
+        self.digests += [b""] * more
+        self._count = np.pad(self._count, (0, more))
+        self.page = np.pad(self.page, ((0, 0), (0, more)), constant_values=-1)
+        self.has = np.pad(self.has, ((0, 0), (0, more)))
 
 
 class HostSlots:
@@ -127,7 +177,7 @@ class HostSlots:
         else:
             self._slot_of[digest] = slot
             self._used[rank][digest] = None
-            self._index.add(digest, 1 << self._number)
+            self._index.gain(self._number, self._index.make([digest]))
 
     def clear(self) -> None:
         """Reserved slots stay reserved."""
@@ -138,10 +188,52 @@ class HostSlots:
             used.clear()
 
 
+class _Cached:
+    """The cached pages of a rank, in the order of their last use. They stand in a list in which entries are out of date
+    once a page has left: ``stamps``, of all pages of the pool, has the place of the valid entry, -1 if there is none.
+    """
+
+    def __init__(self, stamps: npt.NDArray[np.int32]):
+        self._stamps, self._pages = stamps, np.empty(64, np.int64)
+        self._head = self._tail = self.count = 0
+
+    def add(self, pages: Ints) -> None:
+        count = len(pages)
+        if self._tail + count > len(self._pages):
+            valid = self.all()
+            self._pages = np.empty(2 * (len(valid) + count), np.int64)
+            self._head, self._tail = 0, len(valid)
+            self._pages[: len(valid)], self._stamps[valid] = valid, np.arange(len(valid))
+        self._pages[self._tail : self._tail + count] = pages
+        self._stamps[pages] = np.arange(self._tail, self._tail + count)
+        self._tail += count
+        self.count += count
+
+    def remove(self, pages: Ints) -> None:
+        self._stamps[pages] = -1
+        self.count -= len(pages)
+
+    def all(self) -> Ints:
+        pages = self._pages[self._head : self._tail]
+        return pages[self._stamps[pages] == np.arange(self._head, self._tail)]
+
+    def take(self, count: int) -> Ints:
+        """Removes the oldest ones, and returns them."""
+        parts, missing = list[Ints](), count
+        while missing:
+            pages = self._pages[self._head : self._head + max(missing, 64)][: self._tail - self._head]
+            at = (self._stamps[pages] == np.arange(self._head, self._head + len(pages))).nonzero()[0][:missing]
+            parts.append(pages[at])
+            missing -= len(at)
+            self._head += len(pages) if missing else int(at[-1]) + 1
+        taken = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        self.remove(taken)
+        return taken
+
+
 class PagePool:
     """Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted
-    in the order of their last use. The caller tells the index what the group gains, at once for all pools that gain
-    the same, and what :meth:`take` has ``evicted``, at once for all that lose the same pages.
+    in the order of their last use. Digests are given by their numbers in the index.
 
     Args:
         pages, slots: of each rank.
@@ -153,27 +245,26 @@ class PagePool:
         self._index, self._number, self._size, self._slots = index or PageIndex(), number, size, slots
         self.host = HostSlots(slots, self._index, number, size, self._lost)
         self.copies: list[PageCopy] = []  # to and from the host, with which the next step begins, in their order
-        self.evicted: list[bytes] = []  # digests of pages that are nowhere else here
-        # Of each rank: pages that hold nothing, the next one last; pages with a digest that no request holds, oldest
-        # first.
+        # Of each rank: pages that hold nothing, the next one last; pages with a digest that no request holds.
         self.unused = [array("i", range((pages - 1) * size + rank, -1, -size)) for rank in range(size)]
-        self._cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(size)]
-        self._shared: dict[int, int] = {}  # number of further requests that hold a page
-        self._page_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._stamps = np.full(pages * size, -1, np.int32)
+        self._cached = [_Cached(self._stamps) for _ in range(size)]
+        self._shared = np.zeros(pages * size, np.int32)  # number of further requests that hold a page
+        self._digest_of = np.full(pages * size, -1, np.int32)  # number of a page's digest; -1: it has none
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._page_of or digest in self.host
+        number = self._index.numbers.get(digest)
+        return number is not None and bool(self._index.has[self._number, number])
 
     @property
     def free(self) -> int:
         """Pages that :meth:`take` can hand out: free and cached ones."""
-        return sum(map(len, self.unused)) + sum(map(len, self._cached))
+        return sum(map(self._free_of, range(self._size)))
 
     def _free_of(self, rank: int) -> int:
-        return len(self.unused[rank]) + len(self._cached[rank])
+        return len(self.unused[rank]) + self._cached[rank].count
 
-    def take(self, count: int, after: int | None = None, locked: frozenset[bytes] = frozenset()) -> array[int]:
+    def take(self, count: int, after: int | None = None, locked: frozenset[bytes] = frozenset()) -> Ints:
         """Hands out ``count`` pages of the ranks in turn, from the rank after that of page ``after``, or from that with
         the most free pages; raises ``RuntimeError`` if fewer are free. What they held is copied to host memory, if
         there is any, without replacing the copies of ``locked``."""
@@ -182,13 +273,13 @@ class PagePool:
         if self._size == 1:
             return self._take_of(0, count, locked)
         turns = self._turns(count, after)
-        pages = np.empty(count, np.int32)
-        for rank in set(turns):
-            mine = np.equal(turns, rank)
+        pages = np.empty(count, np.int64)
+        for rank in range(self._size):
+            mine = turns == rank
             pages[mine] = self._take_of(rank, int(mine.sum()), locked)
-        return array("i", pages.tobytes())
+        return pages
 
-    def _turns(self, count: int, after: int | None) -> list[int]:
+    def _turns(self, count: int, after: int | None) -> Ints:
         """The rank of each of ``count`` new pages; a full one is left out."""
         size, room, turns = self._size, [*map(self._free_of, range(self._size))], list[int]()
         first = room.index(max(room)) if after is None else after + 1
@@ -199,130 +290,140 @@ class PagePool:
             turns += order * rounds
             for rank in order:
                 room[rank] -= rounds
-        return turns[:count]
+        return np.array(turns[:count], np.int64)
 
-    def _take_of(self, rank: int, count: int, locked: frozenset[bytes]) -> array[int]:
+    def _take_of(self, rank: int, count: int, locked: frozenset[bytes]) -> Ints:
         unused = self.unused[rank]
-        if count <= len(unused):
-            pages = unused[len(unused) - count :]
-            pages.reverse()
-            del unused[len(unused) - count :]
+        rest = max(0, len(unused) - count)
+        pages = np.array(unused[rest:], np.int64)[::-1]
+        del unused[rest:]
+        if count == len(pages):
             return pages
-        pages = unused[::-1]
-        del unused[:]
-        page_of, cached = self._page_of, self._cached[rank]
-        evicted = [*islice(cached, count - len(pages))]
-        pages.extend(evicted)
-        for page in evicted:
-            del cached[page]
-        digests = [*map(self._digest_of.pop, evicted)]
-        for digest in digests:
-            del page_of[digest]
+        evicted = self._cached[rank].take(count - len(pages))
+        numbers, index = self._digest_of[evicted].astype(np.int64), self._index
+        of_digests = index.page[self._number]
+        self._digest_of[evicted] = -1
         if not self._slots:
-            self.evicted += digests
-            return pages
-        for page, digest in zip(evicted, digests, strict=True):
+            of_digests[numbers] = -1
+            index.lose(self._number, numbers)
+            return np.concatenate((pages, evicted))
+        for page, number in zip(evicted.tolist(), numbers.tolist(), strict=True):
+            digest, of_digests[number] = index.digests[number], -1  # one after another: its copy may be replaced before
             if (slot := self.host.put(digest, rank, locked)) is not None:
                 self.copies.append(PageCopy(True, page, slot))
             else:
                 self._lost(digest)
-        return pages
+        return np.concatenate((pages, evicted))
 
-    def count_held(self, digests: Iterable[bytes]) -> int:
-        pages = [self._page_of.get(digest) for digest in digests]
-        return sum(page is not None and page not in self._cached[page % self._size] for page in pages)
-
-    def fits(self, digests: Sequence[bytes], pages: int, room: int) -> bool:
-        """Whether a request of ``pages`` pages, which begins with those of ``digests``, takes at most ``room`` free
+    def fits(self, numbers: Ints, pages: int, room: int) -> bool:
+        """Whether a request of ``pages`` pages, which begins with those of these digests, takes at most ``room`` free
         pages."""
-        return pages <= room or pages - self.count_held(digests) <= room
+        return pages <= room or pages - self.count_held(numbers) <= room
 
-    def placed(self, digests: Sequence[bytes]) -> int:
+    def count_held(self, numbers: Ints) -> int:
+        pages = self._index.page[self._number, numbers]
+        return int((self._stamps[pages[pages >= 0]] < 0).sum())
+
+    def placed(self, numbers: Ints) -> int:
         """Number of digests, from the first on, whose pages :meth:`begin` has room for: rows in a rank's host memory
         come back on that rank."""
         room = [*map(self._free_of, range(self._size))]
-        for number, digest in enumerate(digests):
-            page = self._page_of.get(digest)
-            rank = None
-            if page is None:
+        for count, (number, page) in enumerate(zip(*self._pages_of(numbers), strict=True)):
+            digest, rank = self._index.digests[number], None
+            if page < 0:
                 rank = self.host.rank_of(digest) if digest in self.host else None
-            elif page in self._cached[page % self._size]:
+            elif self._stamps[page] >= 0:
                 rank = page % self._size
             if rank is not None:
                 room[rank] -= 1
                 if room[rank] < 0:
-                    return number
-        return len(digests)
+                    return count
+        return len(numbers)
 
-    def begin(self, digests: Sequence[bytes], count: int) -> tuple[array[int], list[int]]:
-        """Hands out a request's first ``count`` pages, which begin with those of ``digests``; the caller has checked
-        that enough are free. Returns the pages, and the indices of those among ``digests`` whose rows are not here."""
-        if not digests:
-            return self.take(count), []
-        known = [self._page_of.get(digest) for digest in digests]
-        for page in known:
-            if page is None:
-                continue
-            if page in (cached := self._cached[page % self._size]):  # held before any page is taken: not evicted
-                del cached[page]
-            else:
-                self._shared[page] = self._shared.get(page, 0) + 1
-        absent = [index for index, page in enumerate(known) if page is None]
-        in_host = [index for index in absent if digests[index] in self.host]
-        locked = frozenset(digests[index] for index in in_host)
-        on_rank: dict[int, list[int]] = {}
-        for index in in_host:
-            on_rank.setdefault(self.host.rank_of(digests[index]), []).append(index)
-        for rank, indices in on_rank.items():
-            for index, page in zip(indices, self._take_of(rank, len(indices), locked), strict=True):
-                known[index] = page
-        new = iter(self.take(len(absent) - len(in_host) + count - len(digests), locked=locked))
-        pages = array("i", [next(new) if page is None else page for page in known])
-        for index in in_host:
-            self.copies.append(PageCopy(False, pages[index], self.host.use(digests[index])))
-            self.name(pages[index : index + 1], digests[index : index + 1])
-        pages.extend(new)
-        brought = frozenset(in_host)
-        return pages, [index for index in absent if index not in brought]
+    def _pages_of(self, numbers: Ints) -> tuple[list[int], list[int]]:
+        return numbers.tolist(), self._index.page[self._number, numbers].tolist()
 
-    def name(self, pages: Iterable[int], digests: Iterable[bytes]) -> None:
+    def begin(self, numbers: Ints, count: int) -> tuple[array[int], list[int]]:
+        """Hands out a request's first ``count`` pages, which begin with those of these digests; the caller has checked
+        that enough are free. Returns the pages, and the indices of those among the digests whose rows are not here."""
+        if not len(numbers):
+            return as_array(self.take(count)), []
+        pages = self._index.page[self._number, numbers].astype(np.int64)
+        hits = pages[pages >= 0]
+        cached = self._stamps[hits] >= 0
+        self._shared[hits[~cached]] += 1
+        for rank, some in self._by_rank(hits[cached]):  # held before any page is taken, so that none of them is evicted
+            self._cached[rank].remove(some)
+        brought = self._bring(pages, numbers) if self._slots else np.empty(0, np.int64)
+        absent = (pages < 0).nonzero()[0]
+        locked = frozenset(self._index.digests[number] for number in numbers[brought].tolist())
+        new = self.take(len(absent) + count - len(numbers), locked=locked)
+        pages[absent] = new[: len(absent)]
+        for index, page in zip(brought.tolist(), pages[brought].tolist(), strict=True):
+            self.copies.append(PageCopy(False, page, self.host.use(self._index.digests[numbers[index]])))
+        self.name(pages[brought], numbers[brought])
+        return as_array(np.concatenate((pages, new[len(absent) :]))), absent.tolist()
+
+    def _bring(self, pages: Ints, numbers: Ints) -> Ints:
+        """Takes a page for each digest that is in host memory only; returns their indices."""
+        digests = [self._index.digests[number] for number in numbers.tolist()]
+        indices = [index for index in (pages < 0).nonzero()[0].tolist() if digests[index] in self.host]
+        locked = frozenset(digests[index] for index in indices)
+        on_ranks = np.array([self.host.rank_of(digests[index]) for index in indices], np.int64)
+        brought = np.array(indices, np.int64)
+        for rank in np.unique(on_ranks).tolist():
+            pages[brought[on_ranks == rank]] = self._take_of(rank, int((on_ranks == rank).sum()), locked)
+        return brought
+
+    def name(self, pages: Ints, numbers: Ints) -> None:
         """Records the digests of held pages whose rows are complete. A digest keeps its first page."""
-        page_of, digest_of = self._page_of, self._digest_of
-        for page, digest in zip(pages, digests, strict=True):
-            if digest not in page_of and page not in digest_of:
-                page_of[digest] = page
-                digest_of[page] = digest
+        of_digests = self._index.page[self._number]
+        new = (of_digests[numbers] < 0) & (self._digest_of[pages] < 0)
+        pages, numbers = pages[new], numbers[new]
+        of_digests[numbers], self._digest_of[pages] = pages, numbers
+        self._index.gain(self._number, numbers)
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, pages: Ints) -> None:
         """Removes the digests of held pages: their rows may be wrong."""
-        for page in pages:
-            if (digest := self._digest_of.pop(page, None)) is not None:
-                del self._page_of[digest]
-                self._lost(digest)
+        numbers = self._digest_of[pages].astype(np.int64)
+        numbers = numbers[numbers >= 0]
+        self._digest_of[pages] = self._index.page[self._number, numbers] = -1
+        digests = [self._index.digests[number] for number in numbers.tolist()]
+        for digest in digests:
+            self._lost(digest)
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Ints) -> None:
         """Takes back a request's pages. The last are evicted first: pages are found from the first on."""
-        shared, digest_of, cached, unused, size = self._shared, self._digest_of, self._cached, self.unused, self._size
-        for page in reversed(pages):
-            if page in shared:
-                if shared[page] > 1:
-                    shared[page] -= 1
-                else:
-                    del shared[page]
-            elif page in digest_of:
-                cached[page % size][page] = None
-            else:
-                unused[page % size].append(page)
+        pages = pages[::-1]
+        shared = self._shared[pages] > 0
+        self._shared[pages[shared]] -= 1
+        pages = pages[~shared]
+        named = self._digest_of[pages] >= 0
+        for rank, some in self._by_rank(pages[named]):
+            self._cached[rank].add(some)
+        for rank, some in self._by_rank(pages[~named]):
+            self.unused[rank].extend(as_array(some))
+
+    def _by_rank(self, pages: Ints) -> Iterator[tuple[int, Ints]]:
+        for rank in range(self._size if len(pages) else 0):
+            yield rank, pages if self._size == 1 else pages[pages % self._size == rank]
 
     def evict_all(self) -> None:
-        """Frees all cached pages and all host memory, and forgets the digests of held pages; the index is not told."""
+        """Frees all cached pages and all host memory, and forgets the digests of held pages; the caller clears the
+        index."""
         for unused, cached in zip(self.unused, self._cached, strict=True):
-            unused.extend(reversed(cached))
-            cached.clear()
-        self._page_of.clear()
-        self._digest_of.clear()
+            pages = cached.all()
+            unused.extend(as_array(pages[::-1]))
+            cached.remove(pages)
+        self._digest_of.fill(-1)
         self.host.clear()
 
     def _lost(self, digest: bytes) -> None:
-        if digest not in self:
-            self._index.lost((digest,), 1 << self._number)
+        """A page or a copy has gone; was it the last one here?"""
+        number = self._index.numbers[digest]
+        if self._index.page[self._number, number] < 0 and digest not in self.host:
+            self._index.lose(self._number, np.array([number]))
+
+
+def as_array(pages: Ints) -> array[int]:
+    return array("i", pages.astype(np.int32).tobytes())

@@ -230,8 +230,13 @@ class Simulation:
         size, dcp, rows_of = self.world.page_size, self.world.dcp, {}
         self.move([[] for _ in self.ranks])
         for pool in range(self.world.world // dcp):
-            named = [scheduler.ledger.pools[pool]._page_of for scheduler in self.ranks]
+            indices = [scheduler.ledger.index for scheduler in self.ranks]
+            named = [
+                {digest: int(one.page[pool, n]) for digest, n in one.numbers.items() if one.page[pool, n] >= 0}
+                for one in indices
+            ]
             assert all(one == named[0] for one in named)
+            assert all(one.has[:, [*one.numbers.values()]].any(axis=0).all() for one in indices), "nobody has it"
             for digest, number in named[0].items():
                 page, rank = divmod(number, dcp)
                 content = [self.rows[pool * dcp + rank][page * size + offset] for offset in range(size)]

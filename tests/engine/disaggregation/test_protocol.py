@@ -102,7 +102,7 @@ def test_a_page_goes_from_a_rank_that_has_it_to_the_one_that_holds_it(cp: int, d
     request, numbers = Request(0, [0], SamplingParams()), range(2, 11)
     target.take(Request(1, [0], SamplingParams()), 0, 1)  # so that both begin on another rank
     for ledger, count in ((source, 11), (target, 12)):
-        ledger.begin(request, range(len(ledger.pools)), [], count)
+        ledger.begin(request, range(len(ledger.pools)), np.empty(0, np.int64), count)
     sources = source.ranks_of(request, numbers, source.pools_of(range(cp)))
     ranks = target.ranks_of(request, range(12), range(1))[numbers.start : numbers.stop]
     assert set(sources.tolist()) == set(range(cp)) and len(sources) == len(ranks) == 9

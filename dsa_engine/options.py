@@ -243,6 +243,7 @@ _ENGINE_OF_DECODE = (
 )
 _PARALLEL_OF_DECODE = (
     "tp_size",
+    "dcp_size",
     "decode_dispatch",
     "moe_chunk_size",
     "redundant_experts",

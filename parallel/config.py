@@ -27,6 +27,12 @@ class ParallelConfig(Options):
         "the world, several groups prefill different sequences. Default: chosen; the world on a CPU.",
         group="parallel (under torchrun)",
     )
+    dcp_size: PositiveInt = option(
+        chosen(1),
+        "decode context parallelism: neighbouring ranks that hold the cache of a request together, each page on one of "
+        "them, and attend to it together. It must divide cp_size. 1: a request decodes on the rank that holds all of "
+        "its pages. Default: chosen, 1 where the longest request fits a rank; 1 on a CPU.",
+    )
     tp_size: PositiveInt = option(
         chosen(1),
         "neighbouring ranks that divide embedding, output projection and LM head. It is not attention TP: every rank "

@@ -26,10 +26,11 @@ def part_options(prefill: ParallelConfig, decode: ParallelConfig) -> ParallelCon
     rank, ranks_that_prefill, size = position(prefill)
     parts = ("prefill", prefill, ranks_that_prefill), ("decode", decode, size - ranks_that_prefill)
     for part, config, ranks in parts:
-        sizes = {"tp_size": config.tp_size} | ({"cp_size": config.cp_size or 1} if part == "prefill" else {})
+        sizes = {"tp_size": config.tp_size}
+        sizes |= {"cp_size": config.cp_size or 1} if part == "prefill" else {"dcp_size": config.dcp_size}
         for name, wanted in sizes.items():
             if ranks % wanted:
-                option = name if part == "prefill" or wanted == prefill.tp_size else f"decode_options: {name}"
+                option = name if part == "prefill" or wanted == getattr(prefill, name) else f"decode_options: {name}"
                 raise ValueError(
                     f"{option} {wanted} does not divide the {ranks} rank(s) that {part}; see prefill_ranks"
                 )
@@ -41,12 +42,12 @@ def create_mesh(
     config: ParallelConfig, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None
 ) -> Mesh:
     """The mesh of this process; with ``prefill_ranks`` that of its part of the run. The decode part has
-    context-parallel groups of one rank, as it prefills nothing. :meth:`Mesh.create` has the arguments."""
+    context-parallel groups of ``dcp_size`` ranks, as it prefills nothing. :meth:`Mesh.create` has the arguments."""
     if config.prefill_ranks is None:
         return Mesh.create(config, device, same=same)
     rank, prefill, size = position(config)
     members = range(prefill) if rank < prefill else range(prefill, size)
-    own = config if rank < prefill else replace(config, cp_size=1)
+    own = config if rank < prefill else replace(config, cp_size=config.dcp_size)
     return Mesh.create(own, device, members, same, range(size))
 
 

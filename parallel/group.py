@@ -71,9 +71,10 @@ class Group:
     def alone(self) -> bool:
         return self.handle is None
 
-    def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts :meth:`all_gather`; returns a function that waits and returns the rows."""
-        return partial(as_one, call, this_thread.as_one(self._gather, rows, True))
+    def all_gather_async(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+        """Starts :meth:`all_gather`; returns a function that waits and returns the rows. ``into``: contiguous, gets
+        them."""
+        return partial(as_one, call, this_thread.as_one(self._gather, rows, True, into))
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows [R, ...]`` of every rank, R the same on each, in rank order: ``[size · R, ...]``."""
@@ -162,12 +163,14 @@ class Group:
             return rows.nbytes // self.size * (self.size - 1)
         return rows.element_size() * math.prod(rows.shape[1:]) * (sum(send) - send[self.index])
 
-    def _gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def _gather(
+        self, rows: torch.Tensor, asynchronous: bool, into: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
         if self.alone:
-            return lambda: rows
+            return lambda: rows if into is None else into.copy_(rows)
         rows = rows.contiguous()
         self.bytes_sent += rows.nbytes * (self.size - 1)
-        return self._start_gather(rows, asynchronous)
+        return self._start_gather(rows, asynchronous, into)
 
     def _reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         if self.alone:
@@ -178,8 +181,10 @@ class Group:
 
     # The transport; a subclass may have another one.
 
-    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
+    def _start_gather(
+        self, rows: torch.Tensor, asynchronous: bool, into: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
+        gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:]) if into is None else into
         # Without async_op NCCL takes the current stream, which saves two events.
         work = _all_gather(gathered, rows, group=self.handle, async_op=asynchronous)
         return lambda: _waited(work, gathered)

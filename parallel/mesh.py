@@ -50,8 +50,9 @@ class Mesh:
         nodes: the number of each rank's node, counted from 0.
         node_groups: the groups of dispatches by node; None: no option wants them, or nodes have one level.
         experts: the experts of each rank.
-        world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
-            neighbours that share embedding, output projection and LM head.
+        world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. dcp:
+            those of them that hold its pages together. tp: the neighbours that share embedding, output projection and
+            LM head.
         host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
         run_ranks: the ranks of the run that serve the same callers: all of this mesh, and of its counterpart if one
             part of the run prefills and another decodes.
@@ -75,6 +76,11 @@ class Mesh:
                 raise ValueError(
                     f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}"
                 )
+        if self.cp_size % config.dcp_size:
+            raise ValueError(
+                f"dcp_size {config.dcp_size} does not divide cp_size {self.cp_size}: the ranks that hold a request's "
+                "pages are among those that prefill it; take a divisor"
+            )
         if config.rebalance_every is not None and world_size == 1:
             raise ValueError(
                 f"rebalance_every {config.rebalance_every}: experts move between ranks, and there is only one; start "
@@ -89,6 +95,7 @@ class Mesh:
         self.world = self._group(world_size)
         self.ep = self._group(world_size, EXPERTS)
         self.cp = self._group(self.cp_size)
+        self.dcp = self._group(config.dcp_size)
         self.tp = self._group(config.tp_size)
         self.host = self._host_group()
 

@@ -185,7 +185,7 @@ class Engine:
             return self._read_in_flight()  # the next call schedules anew
         if not step:
             return read
-        with profiled_range("launch"), self._failing(step), self.cache_steps.moving(step.chunks, plan.bucket is None):
+        with profiled_range("launch"), self._failing(step), self.cache_steps.moving(step.chunks, not plan.for_graph):
             launched = self.runner.launch(plan, before)
         self._launched(step, plan, launched)
         self._in_flight = launched if ahead and launched.can_be_followed else None

@@ -17,10 +17,11 @@ from dsa_engine.engine.sampling.selections import recorded, recorder_of
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
-from dsa_engine.engine.steps.context_buckets import bucket_of
+from dsa_engine.engine.steps.context_buckets import bucket_of, own_bucket
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.static_rows import eager_batch
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.model.kv_cache import KVCache
@@ -64,7 +65,9 @@ class ModelRunner:
             bucket = None
             if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step):
                 bucket = bucket_of(step.decode, self.graphs.contexts, step.num_drafts)
-            plan = StepPlan.of_decode(step.decode, rank, world, config, bucket)
+            if bucket is None and self.cache.group is not None:  # its rows are those of several ranks
+                bucket = own_bucket(step.decode)
+            plan = StepPlan.of_decode(step.decode, rank, world, config, bucket, self._mesh.dcp.ranks)
         if self.micro_batches is not None and not plan.records:
             plan = self.micro_batches.cut(plan, config)
         plan.num_drafts = step.num_drafts
@@ -92,7 +95,7 @@ class ModelRunner:
             return plan.num_drafts == 0
         if plan.num_drafts == 0:
             return self.graphs.ready(plan.bucket)
-        if plan.bucket is None or self.drafter is None or not before.follows or plan.decode.asks & HAS_GRAMMAR:
+        if not plan.for_graph or self.drafter is None or not before.follows or plan.decode.asks & HAS_GRAMMAR:
             return False
         return self.graphs.ready(self.drafter.key(plan))
 
@@ -104,8 +107,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan, before: StepResult | None = None) -> StepResult:
         """Computes a step and samples the next tokens of its requests, the same on every rank. ``before``: the step in
         flight, whose tokens have not been read."""
-        if plan.num_drafts and plan.bucket is not None:
-            assert self.drafter is not None and self.graphs is not None
+        if plan.num_drafts and plan.for_graph:
+            assert self.drafter is not None and self.graphs is not None and plan.bucket is not None
             masks, wanted = None, plan.own.wanted
             if self.grammars is not None:
                 masks = self.grammars.masks(wanted, [one.row for one in wanted], plan.bucket.rows)
@@ -162,16 +165,18 @@ class ModelRunner:
         self, plan: StepPlan, sampled: torch.Tensor | None = None
     ) -> tuple[ForwardBatch | MicroBatchPair | None, torch.Tensor]:
         """The batch of a step, None if it is padded, and the normed hidden states ``[T, hidden]``."""
-        if self.graphs is not None and plan.bucket is not None:
+        if self.graphs is not None and plan.for_graph:
             return None, self.graphs.forward(plan, sampled)
         batch = self._batch(plan, sampled)
         if plan.records and isinstance(batch, ForwardBatch):
-            batch.recorder = recorder_of(plan, self.cache, self._config.index_topk, self._mesh.device)
+            batch.recorder = recorder_of(plan, batch, self.cache.page_size, self._config.index_topk)
         return batch, self.model(batch, self.cache)
 
     def _batch(self, plan: StepPlan, sampled: torch.Tensor | None) -> ForwardBatch | MicroBatchPair:
-        tables, repeats = self.cache.block_tables, not self.hooks  # what watches sees each layer run
-        return build_batch(plan, self._config, self._mesh, tables, sampled, repeats)
+        if plan.bucket is not None:
+            return eager_batch(plan, self.model, self.cache, sampled)
+        repeats = not self.hooks  # what watches sees each layer run
+        return build_batch(plan, self._config, self._mesh, self.cache, sampled, repeats)
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[tokens to choose on this rank, vocab]``."""

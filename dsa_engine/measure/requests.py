@@ -27,8 +27,9 @@ def add_filled(engine: Engine, count: int, length: int, params: SamplingParams) 
         request = engine.make_request(replace(add, id=next(engine.ids)))
         request.output.append(0)  # the token that a prefill would have sampled
         engine.scheduler.admit_prefilled(request)
-        if request.owner == engine.mesh.rank:
-            engine.cache.fill_random(request.pages, engine.options.seed + request.id)
+        size, rank = engine.scheduler.capacity.dcp_size, engine.mesh.rank
+        if own := [page // size for page in request.pages if page % size == rank % size]:
+            engine.cache.fill_random(own, engine.options.seed + request.id)
         requests.append(request)
     return requests
 
@@ -36,9 +37,10 @@ def add_filled(engine: Engine, count: int, length: int, params: SamplingParams) 
 def check_batch(capacity: Capacity, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
     """Raises ``CapacityError`` if so many requests of this size, divided evenly over the ranks, cannot run at once
     without preemption. ``filled``: they are not prefilled."""
-    each = cdiv(requests, capacity.world_size)
+    each = cdiv(requests, capacity.world_size // capacity.dcp_size)
     need = each * capacity.max_pages(prompt_len, max_tokens)
-    if requests > 1 and capacity.cp_size > 1 and not filled:
-        need += pages_for(prompt_len, capacity.page_size)  # for another rank's request during its prefill
-    what = f"{requests} such requests at once on {capacity.world_size} rank(s), {each} on each"
+    if requests > 1 and capacity.cp_size > capacity.dcp_size and not filled:
+        need += pages_for(prompt_len, capacity.page_size)  # for a request of others during its prefill
+    together = "each" if capacity.dcp_size == 1 else f"each {capacity.dcp_size} together"
+    what = f"{requests} such requests at once on {capacity.world_size} rank(s), {each} on {together}"
     capacity.check(prompt_len, max_tokens, what, need)

@@ -26,7 +26,7 @@ from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.expand_latents import expand_latents, pays
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
-from dsa_engine.kernels.formats.cache_format import latent_format
+from dsa_engine.kernels.formats.cache_format import CacheFormat, latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul, split_matrices
 from dsa_engine.kernels.rows.rms_norm import rms_norm
@@ -86,10 +86,13 @@ class Attention(Weighted):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Writes the cache rows of ``x [T, hidden]``, normed, and attends: ``[T, hidden]``, and the selection that this
         layer used. ``topk_slots``: that of the last layer with an indexer, ``[sparse rows, index_topk]``."""
+        layer, buffers, shards = self.layer, batch.buffers, batch.shards
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
         with stage("MLA prolog"):
             quantized = self.q_a.quantize_for_several(x)
-        stored = (self._gather_cache_rows if batch.gathers else self._store_cache_rows)(x, quantized, batch, cache)
+        stored = (self._store_cache_rows if batch.gathers is None else self._gather_cache_rows)(
+            x, quantized, batch, cache
+        )
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a.of_quantized(x, quantized), self.q_a_norm, LATENT_NORM_EPS)
             quantized_resid = self.q_b.quantize_for_several(q_resid)
@@ -98,20 +101,28 @@ class Attention(Weighted):
             q_mha, q_mqa = self._queries(self.q_b.of_quantized(q_resid, quantized_resid), batch)
         with stage("indexer prolog"):
             index_queries = indexed()
+        asked = None if shards is None else self._gather_queries(index_queries, q_mqa, batch)
         stored()
         del quantized, quantized_resid  # read by side streams until now
-        topk_slots = self._select(index_queries, topk_slots, batch, cache)
-        with stage("sparse flash attention"):
-            out_latent = self._mqa(q_mqa, batch, cache, topk_slots)
+        pools = (cache.latent[layer], cache.index_keys[layer]) if buffers is None else buffers.of(layer)
+        if asked is None:
+            topk_slots = self._select(index_queries, topk_slots, batch, pools[1], cache.format)
+            with stage("sparse flash attention"):
+                out_latent = self._mqa(q_mqa, batch, pools[0], cache.format.latent, topk_slots)
+                out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
+                self._mha(q_mha, batch, pools[0], cache.format.latent, out)
+        else:
+            out_latent, topk_slots = self._attend_together(asked, topk_slots, batch, pools, cache.format)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
-            self._mha(q_mha, batch, cache, out)
         # Beside the computation: records of the selection; and tokens of the other micro-batch, before o_proj's
         # exchange, as collectives begin in the order of the host.
-        if batch.recorder is not None:
-            rows = cache.latent[self.layer], topk_slots, cache.format.latent
+        if batch.recorder is not None and shards is None:
+            rows = pools[0], topk_slots, cache.format.latent
             batch.recorder.record(
                 q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *rows, self.config.softmax_scale
             )
+        if buffers is not None and not batch.first_micro_batch:
+            buffers.drop(layer)
         this_thread.as_one(ForwardBatch.send_tokens, batch)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
@@ -138,14 +149,55 @@ class Attention(Weighted):
             return self.streams.index_queries.run(queries, x, q_resid, *_parts(quantized))
 
     def _select(
-        self, queries: IndexQueries | None, topk_slots: torch.Tensor | None, batch: ForwardBatch, cache: KVCache
+        self,
+        queries: IndexQueries | None,
+        topk_slots: torch.Tensor | None,
+        batch: ForwardBatch,
+        keys: torch.Tensor | None,
+        stored_as: CacheFormat,
     ) -> torch.Tensor | None:
         """:meth:`.Indexer.select` where this layer has an indexer and rows select; else the selection of the last one
         that had."""
-        keys, key_format = cache.index_keys[self.layer], cache.format.index_key
+        key_format = stored_as.index_key
         if self.indexer is None or keys is None or key_format is None or queries is None:
             return topk_slots
         return self.indexer.select(queries, keys, batch, key_format)
+
+    def _gather_queries(
+        self, index_queries: IndexQueries | None, q: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[Callable[[], IndexQueries] | None, Callable[[], torch.Tensor]]:
+        """Starts to gather the queries of all ranks that hold contexts together: those of the indexer, if rows select,
+        and absorbed ones."""
+        shards = batch.shards
+        assert shards is not None
+        with stage("communication"):
+            select = None if index_queries is None else shards.gather_queries(index_queries)
+            return select, shards.group.all_gather_async(q)
+
+    def _attend_together(
+        self,
+        asked: tuple[Callable[[], IndexQueries] | None, Callable[[], torch.Tensor]],
+        topk_slots: torch.Tensor | None,
+        batch: ForwardBatch,
+        pools: tuple[torch.Tensor, torch.Tensor | None],
+        stored_as: CacheFormat,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of this rank's rows over all ranks that hold contexts together, and the selection of the rows of
+        all of them."""
+        shards, workspace = batch.shards, self.runtime.workspace
+        assert shards is not None
+        index_queries, queries = asked
+        if index_queries is not None and pools[1] is not None and stored_as.index_key is not None:
+            given = index_queries(), pools[1], self.config.index_topk, stored_as.index_key
+            topk_slots = shards.select(*given, workspace)
+        with stage("sparse flash attention"):
+            how: Any = {"row_format": stored_as.latent, "scale": self.config.softmax_scale, "workspace": workspace}
+            q, selected = queries(), topk_slots if batch.sparse_mqa.rows else None
+            out, lse = shards.attend(q, pools[0], selected, how)
+        if batch.recorder is not None and selected is not None:
+            of_layer = lse, pools[0], selected, stored_as.latent, self.config.softmax_scale
+            batch.recorder.record_together(shards, q, *of_layer)
+        return out, topk_slots
 
     def _store_cache_rows(
         self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
@@ -198,16 +250,27 @@ class Attention(Weighted):
                 into = own[:tokens, latent : latent + index_key.columns]
                 self.indexer.store_keys(x, quantized, batch, index_key, into)
         with stage("communication"):
-            gathered = self.runtime.mesh.cp.all_gather_async(own)
+            assert batch.gathers is not None
+            gathered = batch.gathers.all_gather_async(own)
+
+        def store(
+            rows: torch.Tensor, latent_pool: torch.Tensor, key_pool: torch.Tensor | None, slots: torch.Tensor
+        ) -> None:
+            with stage("MLA prolog"):
+                if key_pool is None or index_key is None:
+                    store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], slots)
+                else:
+                    store_cache_rows(latent_pool, key_pool, rows, slots, index_key)
 
         def stored() -> None:
             with stage("communication"):
                 rows = gathered()
-            with stage("MLA prolog"):
-                if key_pool is None or index_key is None:
-                    store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], batch.slot_mapping)
-                else:
-                    store_cache_rows(latent_pool, key_pool, rows, batch.slot_mapping, index_key)
+            if batch.buffers is None or batch.pool_slots is None:
+                store(rows, latent_pool, key_pool, batch.slot_mapping)
+            else:
+                store(rows, latent_pool, key_pool, batch.pool_slots)
+                store(rows, *batch.buffers.of(self.layer), batch.slot_mapping)
+                batch.buffers.start_next(self.layer)
             this_thread.as_one(Attention._stored, self, batch, cache)
 
         return stored
@@ -230,11 +293,16 @@ class Attention(Weighted):
         return mha, mqa
 
     def _mqa(
-        self, q: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        batch: ForwardBatch,
+        pool: torch.Tensor,
+        row_format: LatentFormat,
+        topk_slots: torch.Tensor | None,
     ) -> torch.Tensor:
         """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: dense rows attend to all visible tokens, the
         sparse rows after them to the selected ones."""
-        pool, row_format, border = cache.latent[self.layer], cache.format.latent, batch.dense_mqa.rows
+        border = batch.dense_mqa.rows
         scale, workspace = self.config.softmax_scale, self.runtime.workspace
         how: Any = {"row_format": row_format, "scale": scale, "workspace": workspace}
         parts = []
@@ -252,7 +320,9 @@ class Attention(Weighted):
             return parts[0]
         return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], row_format.rank)
 
-    def _mha(self, q: torch.Tensor, batch: ForwardBatch, cache: KVCache, out: torch.Tensor) -> None:
+    def _mha(
+        self, q: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor, row_format: LatentFormat, out: torch.Tensor
+    ) -> None:
         """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``. Keys and
         values are expanded piece by piece: as many segments, and of their heads, as the workspace holds, or one."""
         if batch.mha is None:
@@ -266,18 +336,18 @@ class Attention(Weighted):
             step = max(1, max_keys // part.cu_seqlens_k.rows)
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
-                given = (q[rows, heads], *self._expand(cache, part.key_slots, heads, eighth))
+                given = (q[rows, heads], *self._expand(pool, row_format, part.key_slots, heads, eighth))
                 lengths, scale = (part.cu_seqlens_q, part.cu_seqlens_k), config.softmax_scale
                 dense_attention(*given, *lengths, scale=scale, workspace=4 * eighth, out=out[rows, heads])
 
     def _expand(
-        self, cache: KVCache, slots: torch.Tensor, heads: slice, workspace: int
+        self, pool: torch.Tensor, row_format: LatentFormat, slots: torch.Tensor, heads: slice, workspace: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``. Latent
         rows are gathered piece by piece, as many as the workspace holds."""
         config, dtype = self.config, self.runtime.dtype
         rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-        w_uk, w_uv, pool, row_format = self.w_uk[heads], self.w_uv[heads], cache.latent[self.layer], cache.format.latent
+        w_uk, w_uv = self.w_uk[heads], self.w_uv[heads]
         k = torch.empty(slots.shape[0], w_uk.shape[0], config.qk_head_dim, dtype=dtype, device=pool.device)
         v = k.new_empty(*k.shape[:2], config.v_head_dim)
         block = max(_MIN_GATHERED, workspace // ((rank + rope) * dtype.itemsize))

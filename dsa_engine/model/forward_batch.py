@@ -41,8 +41,10 @@ from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.pieces import Pieces, Results
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.context_shards import NO_PAGE, GroupRows, LayerBuffers
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.selection import SelectionRecorder
+from dsa_engine.parallel.group import Group
 
 _INITIAL_SIZE = 64  # rows of the block tables, and pages of a row
 
@@ -53,6 +55,8 @@ Pass = Generator[str, None, Result]  # yields names of `profile_stages.STAGES`
 class BlockTables:
     """Rows of page numbers. ``host``: int32 ``[rows, pages]`` on the CPU; the entries after the last page of a row are
     arbitrary valid pages. ``uploaded``: number of new page numbers that have been copied to the device so far."""
+
+    rows_each = 1  # rows of a list
 
     def __init__(self, page_size: int, device: torch.device):
         self.page_size = page_size
@@ -68,6 +72,10 @@ class BlockTables:
         # For every tensor that was given to gather, by its id: the rows that it holds, and their stamps.
         self._gathered: dict[int, tuple[weakref.ref[torch.Tensor], list[tuple[int, int]]]] = {}
 
+    def shape(self, requests: int, context: int) -> tuple[int, int]:
+        """The shape of the tables of a decode step with so many requests on a rank, of ``context`` tokens each."""
+        return requests, cdiv(context, self.page_size)
+
     def rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
         """The row of each request's pages, up to date on the device for work that is launched from now on. A request's
         page numbers, in order of position, are always the same object, which only grows."""
@@ -80,18 +88,18 @@ class BlockTables:
 
     def _updated_rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
         # Twice as many rows as one step needs: requests that take turns keep their rows.
-        self._make_room(2 * len(requests), max(map(len, requests), default=0))
+        self._make_room(2 * self.rows_each * len(requests), self._width(max(map(len, requests), default=0)))
         for pages in requests:  # so that none of them loses its row to another one
             if (known := self._known.pop(id(pages), None)) is not None:
                 self._known[id(pages)] = known
         rows, cells, numbers = [], [], []
         for pages in requests:
             row, known_pages = self._row(pages)
-            if known_pages < len(pages):
-                new = torch.from_numpy(np.array(pages[known_pages:], np.int32))
-                self.host[row, known_pages : len(pages)] = new
-                self._stamps[row] = next(self._clock)
-                cells.append(torch.arange(known_pages, len(pages)) + row * self.host.shape[1])
+            for to, first, new in self._new_cells(row, pages, known_pages) if known_pages < len(pages) else ():
+                last = first + len(new)
+                self.host[to, first:last] = new
+                self._stamps[to] = next(self._clock)
+                cells.append(torch.arange(first, last) + to * self.host.shape[1])
                 numbers.append(new)
             self._known[id(pages)] = row, pages, len(pages)
             rows.append(row)
@@ -118,13 +126,21 @@ class BlockTables:
             self._gathered[id(out)] = weakref.ref(out), held
         return tables
 
+    def _width(self, pages: int) -> int:
+        """Entries of a row for a list of so many pages."""
+        return pages
+
+    def _new_cells(self, row: int, pages: Sequence[int], known: int) -> list[tuple[int, int, torch.Tensor]]:
+        """What a list has that its ``row`` lacks, after its first ``known`` pages: row, first column, and numbers."""
+        return [(row, known, torch.from_numpy(np.array(pages[known:], np.int32)))]
+
     def _row(self, pages: Sequence[int]) -> tuple[int, int]:
         """The row of a list, and the number of its pages in it."""
         if id(pages) in self._known:
             row, _, known = self._known[id(pages)]
             return row, known
-        if len(self._known) < self.host.shape[0]:
-            return len(self._known), 0
+        if (row := self.rows_each * len(self._known)) < self.host.shape[0]:
+            return row, 0
         return self._known.pop(next(iter(self._known)))[0], 0
 
     def _copied_whole(self) -> bool:
@@ -141,6 +157,51 @@ class BlockTables:
         sizes = [next_power_of_2(max(both)) for both in zip((rows, pages), old.shape, strict=True)]
         self.host = torch.zeros(*sizes, dtype=old.dtype)
         self.host[: old.shape[0], : old.shape[1]] = old
+
+
+class ShardTables(BlockTables):
+    """Of each list the pages on this rank, in two rows: their numbers here, and their indices in the list, ascending,
+    :data:`NO_PAGE` after the last. The second row follows the first, which is the row of the list."""
+
+    rows_each = 2
+
+    def __init__(self, page_size: int, device: torch.device, group: Group, pages: int):
+        super().__init__(page_size, device)
+        self._group, self._pages = group, pages
+        self._filled: dict[int, int] = {}  # by row: number of its entries
+        self.host[1::2] = NO_PAGE
+        self._on_device = upload(self.host, device)
+
+    def shape(self, requests: int, context: int) -> tuple[int, int]:
+        """Of all requests of the group; the second half of the rows are indices."""
+        return self.rows_each * self._group.size * requests, self._width(super().shape(requests, context)[1])
+
+    def _width(self, pages: int) -> int:
+        # All pages of a list may lie here. Dummy requests lie evenly, but have more pages than there are.
+        return min(pages, max(self._pages, cdiv(pages, self._group.size)))
+
+    def rows(self, requests: Sequence[Sequence[int]]) -> list[int]:
+        try:
+            return super().rows(requests)
+        except BaseException:  # so that whatever lies there is overwritten
+            self._filled = dict.fromkeys(range(0, len(self.host), self.rows_each), self.host.shape[1])
+            raise
+
+    def _new_cells(self, row: int, pages: Sequence[int], known: int) -> list[tuple[int, int, torch.Tensor]]:
+        new = np.array(pages[known:], np.int32)
+        index = (new % self._group.size == self._group.index).nonzero()[0]
+        filled = self._filled.get(row, 0)
+        first = filled if known else 0
+        self._filled[row] = last = first + len(index)
+        after = np.full(max(0, filled - last), NO_PAGE, np.int32)  # in place of those of another list
+        both = new[index] // self._group.size, np.concatenate(((index + known).astype(np.int32), after))
+        return [(row + i, first, torch.from_numpy(cells)) for i, cells in enumerate(both) if len(cells)]
+
+    def _make_room(self, rows: int, pages: int) -> None:
+        rows_before, width = self.host.shape
+        super()._make_room(rows, pages)
+        self.host[1::2, width:] = NO_PAGE
+        self.host[rows_before + 1 :: 2] = NO_PAGE
 
 
 @dataclass(frozen=True)
@@ -218,9 +279,9 @@ class ForwardBatch:
     dense_mqa: Segments  # rows are counted from the first row of this form
     sparse_mqa: Segments
     block_tables: torch.Tensor  # [sequences, max_pages] int32
-    slot_mapping: torch.Tensor  # [R] int32: the slot of each (gathered) cache row; R is T, or cp_size · cp_rows
-    gathers: bool  # whether cache rows are gathered over the context-parallel group
-    cp_rows: int  # largest row count in the context-parallel group
+    slot_mapping: torch.Tensor  # [R] int32: the slot of each (gathered) cache row; R is T, or size · cp_rows of a group
+    gathers: Group | None  # the group that cache rows are gathered over; None: they are not
+    cp_rows: int  # largest row count in this group, or in the context-parallel one
     tp_rows: int  # … in the tensor-parallel group
     ep_rows: int  # … in the expert-parallel group
     decodes: bool  # whether this is a decode step of all ranks
@@ -230,6 +291,12 @@ class ForwardBatch:
     # [sparse rows, index_topk] int32: slots that an earlier pass has selected, in place of the indexer
     selection: torch.Tensor | None = None
     first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
+    # Where ranks hold a context together: in a prefill the slots above are those of buffers, which have the rows of all
+    # ranks, and these are of this rank's pools, [R] int32, −1 where another one stores; in a decode step there are the
+    # rows of all ranks, and the slots above are −1.
+    buffers: LayerBuffers | None = None
+    pool_slots: torch.Tensor | None = None
+    shards: GroupRows | None = None
     _seen_pages: tuple[torch.Tensor, torch.Tensor] | None = None
     # In a micro-batch on CUDA: sends of tokens that wait for their counts, of both micro-batches; None: none waits.
     unsent: list[Callable[[], None]] | None = None

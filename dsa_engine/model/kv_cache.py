@@ -12,7 +12,8 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
-from dsa_engine.model.forward_batch import BlockTables, ForwardBatch
+from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, ShardTables
+from dsa_engine.parallel.group import Group
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -60,15 +61,28 @@ class KVCache:
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
-    ``block_tables`` has the pages of requests that steps have run. ``before_use`` and ``after_store`` are hooks of what
-    moves pages: a layer calls each with its number before it uses its pools, and when it has stored the step's rows.
+    ``block_tables`` has the pages of requests that steps have run. ``group``: the ranks that hold pages together, whose
+    number contains the rank (``context_shards.py``); None: this one alone. ``before_use`` and ``after_store`` are hooks
+    of what moves pages: a layer calls each with its number before it uses its pools, and when it has stored the step's
+    rows.
     """
 
-    def __init__(self, config: ModelConfig, format: CacheFormat, pages: int, page_size: int, device: torch.device):
+    def __init__(
+        self,
+        config: ModelConfig,
+        format: CacheFormat,
+        pages: int,
+        page_size: int,
+        device: torch.device,
+        group: Group | None = None,
+    ):
         self.format = format
         self.pages = pages
         self.page_size = page_size
+        self.group = None if group is None or group.size == 1 else group
         self.block_tables = BlockTables(page_size, device)
+        if self.group is not None:
+            self.block_tables = ShardTables(page_size, device, self.group, pages)
         self.before_use: list[Callable[[int], None]] = []
         self.after_store: list[Callable[[int], None]] = []
         # Zeros: the rows of modules that have not run (``draft_number.py``) are read like others.

@@ -90,7 +90,10 @@ class DecoderLayer(Weighted):
         pools = cache.latent[self.layer], cache.index_keys[self.layer]
         given = [*delta, residual, topk_slots, cache, *pools]
         delta.clear()
-        cache.use(self.layer)
+        if batch.buffers is None:
+            cache.use(self.layer)
+        else:
+            batch.buffers.start(self.layer)
         residual, topk_slots, *fed = batch.piece(DecoderLayer._run, self, given)
         moe = self.moe
         if moe is None:

@@ -11,17 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.formats.row_format import LatentFormat
+from dsa_engine.model.context_shards import GroupRows
 
 
 @dataclass
 class SelectionRecorder:
-    """Gets each layer's selection for n rows of a batch, in any order."""
+    """Gets each layer's selection for n rows of a batch, in any order. ``pages``: for each row the pages of its
+    request, as slots name them."""
 
     rows: Sequence[int]
+    pages: Sequence[npt.NDArray[np.int32]]
     # int32 [n, index_topk] on the device: slots of the first tokens that each row sees, −1 after them. A row that is
     # not in sparse form attends to these.
     visible: torch.Tensor
@@ -59,3 +64,27 @@ class SelectionRecorder:
             tables.append(torch.stack((slots, scores.softmax(dim=1).mean(dim=0).view(torch.int32))))
         if tables:
             self.layers.append(torch.stack(tables))
+
+    def record_together(
+        self,
+        shards: GroupRows,
+        q: torch.Tensor,
+        lse: torch.Tensor,
+        pool: torch.Tensor,
+        topk_slots: torch.Tensor,
+        row_format: LatentFormat,
+        scale: float,
+    ) -> None:
+        """Adds a layer where ranks hold contexts together, with positions in place of slots: each rank has the weights
+        of its tokens for all rows and sends them to the row's rank. ``q``, ``topk_slots``: of all rows; ``lse``: of
+        this rank's rows, merged."""
+        tables, k = [], topk_slots.shape[1]
+        for number, (slots, sums) in enumerate(zip(topk_slots, shards.group.all_gather(lse), strict=True)):
+            latent = gather_latent(pool, slots.clamp(min=0), row_format, q.dtype).float()
+            weights = ((q[number].float() @ latent.T).mul_(scale) - sums[:, None]).exp_().mean(dim=0)
+            positions = shards.positions_of(number, slots)
+            tables.append(torch.stack((positions, weights.masked_fill_(slots < 0, 0.0).view(torch.int32))))
+        parts = shards.group.all_to_all(torch.stack(tables)).view(shards.group.size, -1, 2, k)
+        of_rows = parts[:, self.rows].permute(1, 2, 0, 3).flatten(2)  # [n, 2, ranks · index_topk]
+        order = of_rows[:, 0].lt(0).int().argsort(dim=1, stable=True)[:, :k]
+        self.layers.append(of_rows.gather(2, order[:, None].expand(-1, 2, -1)))

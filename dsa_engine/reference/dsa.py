@@ -322,13 +322,16 @@ def select(q: Tensor, weights: Tensor, keys: Tensor, positions: Tensor, topk: in
     return torch.cat(parts)
 
 
-def attend(q: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor | None, width: int, scale: float) -> Tensor:
-    """Attention of ``q [T, H, 576]`` over latent rows ``[n, 576]`` -> ``[T, H, 512]``, V3 (10).
+def attend(
+    q: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor | None, width: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``q [T, H, 576]`` over latent rows ``[n, 576]`` -> ``[T, H, 512]``, V3 (10), and the logarithm of
+    each softmax's sum, ``[T, H]``.
 
     A latent row is the key of all heads; its first 512 numbers (``width``) are their value. With ``chosen [T, k]`` a
     row reads k of the n rows, whatever n is: that is the *sparse* in DeepSeek Sparse Attention. None: all before it.
     """
-    parts = []
+    parts, sums = [], []
     for some in pieces(len(q), (len(rows) if chosen is None else chosen.shape[1]) * (rows.shape[1] + q.shape[1])):
         if chosen is None:
             keys = rows[None]  # [1, n, 576]
@@ -336,10 +339,36 @@ def attend(q: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor | None, wi
         else:
             keys = rows[chosen[some].clamp(min=0)]  # [t, k, 576]
             seen = chosen[some] >= 0  # [t, k]
-        scores = wide(q[some] @ keys.mT) * scale  # [t, H, k]
-        probabilities = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1).to(q.dtype)
+        scores = (wide(q[some] @ keys.mT) * scale).masked_fill(~seen[:, None], -math.inf)  # [t, H, k]
+        probabilities = scores.softmax(-1).nan_to_num(0).to(q.dtype)  # zeros where nothing is seen
         parts.append(probabilities @ keys[..., :width])
-    return torch.cat(parts)
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(parts), torch.cat(sums)
+
+
+def attend_across_ranks(
+    q: Tensor, index: tuple[Tensor, Tensor], held: Sequence[tuple[Tensor, Tensor, Tensor]], positions: Tensor,
+    topk: int, width: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """Selection and attention in decode where a request's pages lie on several ranks (the engine's ``dcp_size``; this
+    page's requests have one). Queries travel, and small results; no cache row does.
+
+    ``held``: of each rank latent rows ``[n, 576]``, index keys ``[n, 128]`` and the n tokens' positions, ascending.
+    """
+    best_of, parts = list[tuple[Tensor, ...]](), []
+    for _, keys, tokens in held:  # each rank: its k best tokens are *candidates*; no other can be among all k best
+        seen = torch.searchsorted(tokens, positions, right=True) - 1  # what a row sees comes first on every rank
+        mine = select(*index, keys, seen, topk)
+        scores = index_scores(*index, keys, seen).gather(1, mine.clamp(min=0)).masked_fill(mine < 0, -math.inf)
+        best_of.append((scores, tokens[mine], mine))
+    scores, tokens, candidates = (torch.cat(each, -1) for each in zip(*best_of))  # exchanged: size * k for each row
+    by_token = tokens.argsort(-1)  # of equal scores the earlier token
+    order = by_token.gather(1, scores.gather(1, by_token).sort(descending=True, stable=True).indices)
+    chosen = candidates.masked_fill(torch.ones_like(order).scatter(1, order[:, :topk], 0).bool(), -1)
+    for (rows, *_), mine in zip(held, chosen.split([one.shape[1] for *_, one in best_of], -1)):
+        parts.append(attend(q, rows, positions, mine, width, scale))  # each rank: those that it holds
+    outputs, sums = (torch.stack(each) for each in zip(*parts))  # exchanged: a softmax in parts, each with its sum
+    return (sums.softmax(0)[..., None] * outputs).sum(0)
 
 
 def output(w: Weights, c: Config, attended: Tensor) -> Tensor:
@@ -356,11 +385,9 @@ def pieces(rows: int, each: int, limit: int = 2**25) -> Iterator[slice]:
 
 # ---- 4. Experts -----------------------------------------------------------------------------------------------------
 def route(w: Weights, c: Config, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, ``[T, 8]`` each, V3 (13-16).
-
-    Scores are sigmoids. A bias, trained to balance the load, is added to *choose*, never to weigh: the best
-    ``topk_group`` groups, each by the sum of its two best experts, and then the best experts inside them.
-    """
+    """The experts of each token and their weights, ``[T, 8]`` each, V3 (13-16). Scores are sigmoids. A bias, trained to
+    balance the load, is added to *choose*, never to weigh: the best ``topk_group`` groups, each by the sum of its two
+    best experts, and then the best experts inside them."""
     scores = F.linear(wide(x), wide(w.gate)).sigmoid()  # [T, E]
     choice = scores + w.gate_bias
     if c.n_group > 1:
@@ -386,11 +413,9 @@ def own_experts(c: Config, world: World) -> range:
 
 
 def experts(w: Weights, c: Config, x: Tensor, world: World, padded: int) -> Tensor:
-    """The shared expert plus the routed ones, V3 (12): ``x [T, 7168]`` -> ``[T, 7168]``.
-
-    Every rank gets the tokens of all (*dispatch*), applies its own experts to those that chose them, and the sums over
-    ranks return (*combine*). The engine sends a token only to the ranks of its experts.
-    """
+    """The shared expert plus the routed ones, V3 (12): ``x [T, 7168]`` -> ``[T, 7168]``. Every rank gets the tokens of
+    all (*dispatch*), applies its own experts to those that chose them, and the sums over ranks return (*combine*). The
+    engine sends a token only to the ranks of its experts."""
     ids, weights = route(w, c, x)
     tokens = world.all_gather(x, padded)  # [size * padded, 7168]
     ids, weights = world.all_gather(ids, padded), world.all_gather(weights, padded)  # padding: weight 0
@@ -427,10 +452,8 @@ class Batch:
 
 
 class Model:
-    """The decoder and its caches on this rank: ``latent[layer] [slots, 576]`` and ``keys[layer] [slots, 128]``.
-
-    A *page* is ``page_size`` consecutive slots, under one number in all layers. The MTP module's layer comes last.
-    """
+    """The decoder and its caches on this rank: ``latent[layer] [slots, 576]`` and ``keys[layer] [slots, 128]``. A
+    *page* is ``page_size`` consecutive slots, under one number in all layers. The MTP module's layer comes last."""
 
     def __init__(self, c: Config, weights: Weights, world: World, pages: int, page_size: int, dtype: torch.dtype):
         self.c, self.w, self.head, self.world, self.page_size = c, weights.model, weights.lm_head, world, page_size
@@ -445,11 +468,9 @@ class Model:
         return angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
 
     def write(self, layer: int, batch: Batch, rows: Tensor, keys: Tensor | None) -> None:
-        """Stores the tokens' latent rows ``[T, 576]`` and index keys ``[T, 128]`` in their slots.
-
-        In prefill all ranks' are gathered, side by side in one buffer: the only exchange that attention needs, once a
-        layer. They go straight to the slots of their positions, so head-tail order costs nothing.
-        """
+        """Stores the tokens' latent rows ``[T, 576]`` and index keys ``[T, 128]`` in their slots. In prefill all ranks'
+        are gathered, side by side in one buffer: the only exchange that attention needs, once a layer. They go straight
+        to the slots of their positions, so head-tail order costs nothing."""
         packed, rank = rows if keys is None else torch.cat((rows, keys), -1), self.world.rank
         sources = [(rank, 0)]  # whose rows, and where they begin; the slots are ours
         if batch.prefill and self.world.size > 1:
@@ -465,11 +486,9 @@ class Model:
                 at += len(positions)
 
     def attention(self, layer: int, x: Tensor, batch: Batch, chosen: list[Tensor]) -> Tensor:
-        """``x [T, 7168]``, normed -> ``[T, 7168]``. Rows are written first, so that a token sees itself.
-
-        ``chosen`` has the positions ``[k]`` that each row attends to. A layer with an indexer renews it, a "shared"
-        one (GLM-5.2) uses it as it is. Where none has one, it stays empty.
-        """
+        """``x [T, 7168]``, normed -> ``[T, 7168]``. Rows are written first, so that a token sees itself. ``chosen`` has
+        the positions ``[k]`` that each row attends to: a layer with an indexer renews it, a "shared" one (GLM-5.2) uses
+        it as it is. Where none has one, it stays empty."""
         c, w, rank = self.c, self.w.layers[layer].self_attn, self.world.rank
         positions = torch.tensor([p for _, p in batch.rows(rank)], dtype=torch.int64, device=x.device)  # [T]
         turn = self.turns(positions)
@@ -491,7 +510,7 @@ class Model:
                 chosen.extend(select(q_index[some], head_weights[some], keys, positions[some], c.index_topk))
             best = torch.stack(chosen[some]) if chosen else None  # ... and attention reads k of the latent rows
             rows = self.latent[layer][cached]  # (a copy of all n; the engine's kernels read pages in place)
-            attended.append(attend(q[some], rows, positions[some], best, c.kv_lora_rank, c.softmax_scale))
+            attended.append(attend(q[some], rows, positions[some], best, c.kv_lora_rank, c.softmax_scale)[0])
         return output(w, c, torch.cat(attended))
 
     def layer(self, number: int, x: Tensor, batch: Batch, chosen: list[Tensor]) -> Tensor:
@@ -527,11 +546,9 @@ class Model:
 
 # ---- 6. Pages of the caches -----------------------------------------------------------------------------------------
 class Pages:
-    """The books of one rank's pages. Every rank keeps those of all ranks, as all take the same decisions.
-
-    A full page has a *name*, a hash of its tokens and all tokens before them, by which a later request with the same
-    beginning finds it (prefix cache). A page that no request holds keeps its name until its memory is needed.
-    """
+    """The books of one rank's pages. Every rank keeps those of all ranks, as all take the same decisions. A full page
+    has a *name*, a hash of its tokens and all before them, by which a later request with the same beginning finds it
+    (prefix cache). A page that no request holds keeps its name until its memory is needed."""
 
     def __init__(self, count: int):
         self.free = deque(range(count))
@@ -573,11 +590,9 @@ class Pages:
 # ---- 7. Requests and the scheduler ----------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Request:
-    """Tokens that are known, and how far they are computed.
-
-    ``waiting`` -> ``prefill``, with pages on every rank -> ``decode``, with pages on its owner -> ``done``. A preempted
-    request loses its pages and waits again; what it has said so far is then part of its prompt.
-    """
+    """Tokens that are known, and how far they are computed. ``waiting`` -> ``prefill``, with pages on every rank ->
+    ``decode``, with pages on its owner -> ``done``. A preempted request loses its pages and waits again; what it has
+    said so far is then part of its prompt."""
 
     number: int  # order of arrival
     tokens: list[int]  # the prompt, then the output
@@ -599,12 +614,9 @@ class Request:
 
 
 class Scheduler:
-    """Decides which tokens are computed next; the same on all ranks, without a message.
-
-    First come, first served. Every request ends: it enters with the pages of its whole prefill, and if it finds no page
-    to decode into, the *youngest* request on its rank loses all of its pages. So the oldest always goes on. A step
-    prefills at most ``chunk`` tokens times the number of ranks.
-    """
+    """Decides which tokens are computed next; the same on all ranks, without a message. First come, first served. Every
+    request ends: it enters with the pages of its whole prefill, and if it finds no page to decode into, the *youngest*
+    on its rank loses its own; the oldest always goes on. A step prefills at most ``chunk`` tokens times the ranks."""
 
     def __init__(self, world: World, pages: int, page_size: int, chunk: int):
         self.world, self.page_size, self.chunk, self.num_drafts = world, page_size, chunk, 0
@@ -707,11 +719,8 @@ class Scheduler:
 
 # ---- 8. Sampling ----------------------------------------------------------------------------------------------------
 def sample(logits: Tensor, how: Request, position: int) -> int:
-    """The token of a request at ``position``, from ``logits [vocab]``.
-
-    Its random numbers follow from the request's seed and the position alone. So a token depends neither on the batch
-    nor on the rank, is the same after a preemption, and can be compared with a draft.
-    """
+    """The token of a request at ``position``, from ``logits [vocab]``. Its random numbers follow from the request's
+    seed and the position alone: no batch and no rank changes it, and it can be compared with a draft."""
     if how.temperature == 0:
         return int(logits.argmax())
     scaled = (logits - logits.max()) / how.temperature
@@ -822,13 +831,8 @@ class Engine:
     ) -> list[list[int]]:  # fmt: skip
         """Token ids after each prompt, up to an end token or ``max_tokens``; the same on every rank.
 
-        Args:
-            seed: of every prompt's random numbers.
-            drafts: tokens guessed by the MTP module for every request in a step. They change no output.
-
-        Raises:
-            ValueError: a prompt is empty or does not fit, or there is no MTP module to draft.
-        """
+        ``seed``: of every prompt's random numbers. ``drafts``: tokens of a request that the MTP module guesses in a
+        step; they change no output. Raises ``ValueError`` for a prompt that is empty or does not fit."""
         if drafts and len(self.model.w.layers) == self.config.num_hidden_layers:
             raise ValueError("drafts need an MTP module, a layer after the last one; this checkpoint has none")
         if not all(prompts) or max_tokens < 1:
@@ -869,12 +873,8 @@ class Engine:
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None, **sizes: int) -> Engine:
-    """An engine for a checkpoint folder with ``config.json`` and ``*.safetensors``, or for the model "demo".
-
-    Args:
-        dtype: of weights and activations; default: bfloat16 on CUDA, float32 on a CPU.
-        sizes: ``pages`` and ``page_size`` (tokens) of a rank's caches; ``chunk``, see :class:`Scheduler`.
-    """
+    """An engine for a checkpoint folder, or for the model "demo". ``dtype`` is that of weights and activations;
+    ``sizes``: ``pages`` and ``page_size`` (tokens) of a rank's caches; ``chunk``, see :class:`Scheduler`."""
     path = Path(__file__).parents[1] / "demo_model" if folder == "demo" else Path(folder)
     return Engine(path, dtype or (torch.bfloat16 if torch.cuda.is_available() else torch.float32), **sizes)
 

@@ -26,7 +26,7 @@ def merge_splits_reference(
     partial_out: torch.Tensor, partial_lse: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     weights = partial_lse.softmax(dim=0).nan_to_num(0.0)[..., None]  # NaN where all parts are −inf
-    parts = torch.where(weights > 0, weights * partial_out, 0.0)
+    parts = torch.where(weights > 0, weights * partial_out, 0.0)  # in float32
     return parts.sum(dim=0).to(dtype), torch.logsumexp(partial_lse, dim=0)
 
 
@@ -60,7 +60,7 @@ def merge_splits(
     """Attention over the union of what the parts attended to.
 
     Args:
-        partial_out: ``[S, T, heads, value_dim]`` float32, contiguous.
+        partial_out: ``[S, T, heads, value_dim]``, float32 or as other ranks send it, contiguous.
         partial_lse: ``[S, T, heads]`` float32 natural logarithms, contiguous; −inf for a part without rows.
         dtype: dtype of the result.
 
@@ -72,9 +72,9 @@ def merge_splits(
             f"parts must be [S, T, heads, value_dim] with a log-sum-exp [S, T, heads] and S > 0, not "
             f"{tuple(partial_out.shape)} and {tuple(partial_lse.shape)}"
         )
-    if (partial_out.dtype, partial_lse.dtype) != (torch.float32, torch.float32):
+    if not partial_out.is_floating_point() or partial_lse.dtype != torch.float32:
         raise ValueError(
-            f"parts and their log-sum-exp must be float32, not {partial_out.dtype} and {partial_lse.dtype}"
+            f"parts must be floats and their log-sum-exp float32, not {partial_out.dtype} and {partial_lse.dtype}"
         )
     if not runs_triton(partial_out):
         return merge_splits_reference(partial_out, partial_lse, dtype)

@@ -30,6 +30,8 @@ struct Problem {
     int64_t page_stride, table_stride, page_size, heads, dim, k;
     bool one_form;  // few queries take panels too: the two forms add in different orders
     int32_t* slots;  // [rows, k]
+    int64_t* keys;  // [rows, k] candidate keys, by page_index, which is shaped as the tables; or null
+    const int32_t* page_index;
 };
 
 struct Tile {
@@ -45,6 +47,7 @@ inline Ints order_of(Floats score) {
     return (score == score) ? bits : Ints{} + INT_MAX;
 }
 
+constexpr int32_t ORDER_OF_NAN = 0x7f800001;  // in candidate keys
 constexpr int32_t ORDER_OF_MINUS_INFINITY = (int32_t)0xff800000u ^ INT_MAX;  // is never selected
 
 #if defined(__AVX512F__)
@@ -138,6 +141,12 @@ inline const float* key_of(const Problem& p, const int32_t* table, int64_t posit
 
 inline int32_t slot_of(const Problem& p, const int32_t* table, int32_t position) {
     return (int32_t)(table[position / p.page_size] * p.page_size + position % p.page_size);
+}
+
+// kernels/indexer/_candidates.py
+inline int64_t candidate_key(const Problem& p, const int32_t* index, int32_t order, int32_t position) {
+    const int64_t at = index[position / p.page_size] * p.page_size + position % p.page_size;
+    return (int64_t)((uint64_t)(order < ORDER_OF_NAN ? order : ORDER_OF_NAN) << 32 | (0xffffffffu - (uint64_t)at));
 }
 
 // panel[d][lane] of the keys first ... first + PANEL - 1, of which `count` exist; after it there is room for one key each.
@@ -260,6 +269,11 @@ void select(const Problem& p, const Tile& tile, float* scratch) {
         best[i].keep(p.k);
         int32_t* out = p.slots + (tile.row + i) * p.k;
         for (int64_t j = 0; j < p.k; j++) out[j] = j < best[i].count ? slot_of(p, table, best[i].positions[j]) : -1;
+        if (!p.keys) continue;
+        const int32_t* index = p.page_index + tile.sequence * p.table_stride;
+        int64_t* keys = p.keys + (tile.row + i) * p.k;
+        for (int64_t j = 0; j < p.k; j++)
+            keys[j] = j < best[i].count ? candidate_key(p, index, best[i].orders[j], best[i].positions[j]) : INT64_MIN;
     }
 }
 
@@ -277,7 +291,8 @@ extern "C" int64_t dsa_lightning_indexer_scratch(
 // Returns 1, and does nothing, where a visible token's page lies outside of the pool; else 0.
 extern "C" int64_t dsa_lightning_indexer(
     const void* q, const float* weights, const void* pool, const int32_t* tables, const int32_t* tiles,
-    const int32_t* sequences, const int32_t* visible, int32_t* slots, float* scratch, int64_t type,
+    const int32_t* sequences, const int32_t* visible, int32_t* slots, int64_t* keys, const int32_t* page_index,
+    float* scratch, int64_t type,
     int64_t tile_count, int64_t largest, int64_t pages, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads,
     int64_t dim, int64_t k, int64_t one_form, int64_t threads) {
     const auto tile_at = [=](int64_t i) {
@@ -295,7 +310,7 @@ extern "C" int64_t dsa_lightning_indexer(
         }
     }
     const Problem p{{q, type},   weights,   {pool, type}, tables, visible, page_stride,
-                    table_stride, page_size, heads, dim, k, one_form != 0, slots};
+                    table_stride, page_size, heads, dim, k, one_form != 0, slots, keys, page_index};
     const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k, type);
     // Last tiles first: in a causal batch they tend to see more tokens.
     for_tiles(tile_count, (int)threads, scratch, size,

@@ -61,7 +61,8 @@ def score_tile_kernel(
     if begin >= count:
         return
     position = first_key + tl.arange(0, BLOCK_KEYS)
-    exists = position < seen + count - 1
+    # Rows of which not each sees one more (the pages lie on several ranks) see fewer, at the end of the scores too.
+    exists = position < tl.minimum(seen + count - 1, score_stride)
     table = block_tables + tl.load(sequences + row).to(tl.int64) * table_stride
     page = tl.load(table + position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
     offset = position % PAGE_SIZE
@@ -98,7 +99,8 @@ def score_span_kernel(
     row = tl.load(tiles + 2 * tile).to(tl.int64)
     count = tl.load(tiles + 2 * tile + 1)
     begin = tl.program_id(0) * span
-    stop = tl.minimum(begin + span, tl.load(visible + row) + count - 1)
+    # Not beyond the row's scores, as in `score_tile_kernel`.
+    stop = tl.minimum(begin + span, tl.minimum(tl.load(visible + row) + count - 1, score_stride))
     if begin >= stop:
         return
     lane = tl.arange(0, QUERIES * BLOCK_HEADS)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.indexer._candidates import finish_candidates
 from dsa_engine.kernels.runtime.kernel import kernel
 
 MINUS_INF = tl.constexpr(-2139095041)  # keys
@@ -160,16 +161,17 @@ def _guess(row, length, scores, k, PIECE: tl.constexpr, SAMPLE: tl.constexpr):
 
 
 # These change from step to step and are no addresses: one compiled kernel serves all.
-@kernel(do_not_specialize=["rows", "width", "max_kept", "table_stride"])
+@kernel(do_not_specialize=["rows", "width", "max_kept", "table_stride", "index_stride"])
 def select_topk_kernel(
-    scores, lengths, candidate_scores, candidate_columns, positions, counts, tables, sequences,
-    rows, width, row_stride, k, max_kept, table_stride,
+    scores, lengths, candidate_scores, candidate_columns, positions, counts, tables, sequences, page_index, keys,
+    rows, width, row_stride, k, max_kept, table_stride, index_stride,
     HAS_LENGTHS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LANES: tl.constexpr, GROUPS: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Programs take rows in turn. Each has CAPACITY candidates and a stage of two chunks to itself; a chunk is
     LANES · GROUPS groups of 4 scores. The result is positions, or with a PAGE_SIZE slots, filled up with −1, and
-    counts."""
+    counts; and candidate keys, by ``page_index``."""
+    CUT_PAGE: tl.constexpr = PAGE_SIZE if keys is None else 0
     CHUNK: tl.constexpr = 4 * LANES * GROUPS
     STAGE: tl.constexpr = 2 * CHUNK + PIECE
     # The counts of a thread's GROUPS groups lie side by side in one number, so that one prefix sum does for all.
@@ -237,10 +239,14 @@ def select_topk_kernel(
             table = tables + tl.load(sequences + row).to(tl.int64) * table_stride
         held, floor = _cut(
             candidate_scores, candidate_columns, held, floor, k, k, None, positions + goal, table,
-            False, PAGE_SIZE, PIECE,
+            False, CUT_PAGE, PIECE,
         )  # fmt: skip
-        for first in range(0, k, PIECE):
-            slots = first + tl.arange(0, PIECE)
-            tl.store(positions + goal + slots, -1, mask=(slots >= held) & (slots < k))
+        if keys is not None:
+            index = page_index + tl.load(sequences + row).to(tl.int64) * index_stride
+            finish_candidates(source, positions + goal, keys + goal, table, index, held, k, PAGE_SIZE, PIECE)
+        else:
+            for first in range(0, k, PIECE):
+                slots = first + tl.arange(0, PIECE)
+                tl.store(positions + goal + slots, -1, mask=(slots >= held) & (slots < k))
         tl.store(counts + row, held)
         tl.debug_barrier()  # the candidates are read

@@ -19,18 +19,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.indexer._candidates import finish_candidates, score_order
 from dsa_engine.kernels.runtime.kernel import kernel
 
 MINUS_INF = tl.constexpr(-2139095041)
-NAN = tl.constexpr(0x7F800001)
 GROUP = tl.constexpr(16)
-
-
-@triton.jit
-def _keys(scores):
-    bits = scores.to(tl.int32, bitcast=True)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(scores == scores, tl.where(keys == -1, 0, keys), NAN)
 
 
 @triton.jit
@@ -42,7 +35,7 @@ def _row_keys(row, first, length, SPAN: tl.constexpr):
         scores = tl.load(row + slots)
     else:
         scores = tl.load(row + slots, mask=slots < length, other=float("-inf"))
-    return _keys(scores)
+    return score_order(scores)
 
 
 @triton.jit
@@ -51,7 +44,7 @@ def _sampled_floor(row, length, aim, SAMPLE: tl.constexpr):
     sample is runs of 4 from all over the row."""
     runs = tl.arange(0, SAMPLE // 4)
     at = runs * (length // 4) // (SAMPLE // 4) * 4
-    keys = tl.reshape(_keys(tl.load(row + at[:, None] + tl.arange(0, 4)[None, :])), [SAMPLE])
+    keys = tl.reshape(score_order(tl.load(row + at[:, None] + tl.arange(0, 4)[None, :])), [SAMPLE])
     rank = (aim * (SAMPLE * 1.0) / length).to(tl.int32) + 1
     low, high = tl.full([], MINUS_INF, tl.int32), tl.maximum(tl.max(keys), -1)
     count = tl.full([], SAMPLE, tl.int32)
@@ -64,10 +57,10 @@ def _sampled_floor(row, length, aim, SAMPLE: tl.constexpr):
 
 
 # These change from step to step and are no addresses: one compiled kernel serves all.
-@kernel(do_not_specialize=["width", "aim", "table_stride"])
+@kernel(do_not_specialize=["width", "aim", "table_stride", "index_stride"])
 def select_topk_spans_kernel(
-    scores, lengths, keys, columns, held, finished, positions, counts, tables, sequences,
-    width, row_stride, k, aim, table_stride,
+    scores, lengths, keys, columns, held, finished, positions, counts, tables, sequences, page_index, candidates,
+    width, row_stride, k, aim, table_stride, index_stride,
     HAS_LENGTHS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPAN: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(spans, rows)``. ``keys``, ``columns [rows, spans, SPAN / 2]`` and ``held [rows, spans]``: memory of the
@@ -110,11 +103,16 @@ def select_topk_spans_kernel(
                 table = tables + tl.load(sequences + row).to(tl.int64) * table_stride
             done = _finish(
                 scores, values, keys, columns, held, spans, length, floor, k, positions + row * k, table,
-                PAGE_SIZE, SPAN, CAPACITY,
+                PAGE_SIZE if candidates is None else 0, SPAN, CAPACITY,
             )  # fmt: skip
-            for first in range(0, k, SPAN):
-                slots = first + tl.arange(0, SPAN)
-                tl.store(positions + row * k + slots, -1, mask=(slots >= done) & (slots < k))
+            if candidates is not None:
+                index = page_index + tl.load(sequences + row).to(tl.int64) * index_stride
+                out, into = positions + row * k, candidates + row * k
+                finish_candidates(scores, out, into, table, index, done, k, PAGE_SIZE, SPAN // 4)
+            else:
+                for first in range(0, k, SPAN):
+                    slots = first + tl.arange(0, SPAN)
+                    tl.store(positions + row * k + slots, -1, mask=(slots >= done) & (slots < k))
             tl.store(counts + row, done)
 
 

@@ -23,7 +23,7 @@ import torch
 from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.indexer._arguments import check_indexer_arguments
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
-from dsa_engine.kernels.indexer.topk import select_topk
+from dsa_engine.kernels.indexer.topk import check_candidates, select_topk
 from dsa_engine.kernels.rows.segment import Paging, Segments, slots_of, slots_of_reference
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -61,6 +61,8 @@ def lightning_indexer(
     key_format: IndexKeyFormat,
     workspace: int = 256 << 20,
     finished: torch.Tensor | None = None,
+    page_index: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Selects for every query the k best tokens that it sees.
 
@@ -69,6 +71,9 @@ def lightning_indexer(
         k: number of tokens to select.
         workspace: bytes for scores and intermediate products.
         finished: :func:`.topk.no_row_finished`, if it is kept between calls.
+        page_index, keys: where other ranks hold other pages of the sequences, and ``segments`` see local tokens: int32,
+            shaped as the block tables, the number of each page in its sequence; and int64 ``[T, k]``, contiguous, which
+            gets the candidate keys of the slots (:mod:`._candidates`).
 
     Returns:
         slots ``[T, k]`` int32, in ascending order of the tokens' positions, −1 after the last where a query sees fewer
@@ -80,11 +85,14 @@ def lightning_indexer(
     check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
+    if keys is not None:
+        check_candidates(keys, page_index, block_tables, q.shape[0], k)
     slots = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
     if cpu.serves(q, pool) and cpu.serves(weights, dtype=torch.float32):
-        _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, slots, workspace)
+        given = (q.contiguous(), weights.contiguous(), pool, block_tables, segments, slots, workspace)
+        _select_natively(*given, page_index, keys)
         return slots
-    if is_batch_invariant() and key_format.coded and cpu.serves(weights):
+    if is_batch_invariant() and keys is None and key_format.coded and cpu.serves(weights):
         _select_expanded(q.float(), weights, pool, block_tables, segments, key_format, slots, workspace)
         return slots
     # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
@@ -100,7 +108,8 @@ def lightning_indexer(
             q[rows], weights[rows], pool, block_tables, piece, key_format=key_format, workspace=workspace // 2
         )
         paging = Paging(block_tables, piece.sequences, pool.shape[1])
-        select_topk(scores, k, piece.visible, paging=paging, out=slots[rows], finished=finished)
+        into: Any = {"out": slots[rows], "page_index": page_index, "keys": None if keys is None else keys[rows]}
+        select_topk(scores, k, piece.visible, paging=paging, finished=finished, **into)
         del scores  # before the next piece's are made
     return slots
 
@@ -136,9 +145,11 @@ def _select_natively(
     segments: Segments,
     slots: torch.Tensor,
     workspace: int,
+    page_index: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
 ) -> None:
-    """Fills ``slots [T, k]``. Each thread has a tile's keys and best scores, of as many queries as fit in its part
-    of the workspace; of one query at least."""
+    """Fills ``slots [T, k]``, and ``keys``. Each thread has a tile's keys and best scores, of as many queries as fit in
+    its part of the workspace; of one query at least."""
     (rows, heads, dim), k, type_ = q.shape, slots.shape[1], cpu.TYPES[q.dtype]
     library = cpu.kernels()
     threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
@@ -149,9 +160,12 @@ def _select_natively(
         queries //= 2
     tiles, tables = segments.tiles(queries), block_tables.int().contiguous()
     scratch = torch.empty(threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k, type_))
+    index = None if page_index is None else page_index.contiguous()
     outside = library.dsa_lightning_indexer(
         q.data_ptr(), weights.data_ptr(), pool.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
-        segments.sequences.data_ptr(), segments.visible.data_ptr(), slots.data_ptr(), scratch.data_ptr(), type_,
+        segments.sequences.data_ptr(), segments.visible.data_ptr(), slots.data_ptr(),
+        None if keys is None else keys.data_ptr(), None if index is None else index.data_ptr(), scratch.data_ptr(),
+        type_,
         len(tiles), queries, len(pool), pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k,
         is_batch_invariant(), threads,
     )  # fmt: skip

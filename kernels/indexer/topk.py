@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.indexer._candidates import candidate_keys
 from dsa_engine.kernels.indexer._topk_kernel import select_topk_kernel
 from dsa_engine.kernels.indexer._topk_spans_kernel import select_topk_spans_kernel
 from dsa_engine.kernels.rows.segment import Paging, slots_of
@@ -114,6 +115,8 @@ def select_by_kernel(
     config: Config,
     paging: Paging | None = None,
     out: torch.Tensor | None = None,
+    page_index: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`select_topk` by the kernel of many rows; k at most ``config.largest_k``."""
     scores, lengths, (tables, sequences, page_size) = _contiguous(scores, lengths, paging)
@@ -125,8 +128,9 @@ def select_by_kernel(
     positions = torch.empty(rows, k, dtype=torch.int32, device=device) if out is None else out
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     select_topk_kernel[(programs,)](
-        scores, lengths, candidates, columns, positions, counts, tables, sequences,
+        scores, lengths, candidates, columns, positions, counts, tables, sequences, page_index, keys,
         rows, width, scores.stride(0), k, min(config.largest_k, k + k // 4), 0 if tables is None else tables.stride(0),
+        0 if page_index is None else page_index.stride(0),
         HAS_LENGTHS=lengths is not None, PAGE_SIZE=page_size, LANES=32 * config.warps, GROUPS=config.groups,
         PIECE=config.piece, CAPACITY=config.capacity, SAMPLE=config.sample,
         num_warps=config.warps, maxnreg=config.registers,
@@ -166,28 +170,40 @@ def select_by_spans(
     paging: Paging | None = None,
     out: torch.Tensor | None = None,
     finished: torch.Tensor | None = None,
+    page_index: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`select_topk` by the kernel of few rows; k at most half of a span. ``finished``:
     :func:`no_row_finished`."""
     scores, lengths, (tables, sequences, page_size) = _contiguous(scores, lengths, paging)
     (rows, width), device = scores.shape, scores.device
     spans = cdiv(width, config.span)
-    keys, columns = torch.empty(2, rows, spans * config.span // 2, dtype=torch.int32, device=device)
+    orders, columns = torch.empty(2, rows, spans * config.span // 2, dtype=torch.int32, device=device)
     held = torch.empty(rows, spans, dtype=torch.int32, device=device)
     positions = torch.empty(rows, k, dtype=torch.int32, device=device) if out is None else out
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     select_topk_spans_kernel[(spans, rows)](
-        scores, lengths, keys, columns, held,
+        scores, lengths, orders, columns, held,
         torch.zeros(rows, dtype=torch.int32, device=device) if finished is None else finished,
-        positions, counts, tables, sequences, width, scores.stride(0), k, isqrt(k * config.span),
-        0 if tables is None else tables.stride(0),
+        positions, counts, tables, sequences, page_index, keys, width, scores.stride(0), k, isqrt(k * config.span),
+        0 if tables is None else tables.stride(0), 0 if page_index is None else page_index.stride(0),
         HAS_LENGTHS=lengths is not None, PAGE_SIZE=page_size, SPAN=config.span, SAMPLE=config.sample,
         num_warps=config.warps,
     )  # fmt: skip
     return positions, counts
 
 
-@operation(writes=("out",), waits=True)
+def check_candidates(
+    keys: torch.Tensor, page_index: torch.Tensor | None, tables: torch.Tensor | None, rows: int, k: int
+) -> None:
+    """Raises ``ValueError`` unless ``keys`` can take the candidate keys of so many rows."""
+    if tables is None or page_index is None or page_index.shape != tables.shape or page_index.dtype != torch.int32:
+        raise ValueError("candidate keys need pages, and a page_index, int32, shaped as their block tables")
+    if keys.shape != (rows, k) or keys.dtype != torch.int64 or not keys.is_contiguous():
+        raise ValueError(f"keys must be contiguous int64 [{rows}, {k}], not {keys.dtype} {list(keys.shape)}")
+
+
+@operation(writes=("out", "keys"), waits=True)
 def select_topk(
     scores: torch.Tensor,
     k: int,
@@ -196,6 +212,8 @@ def select_topk(
     paging: Paging | None = None,
     out: torch.Tensor | None = None,
     finished: torch.Tensor | None = None,
+    page_index: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k best positions of each row of ``scores [R, W]`` (float32), or their slots.
 
@@ -207,6 +225,10 @@ def select_topk(
         paging: the pages of the rows' sequences: slots are the result, as :func:`.segment.slots_of` gives them.
         out: int32 ``[R, k]``, contiguous: gets the positions, or slots; default: a new tensor.
         finished: :func:`no_row_finished`, if it is kept between calls; else it costs a launch with few rows.
+        page_index: int32, as the block tables of ``paging``: the number of each page in its sequence, of which others
+            lie elsewhere.
+        keys: int64 ``[R, k]``, contiguous: gets the candidate keys (:mod:`._candidates`) in the order of the slots, by
+            ``page_index``.
 
     Returns:
         positions ``[R, k]`` int32, ascending, or slots in the same order, −1 after the last; counts ``[R]`` int32, the
@@ -223,12 +245,19 @@ def select_topk(
     rows, width = scores.shape
     if out is not None and (out.shape != (rows, k) or out.dtype != torch.int32 or not out.is_contiguous()):
         raise ValueError(f"out must be contiguous int32 [{rows}, {k}], not {out.dtype} {list(out.shape)}")
+    if page_index is not None:
+        page_index = page_index.contiguous()
+    if keys is not None:
+        check_candidates(keys, page_index, None if paging is None else paging.block_tables, rows, k)
     if not runs_triton(scores) or k > LARGEST_K or not rows:
         selected, counts = select_topk_reference(scores, k, lengths)
+        if keys is not None and page_index is not None and paging is not None:
+            by_row = page_index.index_select(0, paging.sequences)
+            keys.copy_(candidate_keys(scores, selected, by_row, paging.page_size))
         if paging is not None:
             selected = slots_of(selected, *paging)
         return selected if out is None else out.copy_(selected), counts
     if takes_spans(rows, width):
-        return select_by_spans(scores, k, lengths, Spans(), paging, out, finished)
+        return select_by_spans(scores, k, lengths, Spans(), paging, out, finished, page_index, keys)
     configs = A_ROW_EACH if rows <= chip_of(scores).multiprocessors else MANY_ROWS
-    return select_by_kernel(scores, k, lengths, config_for(configs, chip_of(scores)), paging, out)
+    return select_by_kernel(scores, k, lengths, config_for(configs, chip_of(scores)), paging, out, page_index, keys)

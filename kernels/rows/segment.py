@@ -147,6 +147,23 @@ class Segments:
         self._checked.add((block_tables.shape, page_size))
 
 
+def local_visible(
+    positions: torch.Tensor, page_index: torch.Tensor, sequences: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """The number of tokens that each row sees on this rank, int32 ``[rows]``, where a sequence's pages lie on several:
+    always its first ones there. PyTorch's operations do: once a step, not once a layer.
+
+    Args:
+        positions: integer ``[rows]`` in their sequences; −1 for padding, which sees nothing.
+        page_index: int32 ``[sequences, local pages]``, each page's number in its sequence, ascending; 2**25 after the
+            last.
+        sequences: integer ``[rows]``, the row of the page index for each.
+    """
+    # int64: the first token of page 2**25 would be beyond int32.
+    seen = positions.long()[:, None] + 1 - page_index.index_select(0, sequences).long() * page_size
+    return seen.clamp_(0, page_size).sum(dim=1, dtype=torch.int32)
+
+
 @dataclass(frozen=True)
 class CuSeqlens:
     """The rows of a flat tensor that belong to each sequence of a varlen call: rows ``offsets[i] … offsets[i+1]-1`` are

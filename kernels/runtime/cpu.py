@@ -38,7 +38,7 @@ _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._Simple
     "dsa_multiply_adds": ([c_void_p, c_int64], c_int64),
     "dsa_per_head_matmul": ([c_void_p] * 3 + [c_int64] * 13, None),
     "dsa_lightning_indexer_scratch": ([c_int64] * 5, c_int64),
-    "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 12, c_int64),
+    "dsa_lightning_indexer": ([c_void_p] * 11 + [c_int64] * 12, c_int64),
     "dsa_linear": ([c_void_p] * 4 + [c_int64] * 10, None),
     "dsa_replay": ([c_void_p, c_int64], c_int64),
     "dsa_rms_norm": ([c_void_p] * 6 + [c_int64] * 4 + [c_float, c_int64], None),

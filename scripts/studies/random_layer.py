@@ -99,7 +99,7 @@ class Layer:
         """``[T, heads, value]``: the reference's attention over latent rows that were chosen, or all."""
         q, rows, *_ = tokens
         latent, rank, scale = rows[:, : self.latent], self.size.kv_rank, self.c.softmax_scale
-        return self.values(dsa.attend(self.absorb(q), latent, positions(tokens), chosen, rank, scale))
+        return self.values(dsa.attend(self.absorb(q), latent, positions(tokens), chosen, rank, scale)[0])
 
 
 def positions(tokens: Tokens) -> Tensor:

@@ -126,10 +126,18 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("segments", segment(0, T, 0, 10), "token 70, its block table holds 4 pages of 16"),
         ("k", set_to(0), "k must be at least 1, not 0"),
     ],
+    "lightning_indexer, candidates": [
+        ("page_index", columns(2), "a page_index, int32, shaped as their block tables"),
+        ("keys", columns(4), r"int64 \[60, 16\], not torch.int64 \[60, 4\]"),
+    ],
     "linear": [("x", columns(4), r"x \(60, 4\) does not fit a weight \(64, 128\)")],
     "merge_splits": [
         ("partial_lse", columns(1), r"\(3, 60, 2, 64\) and \(3, 60, 1\)"),
-        ("partial_out", to(HALF), "float32, not torch.float16"),
+        ("partial_lse", to(HALF), "log-sum-exp float32, not torch.float32 and torch.float16"),
+    ],
+    "nth_largest": [
+        ("keys", to(F64), r"int64 \[parts, rows, n\], not torch.float64"),
+        ("k", set_to(0), "k must be at least 1, not 0"),
     ],
     "pack_tokens": [
         ("tokens", to(F64), "at most 4 bytes"),
@@ -171,6 +179,10 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("paging", set_to(Paging(torch.zeros(1, 4), torch.zeros(3), 16)), r"60 rows of scores, but \(3,\)"),
     ],
     "silu_mul": [("gate_up", columns(127), "even width, not 127")],
+    "slots_above": [
+        ("slots", columns(2), r"slots \[60, 2\]"),
+        ("slots", to(I64), "int32, not torch.int64, torch.int64 and torch.int64"),
+    ],
     "slots_of": [("sequences", rows(2), "60 rows of positions, but 2")],
     "sparse_attention": [
         ("q", columns(143), "does not fit rows of PlainLatents"),

@@ -65,7 +65,7 @@ def reference_rows(folder: Any, tokens: list[int], rows: torch.Tensor) -> tuple[
     q, compressed = dsa.queries(w.self_attn, c, x[rows], own)
     index_q, head_weights = dsa.index_queries(w.self_attn.indexer, c, x[rows], compressed, own)
     chosen = dsa.select(index_q, head_weights, keys, rows, c.index_topk)
-    attended = dsa.attend(q, latent, rows, chosen, c.kv_lora_rank, c.softmax_scale)
+    attended, _ = dsa.attend(q, latent, rows, chosen, c.kv_lora_rank, c.softmax_scale)
     states = embedded[rows] + dsa.output(w.self_attn, c, attended)
     states = states + dsa.ffn(w.mlp, dsa.rms_norm(states, w.post_attention_layernorm, c.rms_norm_eps))
     return model.logits(dsa.rms_norm(states, model.w.norm, c.rms_norm_eps)), chosen

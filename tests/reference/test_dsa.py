@@ -142,3 +142,20 @@ def test_errors(engine: dsa.Engine, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     with pytest.raises(ValueError, match="'llama'.*deepseek_v32"):
         dsa.load(tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_pages_on_several_ranks(size: int) -> None:
+    """The same as of all tokens on one: with scores that tie, ranks that hold nothing, and rows that see a page's part,
+    fewer than k tokens or none on most ranks."""
+    g, page, count, topk = torch.Generator().manual_seed(size), 4, 75, 12
+    rows, keys = torch.randn(count, 20, generator=g).double(), torch.randint(-1, 2, (count, 6), generator=g).double()
+    positions = torch.tensor([74, 73, 40, 11, 3, 0])
+    q = torch.randn(len(positions), 2, 20, generator=g).double()
+    index = torch.randint(-1, 2, (6, 3, 6), generator=g).double(), torch.randint(0, 3, (6, 3), generator=g).double()
+    chosen = dsa.select(*index, keys, positions, topk)
+    wanted, _ = dsa.attend(q, rows, positions, chosen, 16, 0.3)
+    owners = torch.randint(size, (count // page + 1,), generator=g).repeat_interleave(page)[:count]
+    held = [(owners == rank).nonzero().flatten() for rank in range(size)]
+    parts = [(rows[some], keys[some], some) for some in held]
+    torch.testing.assert_close(dsa.attend_across_ranks(q, index, parts, positions, topk, 16, 0.3), wanted)

@@ -53,7 +53,7 @@ def _record(group: Group, log: list[Collective]) -> None:
 
     # By transport: the kind, the bytes from its arguments, and whether it is asynchronous.
     kinds: dict[str, tuple[str, Callable[..., tuple[Any, Any]], Callable[..., bool]]] = {
-        "_start_gather": ("all_gather", lambda rows, _: (rows.nbytes,) * 2, lambda _, later: later),
+        "_start_gather": ("all_gather", lambda rows, *_: (rows.nbytes,) * 2, lambda _, later, *__: later),
         "_start_reduce": (
             "reduce_scatter", lambda rows, _: (rows.nbytes // group.size,) * 2, lambda _, later: later,
         ),

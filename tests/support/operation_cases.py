@@ -118,6 +118,12 @@ def _indexer(make: Make) -> Call:
     return (q, weights, pool, tables, segments, 16), how
 
 
+def _candidates(make: Make) -> Call:
+    (q, weights, pool, tables, segments, k), how = _indexer(make)
+    keys = torch.zeros(T, k, dtype=torch.int64)
+    return (q, weights, pool, tables, segments, k), {**how, "page_index": 2 * torch.sort(tables).values, "keys": keys}
+
+
 def _dense(make: Make) -> Call:
     kind = latent_format(128, 16, BF16)
     pool, tables, segments = make.paged(kind)
@@ -172,8 +178,10 @@ CASES: dict[str, Callable[[Make], Call]] = {
     ),
     "indexer_scores": _scores,
     "lightning_indexer": _indexer,
+    "lightning_indexer, candidates": _candidates,
     "linear": lambda m: ((m.normal(T, HIDDEN), m.normal(64, HIDDEN)), {}),
     "merge_splits": lambda m: ((m.floats(3, T, HEADS, 64), m.floats(3, T, HEADS)), {}),
+    "nth_largest": lambda m: ((m.order(4 * T * 8).view(4, T, 8).long(), 16), {}),
     "pack_tokens": lambda m: (m.experts(), {}),
     "per_head_matmul": lambda m: ((m.normal(T, HEADS, 16), m.normal(HEADS, 16, 32), m.normal(T, HEADS, 32)), {}),
     "quantize_index_queries": lambda m: (
@@ -188,6 +196,9 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "route": _route,
     "select_topk": lambda m: ((m.floats(T, 64), 16), {}),
     "silu_mul": lambda m: ((m.normal(T, HIDDEN),), {}),
+    "slots_above": lambda m: (
+        (m.order(T * 8).view(T, 8).long(), m.order(T * 8).view(T, 8), m.whole(T * 8, T).long()), {},
+    ),
     "slots_of": lambda m: ((m.whole(64, T, 8), m.order(16).view(4, 4), m.whole(4, T), PAGE), {}),
     "sparse_attention": lambda m: _sparse(m, BF16),
     "sparse_attention, FP8": lambda m: _sparse(m, FP8),

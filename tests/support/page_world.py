@@ -17,6 +17,7 @@ from dsa_engine.engine.requests.scheduler import Scheduler
 class World:
     world: int
     cp: int
+    dcp: int
     pages: int
     page_size: int
     seqs: int
@@ -31,7 +32,7 @@ class World:
     def schedulers(self) -> list[Scheduler]:
         made = [
             Scheduler(
-                Capacity(self.world, self.cp, self.pages, self.page_size),
+                Capacity(self.world, self.cp, self.pages, self.page_size, self.dcp),
                 rank=rank,
                 max_num_seqs=self.seqs,
                 max_num_batched_tokens=self.tokens,
@@ -68,10 +69,12 @@ def crowd(rng: random.Random, tiers: int, large: bool = False) -> tuple[World, l
         large: on 16 to 64 ranks, instead of 1 to 9.
     """
     page_size, pages = rng.randint(1, 4), rng.randint(3, 12)
-    cp = rng.choice([1, 4, 16, 64]) if large else rng.randint(1, 3)
+    cp = rng.choice([1, 4, 16, 64]) if large else rng.choice([1, 2, 3, 4])
+    dcp = rng.choice([size for size in (1, 1, 2, 3, 4, 8) if cp % size == 0])
     world = World(
         world=max(cp, rng.choice([16, 32, 64])) if large else cp * rng.randint(1, 3),
         cp=cp,
+        dcp=dcp,
         pages=pages,
         page_size=page_size,
         seqs=rng.randint(20, 100) if large else rng.randint(1, 8),
@@ -83,7 +86,7 @@ def crowd(rng: random.Random, tiers: int, large: bool = False) -> tuple[World, l
         fetched=rng.choice([1, 2, 100]),
         disk=tiers == 3,
     )
-    room = pages * page_size
+    room = pages * page_size * dcp
     wishes = [
         Wish(
             document=rng.choice([0, 0, 1]),

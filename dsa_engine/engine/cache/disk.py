@@ -5,10 +5,10 @@ ranks of a group agree twice on each request that waits, in the order in which t
 has, and how many of these have been read. Between that, nothing waits for the disk. Each page is read by one rank of
 the group, which its number says; the others fetch its rows from that rank when the request begins (``ledger.py``).
 
-The ranks of a group hold the same rows, so each writes every n-th page of a prompt. A page is copied to host memory
-when its rows are complete, and written once the first token of its request has been sampled without an error: rows with
-errors must not outlive their request. Where the disk is slow, pages wait for host memory as long as the request holds
-them on this rank; those that it releases before are not written.
+The n pools of a group hold the same rows, so each writes every n-th page of a prompt, from the rank that has it. A page
+is copied to host memory when its rows are complete, and written once the first token of its request has been sampled
+without an error: rows with errors must not outlive their request. Where the disk is slow, pages wait for host memory as
+long as the request holds them on this rank; those that it releases before are not written.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DiskLoads:
         if request.searched_disk:
             return any(search.request is request for search in self._searches)
         request.searched_disk = True
-        (first,) = self.ledger.known(usable, [ranks])
+        (first,) = self.ledger.known(usable, [self.ledger.pools_of(ranks)])
         if first == len(usable):
             return False
         search = _Search(request, ranks, list(usable[first:]), first, len(usable) - first)
@@ -127,13 +127,15 @@ class DiskLoads:
         there is room for any."""
         locked = frozenset(search.digests)
         for index in range(count):
-            slot = self._host_of(search, index).reserve(locked)
+            host, rank = self._host_of(search, index)
+            slot = host.reserve(rank, locked)
             if slot is None:
                 break
             search.slots.append(slot)
         search.present = len(search.slots)
         if self._rank in search.ranks and (own := search.part(self._rank, search.present)):
-            pages = [(search.digests[index], search.slots[index]) for index in own]
+            size = self.ledger.dcp_size
+            pages = [(search.digests[index], search.slots[index] // size) for index in own]
             search.load = self._reader.submit(self._read, pages, self.flush())
         return bool(search.slots)
 
@@ -148,12 +150,14 @@ class DiskLoads:
 
     def _end_reading(self, search: _Search, count: int) -> None:
         for index, slot in enumerate(search.slots):
-            self._host_of(search, index).name(slot, search.digests[index] if index < count else None)
+            self._host_of(search, index)[0].name(slot, search.digests[index] if index < count else None)
         if self._rank in search.ranks:
             self.pages_read += len(search.part(self._rank, count))
 
-    def _host_of(self, search: _Search, index: int) -> HostSlots:
-        return self.ledger.pools[search.ranks[(search.first + index) % len(search.ranks)]].host
+    def _host_of(self, search: _Search, index: int) -> tuple[HostSlots, int]:
+        """The host memory of the rank that reads a page, and the rank's index there."""
+        rank = search.ranks[(search.first + index) % len(search.ranks)]
+        return self.ledger.pools[self.ledger.pool_of(rank)].host, rank % self.ledger.dcp_size
 
 
 class _Copied(NamedTuple):
@@ -168,7 +172,7 @@ class _Copied(NamedTuple):
 class _Progress:
     """How far a request's pages have got on this rank."""
 
-    numbers: range  # the pages that this rank writes and has not copied
+    numbers: list[int]  # those of its pages that this rank's pool writes and it has not looked at yet, the next last
     copied: list[_Copied] = field(default_factory=list)
     succeeded: bool = False  # whether it has its first token
 
@@ -182,6 +186,7 @@ class DiskStores:
     free: list[int]  # the slots of host memory for pages on their way
     rank: int
     page_size: int
+    dcp_size: int = 1
     pages_written: int = 0  # number of pages handed to the disk
     _requests: dict[Request, _Progress] = field(default_factory=dict)
     _copying: dict[Request, _Progress] = field(default_factory=dict)  # those of them that hold pages to be copied
@@ -200,8 +205,12 @@ class DiskStores:
         for chunk in chunks:
             request, ranks = chunk.request, chunk.ranks
             if not request.prefilled and request.digests is not None and self.rank in ranks:
-                numbers = range(self.rank - ranks[0], len(request.prompt) // self.page_size, len(ranks))
-                self._copying[request] = self._requests.setdefault(request, _Progress(numbers))
+                if request not in self._requests:
+                    size, count = self.dcp_size, len(request.prompt) // self.page_size
+                    pools, pool = len(ranks) // size, (self.rank - ranks[0]) // size
+                    numbers = [number for number in range(count) if number // size % pools == pool]
+                    self._requests[request] = _Progress(numbers[::-1])
+                self._copying[request] = self._requests[request]
                 computed[request] = chunk.end
         new = [
             (request, *one)
@@ -245,18 +254,19 @@ class DiskStores:
             return
         digests = self.prefix_cache.digests(request)
         complete = min(len(digests), max(end, request.num_computed_tokens) // self.page_size)
-        while progress.numbers and (number := progress.numbers[0]) < complete:
-            digest = digests[number]
-            # For a page that was found this rank's memory is enough; one that had to be computed was perhaps deleted.
-            known = number < request.num_found_pages and digest in self._stored
-            if not (known or self.folder.has(digest)):
-                if not self.free:
-                    return
-                yield request.pages[number], self.free.pop(), digest
-            if len(self._stored) == _REMEMBERED:
-                self._stored.clear()
-            self._stored.add(digest)
-            progress.numbers = progress.numbers[1:]
+        while progress.numbers and (number := progress.numbers[-1]) < complete:
+            digest, (page, rank) = digests[number], divmod(request.pages[number], self.dcp_size)
+            if rank == self.rank % self.dcp_size:
+                # A page that was found is known by this rank's memory; one that had to be computed was perhaps deleted.
+                known = number < request.num_found_pages and digest in self._stored
+                if not (known or self.folder.has(digest)):
+                    if not self.free:
+                        return
+                    yield page, self.free.pop(), digest
+                if len(self._stored) == _REMEMBERED:
+                    self._stored.clear()
+                self._stored.add(digest)
+            progress.numbers.pop()
 
     def _write(self, one: _Copied) -> None:
         one.wait()

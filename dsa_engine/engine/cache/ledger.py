@@ -1,10 +1,13 @@
 """Pages of all ranks: which request holds which, and what ranks copy and send to each other for it.
 
+The ``dcp_size`` neighbouring ranks of a group hold a request's pages together: a pool is theirs (``pool.py``). While a
+prompt is prefilled, each such group among the ranks of its context-parallel group holds all of its pages.
+
 All ranks have the same ledger, as all take the same decisions; so each knows what the others have, without messages.
 
-A request begins with the pages that any rank of its context-parallel group has. A rank that lacks one gets it from a
-rank that has it: a fetch. Fetches take place at the beginning of prefill steps, before the step computes; a step's
-number of them is limited, as their buffers are.
+A request begins with the pages that any rank of its context-parallel group has. A pool that lacks one gets it from one
+that has it, from rank to rank: a fetch. Fetches take place at the beginning of prefill steps, before the step computes;
+a step's number of them is limited, as their buffers are.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dsa_engine.engine.cache.pool import PageIndex, PageMoves, PagePool
+import numpy as np
+
+from dsa_engine.engine.cache.pool import Ints, PageCopy, PageIndex, PageMoves, PagePool, as_array
 from dsa_engine.engine.requests.request import Chunk, Fetch, PageDigests, Request
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
@@ -24,8 +29,13 @@ if TYPE_CHECKING:  # needs packages of the extra "serve"
 
 
 class PageLedger:
-    """The pages that every request holds on every rank; ``Request.pages`` are those of this rank. ``max_fetched``:
-    maximum number of pages that a rank sends, and of pages that it receives, in a step."""
+    """The pages that every request holds in every pool; ``Request.pages`` are those in this rank's.
+
+    Attributes:
+        pools: of the groups of ``dcp_size`` neighbouring ranks that hold a request's pages together.
+        pages, slots: of each rank.
+        max_fetched: maximum number of pages that a rank sends, and of pages that it receives, in a step.
+    """
 
     def __init__(
         self,
@@ -35,80 +45,105 @@ class PageLedger:
         slots: int = 0,
         max_fetched: int = 1,
         forgotten: Callable[[bytes], None] | None = None,
+        dcp_size: int = 1,
     ):
-        self.pages, self.slots, self.max_fetched, self._rank = pages, slots, max_fetched, rank
-        self.index = PageIndex(forgotten)
-        self.pools = [PagePool(pages, slots, self.index, number) for number in range(world_size)]
-        self._held: dict[Request, dict[int, array[int]]] = {}  # by request and rank
+        self.pages, self.slots, self.max_fetched, self._rank, self.dcp_size = pages, slots, max_fetched, rank, dcp_size
+        self.index = PageIndex(world_size // dcp_size, forgotten)
+        self.pools = [PagePool(pages, slots, self.index, n, dcp_size) for n in range(world_size // dcp_size)]
+        self._held: dict[Request, dict[int, array[int]]] = {}  # by request and pool
         self._fetches: dict[Request, deque[Fetch]] = {}  # by request whose rows are not all there
 
     @property
     def free(self) -> list[int]:
-        """Cached pages included."""
+        """Of each pool, cached pages included."""
         return [pool.free for pool in self.pools]
 
-    def held(self, request: Request, rank: int) -> int:
-        return len(self._held.get(request, {}).get(rank, ()))
+    def pool_of(self, rank: int) -> int:
+        """Number of a rank's pool."""
+        return rank // self.dcp_size
 
-    def holders(self, rank: int) -> list[Request]:
-        return [request for request, held in self._held.items() if rank in held]
+    def pools_of(self, ranks: range) -> range:
+        """Numbers of the pools of neighbouring ranks."""
+        return range(ranks.start // self.dcp_size, ranks.stop // self.dcp_size)
 
-    def take(self, request: Request, rank: int, count: int) -> None:
-        """Gives a request ``count`` more pages on a rank; raises ``RuntimeError`` if fewer are free."""
-        self._give(request, rank, self.pools[rank].take(count))
-        self._lose((rank,))
+    def ranks_in(self, pool: int) -> range:
+        return range(pool * self.dcp_size, (pool + 1) * self.dcp_size)
+
+    def ranks_of(self, request: Request, numbers: range, pools: range) -> Ints:
+        """The rank of each of a request's pages ``numbers``, in these pools, which all have them, in turn: as many
+        pages of each as it has ranks, so that all of its ranks get a turn."""
+        held, size = self._held[request], self.dcp_size
+        on_rank = np.array([held[pool][numbers.start : numbers.stop] for pool in pools]) % size
+        turns = np.array(numbers) // size % len(pools)
+        return (pools[0] + turns) * size + on_rank[turns, np.arange(len(numbers))]
+
+    def held(self, request: Request) -> int:
+        """Number of pages that a request holds in its owner's pool."""
+        return len(self._held.get(request, {}).get(request.owner // self.dcp_size, ()))
+
+    def holders(self, pool: int) -> list[Request]:
+        return [request for request, held in self._held.items() if pool in held]
+
+    def take(self, request: Request, pool: int, count: int) -> None:
+        """Gives a request ``count`` more pages in a pool; raises ``RuntimeError`` if fewer are free."""
+        held = self._held.get(request, {}).get(pool)
+        self._give(request, pool, as_array(self.pools[pool].take(count, held[-1] if held else None)))
 
     def give(self, request: Request, pages: int) -> bool:
-        """Gives a request that decodes ``pages`` more pages on its owner; returns whether these were free."""
-        owner = request.owner
+        """Gives a request that decodes ``pages`` more pages in its owner's pool; returns whether these were free."""
+        size = self.dcp_size
+        owner = request.owner // size
         pool, held = self.pools[owner], self._held[request][owner]
-        if pages == 1 and pool.unused:  # as a rule
-            held.append(pool.unused.pop())
+        if pages == 1 and (unused := pool.unused[(held[-1] + 1) % size]):  # as a rule
+            held.append(unused.pop())
             return True
         if pool.free < pages:
             return False
-        held.extend(pool.take(pages))
-        self._lose((owner,))
+        held.extend(as_array(pool.take(pages, held[-1])))
         return True
 
-    def known(self, digests: Sequence[bytes], groups: Sequence[range]) -> list[int]:
-        """For each group of ranks, the number of digests, from the first on, whose pages any of the ranks has."""
-        counts, ranks_of = [len(digests)] * len(groups), self.index.ranks
-        having = {number: (1 << len(ranks)) - 1 << ranks[0] for number, ranks in enumerate(groups)}
-        for count, digest in enumerate(digests):
-            ranks = ranks_of.get(digest, 0)
-            for number in [number for number, group in having.items() if not group & ranks]:
-                counts[number] = count
-                del having[number]
-            if not having:
-                break
-        return counts
+    def known(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
+        """For each group of pools, the number of digests, from the first on, whose pages any of them has."""
+        numbers = self.index.find(digests)
+        if not len(numbers):
+            return [0] * len(groups)
+        has = self.index.has[:, numbers]
+        lacks = [~has[pools[0] : pools[-1] + 1].any(axis=0) for pools in groups]
+        return [int(some.argmax()) if some.any() else len(numbers) for some in lacks]
 
-    def fits(self, digests: Sequence[bytes], rank: int, pages: int, room: int) -> bool:
-        """Whether a request of ``pages`` pages, which begins with those of ``digests``, takes at most ``room`` free
-        pages of a rank."""
-        return pages <= room or pages - self.pools[rank].count_held(digests) <= room
+    def usable(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[Ints]:
+        """For each group of pools, the digests, from the first on, whose pages a request can begin with now: by their
+        numbers in the index."""
+        numbers = self.index.find(digests)
+        hits = [numbers[:known] for known in self.known(digests, groups)]
+        if self.dcp_size == 1 or not self.slots:
+            return hits
+        return [
+            some[: min(self.pools[pool].placed(some) for pool in pools)]
+            for some, pools in zip(hits, groups, strict=True)
+        ]
 
-    def begin(self, request: Request, ranks: Sequence[int], digests: Sequence[bytes], count: int) -> Counter[int]:
-        """Gives a request its first ``count`` pages on all ranks of its group, which begin with those of ``digests``,
-        which at least one of the ranks has; the caller has checked that enough are free. Returns, by rank, the number
-        of pages that it has to fetch."""
-        absent: dict[int, list[int]] = {}  # by page: the ranks that lack it
-        for rank in ranks:
-            pool = self.pools[rank]
-            pages, missing = pool.begin(digests, count) if digests else (pool.take(count), [])
-            self._give(request, rank, pages)
+    def begin(self, request: Request, pools: Sequence[int], numbers: Ints, count: int) -> Counter[int]:
+        """Gives a request its first ``count`` pages in all pools of its group, which begin with those of digests
+        (:meth:`usable`), which at least one of them has; the caller has checked that enough are free. Returns, by pool,
+        the number of pages that it has to fetch."""
+        absent: dict[int, list[int]] = {}  # by page: the pools that lack it
+        held: dict[int, array[int]] = {}
+        for pool in pools:
+            held[pool], missing = self.pools[pool].begin(numbers, count)
+            self._give(request, pool, held[pool])
             for index in missing:
-                absent.setdefault(index, []).append(rank)
-        self._lose(ranks)
+                absent.setdefault(index, []).append(pool)
         fetches: deque[Fetch] = deque()
         for index in sorted(absent):
-            sources = [rank for rank in ranks if rank not in absent[index]]
-            for number, rank in enumerate(absent[index]):
-                fetches.append(Fetch(index, digests[index], sources[(index + number) % len(sources)], rank))
+            sources = [pool for pool in pools if pool not in absent[index]]
+            for number, pool in enumerate(absent[index]):
+                source = sources[(index // self.dcp_size + number) % len(sources)]
+                ranks = (one * self.dcp_size + held[one][index] % self.dcp_size for one in (source, pool))
+                fetches.append(Fetch(index, self.index.digests[numbers[index]], *ranks))
         if fetches:
             self._fetches[request] = fetches
-        return Counter(fetch.rank for fetch in fetches)
+        return Counter(fetch.rank // self.dcp_size for fetch in fetches)
 
     def fetching(self, request: Request) -> Sequence[Fetch]:
         return self._fetches.get(request, ())
@@ -120,81 +155,69 @@ class PageLedger:
             return
         for fetch in fetches:
             waiting.popleft()
-            page = self._held[request][fetch.rank][fetch.number]
-            self.pools[fetch.rank].name([page], [fetch.digest])
-            self.index.add(fetch.digest, 1 << fetch.rank)
+            pool = fetch.rank // self.dcp_size
+            page = np.array(self._held[request][pool][fetch.number : fetch.number + 1], np.int64)
+            self.pools[pool].name(page, self.index.make([fetch.digest]))
         if not waiting:
             del self._fetches[request]
 
     def moves(self, chunks: Sequence[Chunk]) -> PageMoves:
         """What this rank copies, sends and receives before it computes these chunks; the next call has new copies."""
-        copies = self.pools[self._rank].copies
+        rank, size = self._rank, self.dcp_size
+        copies = self.pools[rank // size].copies
         for pool in self.pools if self.slots else ():
             pool.copies = []  # the other ranks make their own
-        own = [chunk for chunk in chunks if chunk.fetches and self._rank in chunk.ranks]
-        size = len(own[0].ranks) if own else 0
-        moves = PageMoves(copies, [[] for _ in range(size)], [[] for _ in range(size)], bool(own))
+        if size > 1:
+            mine = (copy for copy in copies if copy.page % size == rank % size)
+            copies = [PageCopy(to_host, page // size, slot // size) for to_host, page, slot in mine]
+        own = [chunk for chunk in chunks if chunk.fetches and rank in chunk.ranks]
+        ranks = own[0].ranks if own else range(0)
+        moves = PageMoves(copies, [[] for _ in ranks], [[] for _ in ranks], bool(own))
         for chunk in own:
-            first, pages = chunk.ranks[0], self._held[chunk.request][self._rank]
+            first, pages = chunk.ranks[0], chunk.request.pages
             for fetch in chunk.fetches:
-                if fetch.source == self._rank:
-                    moves.sends[fetch.rank - first].append(pages[fetch.number])
-                if fetch.rank == self._rank:
-                    moves.receives[fetch.source - first].append(pages[fetch.number])
+                if fetch.source == rank:
+                    moves.sends[fetch.rank - first].append(pages[fetch.number] // size)
+                if fetch.rank == rank:
+                    moves.receives[fetch.source - first].append(pages[fetch.number] // size)
         return moves
 
     def name(self, request: Request, digests: Sequence[bytes], first: int) -> None:
         """Records the digests of a request's complete pages from page ``first`` on."""
-        last, ranks = first + len(digests), 0
-        for rank, pages in self._held.get(request, {}).items():
-            self.pools[rank].name(pages[first:last], digests)
-            ranks |= 1 << rank
-        ranks_of = self.index.ranks
-        for digest in digests if ranks else ():
-            ranks_of[digest] = ranks_of.get(digest, 0) | ranks
+        held = self._held.get(request, {})
+        numbers = self.index.make(digests) if held else np.empty(0, np.int64)
+        for pool, pages in held.items():
+            self.pools[pool].name(np.array(pages[first : first + len(digests)], np.int64), numbers)
 
-    def release(self, request: Request, ranks: Iterable[int] | None = None, forget_from: int | None = None) -> None:
-        """Takes back all pages of a request: on these ``ranks`` only, or on all, and it waits for no fetches any more.
+    def release(self, request: Request, pools: Iterable[int] | None = None, forget_from: int | None = None) -> None:
+        """Takes back all pages of a request: in these ``pools`` only, or in all, and it waits for no fetches any more.
         ``forget_from``: forgets the digests of its pages from this one on, as their rows may be wrong."""
         held = self._held.get(request, {})
-        for rank in list(held) if ranks is None else ranks:
-            pages = held.pop(rank)
+        for pool in list(held) if pools is None else pools:
+            pages = np.array(held.pop(pool), np.int64)
             if forget_from is not None:
-                self.pools[rank].forget(pages[forget_from:])
-            self.pools[rank].release(pages)
-            if rank == self._rank:
+                self.pools[pool].forget(pages[forget_from:])
+            self.pools[pool].release(pages)
+            if pool == self._rank // self.dcp_size:
                 request.pages = ()
-        if ranks is None:
+        if pools is None:
             self._held.pop(request, None)
             self._fetches.pop(request, None)
 
-    def _lose(self, ranks: Sequence[int]) -> None:
-        """Tells the index what these ranks have evicted: mostly the same, and then in one pass."""
-        lost: list[bytes] = []
-        losers = 0
-        for rank in ranks:
-            pool = self.pools[rank]
-            if pool.evicted != lost:
-                self.index.lost(lost, losers)
-                lost, losers = pool.evicted, 0
-            losers |= 1 << rank
-            pool.evicted = []
-        self.index.lost(lost, losers)
-
-    def _give(self, request: Request, rank: int, pages: array[int]) -> None:
+    def _give(self, request: Request, pool: int, pages: array[int]) -> None:
         of_request = self._held.setdefault(request, {})
-        if rank in of_request:
-            of_request[rank].extend(pages)
+        if pool in of_request:
+            of_request[pool].extend(pages)
             return
-        of_request[rank] = pages
-        if rank == self._rank:
+        of_request[pool] = pages
+        if pool == self._rank // self.dcp_size:
             request.pages = pages  # the same array as long as it holds pages, see BlockTables.rows
 
 
 class PrefixCache:
     """Pages are named during the prefill, when their rows are complete, and those of the output when the request ends
-    or is preempted. While a prompt is prefilled, all ranks of its context-parallel group hold its pages, later its
-    owner does; the pages of the other ranks stay cached. A request uses the pages that any rank of its group has.
+    or is preempted. While a prompt is prefilled, all pools of its context-parallel group hold its pages, later its
+    owner's does; the pages of the others stay cached. A request uses the pages that any of them has.
 
     Attributes:
         lookahead: number of tokens after a page that its rows depend on; to be changed only before a :meth:`reset`.
@@ -270,7 +293,7 @@ class PrefixCache:
         """Forgets all pages, also those in host memory; requests keep the pages that they hold."""
         for pool in self._ledger.pools:
             pool.evict_all()
-        self._ledger.index.ranks.clear()
+        self._ledger.index.clear()
         if self.events is not None:
             self.events.cleared()
 

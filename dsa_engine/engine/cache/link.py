@@ -17,10 +17,13 @@ from itertools import accumulate
 from queue import Queue
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.exchange import pack, unpack
+from dsa_engine.engine.requests.samples import Ints
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
@@ -40,10 +43,9 @@ class RankPages(NamedTuple):
     pages: list[int]  # numbers in this rank's pools
 
 
-def dealt(pages: Sequence[int], index: int, size: int) -> list[int]:
-    """What one of ``size`` ranks that all have a request's pages sends: every ``size``-th page, from its index on. The
-    rank that receives deals the pages to fill in the same way."""
-    return list(pages[index::size])
+def by_rank(id: int, pages: Ints, ours: npt.NDArray[np.bool_], ranks: Ints) -> list[RankPages]:
+    """Those of a request's pages that are ``ours``, by the other rank of each; also of ranks that have none."""
+    return [RankPages(id, rank, pages[ours & (ranks == rank)].tolist()) for rank in np.unique(ranks).tolist()]
 
 
 class _Carrier:

@@ -1,34 +1,43 @@
-"""Pages of the caches on one rank: free, held by requests, or cached for requests to come.
+"""Pages of the caches of a decode-context-parallel group: free, held by requests, or cached for requests to come.
+
+The ranks of the group hold a request's pages together, each page on one of them. A page's number is its number on its
+rank times the size of the group, plus the index of the rank in the group; so is the number of a slot of host memory.
+A request's pages lie on the ranks in turn, where there is room.
 
 A full page is known by its digest (:class:`.PageDigests`): requests whose prompts begin alike hold the same pages. A
 page that no request holds keeps its digest and its rows until it is needed. With host memory for pages, its rows are
 then copied there, and come back when a request begins with them.
 
-Every rank keeps the pools of all ranks, and a long prompt takes, names and returns thousands of pages in each: so these
-loops make no calls.
+Every rank keeps the pools of all groups, and a long prompt takes, names and returns thousands of pages in each: so
+what is done to them is done to arrays.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
 
 
 class PageCopy(NamedTuple):
-    """A page of all layers, from the device to a slot of host memory or back."""
+    """A page of all layers, from the device to a slot of its rank's host memory or back."""
 
     to_host: bool
-    page: int  # number in the pools
-    slot: int  # number in host memory
+    page: int
+    slot: int
 
 
 @dataclass
 class PageMoves:
-    """Everything that one step moves on this rank before its layers read pages."""
+    """Everything that one step moves on this rank before its layers read pages, by the numbers of pages and slots on
+    this rank."""
 
     copies: list[PageCopy] = field(default_factory=list)  # in this order; pages and slots may occur several times
     # For each rank of the context-parallel group, the pages to send to it, as they are after the copies, and the pages
@@ -38,202 +47,383 @@ class PageMoves:
     exchanges: bool = False  # whether any rank of the group sends; then all of them take part in one collective a layer
 
 
-@dataclass
 class PageIndex:
-    """The ranks that have each page, on the device or in host memory."""
+    """The digests of pages as numbers, and which of ``pools`` pools have each page, on the device or in host memory.
+    ``forgotten``: called with the digest of a page that no pool has any more; its number is then another digest's.
 
-    forgotten: Callable[[bytes], None] | None = None  # called with the digest of a page that no rank has any more
-    ranks: dict[bytes, int] = field(default_factory=dict)  # by digest, the sum of 1 << rank of those that have the page
+    Attributes:
+        page: int32 ``[pools, numbers]``, the page on the device; -1: none.
+        has: bool ``[pools, numbers]``.
+    """
 
-    def add(self, digest: bytes, ranks: int) -> None:
-        self.ranks[digest] = self.ranks.get(digest, 0) | ranks
+    def __init__(self, pools: int = 1, forgotten: Callable[[bytes], None] | None = None):
+        self._forgotten = forgotten
+        self.page, self.has = np.empty((pools, 0), np.int32), np.empty((pools, 0), np.bool_)
+        self.clear()
 
-    def lost(self, digests: Iterable[bytes], ranks: int) -> None:
-        ranks_of, remain = self.ranks, ~ranks
+    def clear(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+        self.digests: list[bytes] = [b""] * self.page.shape[1]  # by number
+        self._free = [*range(self.page.shape[1] - 1, -1, -1)]
+        self._count = np.zeros(self.page.shape[1], np.int64)  # of pools that have it
+        self.page.fill(-1)
+        self.has.fill(False)
+
+    def find(self, digests: Sequence[bytes]) -> Ints:
+        """The numbers of the first of these digests that have one."""
+        if not digests or digests[0] not in self.numbers:
+            return np.empty(0, np.int64)
+        known = [*map(self.numbers.get, digests)]
+        return np.array(known[: known.index(None)] if None in known else known, np.int64)
+
+    def make(self, digests: Sequence[bytes]) -> Ints:
+        """The numbers of these digests, also of new ones: some pool gains them now."""
+        numbers = self.numbers
         for digest in digests:
-            if others := ranks_of.get(digest, 0) & remain:
-                ranks_of[digest] = others
-            elif ranks_of.pop(digest, None) is not None and self.forgotten is not None:
-                self.forgotten(digest)
+            if digest not in numbers:
+                if not self._free:
+                    self._grow()
+                numbers[digest] = number = self._free.pop()
+                self.digests[number] = digest
+        return np.array([*map(numbers.__getitem__, digests)], np.int64)
+
+    def gain(self, pool: int, numbers: Ints) -> None:
+        has = self.has[pool]
+        new = numbers[~has[numbers]]
+        has[new] = True
+        self._count[new] += 1
+
+    def lose(self, pool: int, numbers: Ints) -> None:
+        """A pool has none of these, which it had, any more."""
+        counts = self._count[numbers] - 1
+        self.has[pool][numbers], self._count[numbers] = False, counts
+        for number in numbers[counts == 0].tolist():
+            digest = self.digests[number]
+            del self.numbers[digest]
+            self._free.append(number)
+            if self._forgotten is not None:
+                self._forgotten(digest)
+
+    def _grow(self) -> None:
+        old = self.page.shape[1]
+        more = max(1024, old)
+        self._free = [*range(old + more - 1, old - 1, -1)]
+        self.digests += [b""] * more
+        self._count = np.pad(self._count, (0, more))
+        self.page = np.pad(self.page, ((0, 0), (0, more)), constant_values=-1)
+        self.has = np.pad(self.has, ((0, 0), (0, more)))
 
 
 class HostSlots:
-    """Copies of pages in one rank's host memory, known by the digests of the pages, and replaced in the order of their
-    last use. ``lost``: called with the digest of a copy that is replaced."""
+    """Copies of pages in the host memory of a group's ranks, ``slots`` of each, known by the digests of the pages, and
+    replaced in the order of their last use. ``lost``: called with the digest of a copy that is replaced."""
 
-    def __init__(self, slots: int, index: PageIndex, rank: int, lost: Callable[[bytes], None]):
-        self._free = list(range(slots - 1, -1, -1))
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
-        self._index, self._rank, self._lost = index, rank, lost
+    def __init__(self, slots: int, index: PageIndex, number: int, size: int, lost: Callable[[bytes], None]):
+        self._free = [[*range((slots - 1) * size + rank, -1, -size)] for rank in range(size)]
+        self._slot_of: dict[bytes, int] = {}
+        self._used: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(size)]  # least recently used first
+        self._index, self._number, self._size, self._lost = index, number, size, lost
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._slot_of
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        return iter(self._slot_of.items())
+        """Each rank's in the order of their last use."""
+        return ((digest, self._slot_of[digest]) for used in self._used for digest in used)
+
+    @property
+    def free(self) -> int:
+        return sum(map(len, self._free))
+
+    def rank_of(self, digest: bytes) -> int:
+        """Index of the rank that has a page that is here."""
+        return self._slot_of[digest] % self._size
 
     def use(self, digest: bytes) -> int:
         """The slot of a page that is here, which becomes the most recently used one."""
-        self._slot_of.move_to_end(digest)
-        return self._slot_of[digest]
+        slot = self._slot_of[digest]
+        self._used[slot % self._size].move_to_end(digest)
+        return slot
 
-    def put(self, digest: bytes, locked: Container[bytes] = ()) -> int | None:
-        """The slot for a copy of a page, without replacing those of ``locked``; None if the page is here already, or no
-        slot can be replaced."""
+    def put(self, digest: bytes, rank: int, locked: Container[bytes] = ()) -> int | None:
+        """The slot for a copy of a page on a rank, without replacing those of ``locked``; None if the page is here
+        already, or no slot can be replaced."""
         if digest in self._slot_of:
             self.use(digest)
             return None
-        slot = self.reserve(locked)
+        slot = self.reserve(rank, locked)
         if slot is not None:
             self._slot_of[digest] = slot
+            self._used[rank][digest] = None
         return slot
 
-    def reserve(self, locked: Container[bytes] = ()) -> int | None:
-        """Takes a slot, which holds nothing until :meth:`name`; None if none can be replaced."""
-        if self._free:
-            return self._free.pop()
-        oldest = next((digest for digest in self._slot_of if digest not in locked), None)
+    def reserve(self, rank: int, locked: Container[bytes] = ()) -> int | None:
+        """Takes a slot of a rank, which holds nothing until :meth:`name`; None if none can be replaced."""
+        if self._free[rank]:
+            return self._free[rank].pop()
+        oldest = next((digest for digest in self._used[rank] if digest not in locked), None)
         if oldest is None:
             return None
+        del self._used[rank][oldest]
         slot = self._slot_of.pop(oldest)
         self._lost(oldest)
         return slot
 
     def name(self, slot: int, digest: bytes | None) -> None:
         """Records the copy that a reserved slot holds now; None: it is free again."""
+        rank = slot % self._size
         if digest is None or digest in self._slot_of:
-            self._free.append(slot)
+            self._free[rank].append(slot)
         else:
             self._slot_of[digest] = slot
-            self._index.add(digest, 1 << self._rank)
+            self._used[rank][digest] = None
+            self._index.gain(self._number, self._index.make([digest]))
 
     def clear(self) -> None:
         """Reserved slots stay reserved."""
-        self._free += self._slot_of.values()
+        for slot in self._slot_of.values():
+            self._free[slot % self._size].append(slot)
         self._slot_of.clear()
+        for used in self._used:
+            used.clear()
+
+
+class _Cached:
+    """The cached pages of a rank, in the order of their last use. They stand in a list in which entries are out of date
+    once a page has left: ``stamps``, of all pages of the pool, has the place of the valid entry, -1 if there is none.
+    """
+
+    def __init__(self, stamps: npt.NDArray[np.int32]):
+        self._stamps, self._pages = stamps, np.empty(64, np.int64)
+        self._head = self._tail = self.count = 0
+
+    def add(self, pages: Ints) -> None:
+        count = len(pages)
+        if self._tail + count > len(self._pages):
+            valid = self.all()
+            self._pages = np.empty(2 * (len(valid) + count), np.int64)
+            self._head, self._tail = 0, len(valid)
+            self._pages[: len(valid)], self._stamps[valid] = valid, np.arange(len(valid))
+        self._pages[self._tail : self._tail + count] = pages
+        self._stamps[pages] = np.arange(self._tail, self._tail + count)
+        self._tail += count
+        self.count += count
+
+    def remove(self, pages: Ints) -> None:
+        self._stamps[pages] = -1
+        self.count -= len(pages)
+
+    def all(self) -> Ints:
+        pages = self._pages[self._head : self._tail]
+        return pages[self._stamps[pages] == np.arange(self._head, self._tail)]
+
+    def take(self, count: int) -> Ints:
+        """Removes the oldest ones, and returns them."""
+        parts, missing = list[Ints](), count
+        while missing:
+            pages = self._pages[self._head : self._head + max(missing, 64)][: self._tail - self._head]
+            at = (self._stamps[pages] == np.arange(self._head, self._head + len(pages))).nonzero()[0][:missing]
+            parts.append(pages[at])
+            missing -= len(at)
+            self._head += len(pages) if missing else int(at[-1]) + 1
+        taken = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        self.remove(taken)
+        return taken
 
 
 class PagePool:
     """Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted
-    in the order of their last use. The caller tells the index what the rank gains, at once for all ranks of a group,
-    and what :meth:`take` has ``evicted``, at once for all ranks that lose the same pages.
+    in the order of their last use. Digests are given by their numbers in the index.
+
+    Args:
+        pages, slots: of each rank.
+        number: of the pool in the index.
+        size: number of ranks.
     """
 
-    def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, rank: int = 0):
-        self._index, self._rank, self._slots = index or PageIndex(), rank, slots
-        self.host = HostSlots(slots, self._index, rank, self._lost)
+    def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, number: int = 0, size: int = 1):
+        self._index, self._number, self._size, self._slots = index or PageIndex(), number, size, slots
+        self.host = HostSlots(slots, self._index, number, size, self._lost)
         self.copies: list[PageCopy] = []  # to and from the host, with which the next step begins, in their order
-        self.evicted: list[bytes] = []  # digests of pages that are nowhere else here
-        self.unused = array("i", range(pages - 1, -1, -1))  # pages that hold nothing, the next one last
-        self._shared: dict[int, int] = {}  # number of further requests that hold a page
-        self._page_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # pages with a digest that no request holds, oldest first
+        # Of each rank: pages that hold nothing, the next one last; pages with a digest that no request holds.
+        self.unused = [array("i", range((pages - 1) * size + rank, -1, -size)) for rank in range(size)]
+        self._stamps = np.full(pages * size, -1, np.int32)
+        self._cached = [_Cached(self._stamps) for _ in range(size)]
+        self._shared = np.zeros(pages * size, np.int32)  # number of further requests that hold a page
+        self._digest_of = np.full(pages * size, -1, np.int32)  # number of a page's digest; -1: it has none
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._page_of or digest in self.host
+        number = self._index.numbers.get(digest)
+        return number is not None and bool(self._index.has[self._number, number])
 
     @property
     def free(self) -> int:
         """Pages that :meth:`take` can hand out: free and cached ones."""
-        return len(self.unused) + len(self._cached)
+        return sum(map(self._free_of, range(self._size)))
 
-    def take(self, count: int, locked: frozenset[bytes] = frozenset()) -> array[int]:
-        """Hands out ``count`` pages; raises ``RuntimeError`` if fewer are free. What they held is copied to host
-        memory, if there is any, without replacing the copies of ``locked``."""
-        unused = self.unused
-        if count <= len(unused):
-            pages = unused[len(unused) - count :]
-            pages.reverse()
-            del unused[len(unused) - count :]
-            return pages
+    def _free_of(self, rank: int) -> int:
+        return len(self.unused[rank]) + self._cached[rank].count
+
+    def take(self, count: int, after: int | None = None, locked: frozenset[bytes] = frozenset()) -> Ints:
+        """Hands out ``count`` pages of the ranks in turn, from the rank after that of page ``after``, or from that with
+        the most free pages; raises ``RuntimeError`` if fewer are free. What they held is copied to host memory, if
+        there is any, without replacing the copies of ``locked``."""
         if count > self.free:
             raise RuntimeError(f"{count} pages asked for, {self.free} are free")
-        pages = unused[::-1]
-        del unused[:]
-        page_of, cached = self._page_of, self._cached
-        evicted = [*islice(cached, count - len(pages))]
-        pages.extend(evicted)
-        for page in evicted:
-            del cached[page]
-        digests = [*map(self._digest_of.pop, evicted)]
-        for digest in digests:
-            del page_of[digest]
-        if not self._slots:
-            self.evicted += digests
+        if self._size == 1:
+            return self._take_of(0, count, locked)
+        turns = self._turns(count, after)
+        pages = np.empty(count, np.int64)
+        for rank in range(self._size):
+            mine = turns == rank
+            pages[mine] = self._take_of(rank, int(mine.sum()), locked)
+        return pages
+
+    def _turns(self, count: int, after: int | None) -> Ints:
+        """The rank of each of ``count`` new pages; a full one is left out."""
+        size, room, turns = self._size, [*map(self._free_of, range(self._size))], list[int]()
+        first = room.index(max(room)) if after is None else after + 1
+        order = [(first + rank) % size for rank in range(size)]
+        while len(turns) < count:
+            order = [rank for rank in order if room[rank]]
+            rounds = max(1, min((count - len(turns)) // len(order), *(room[rank] for rank in order)))
+            turns += order * rounds
+            for rank in order:
+                room[rank] -= rounds
+        return np.array(turns[:count], np.int64)
+
+    def _take_of(self, rank: int, count: int, locked: frozenset[bytes]) -> Ints:
+        unused = self.unused[rank]
+        rest = max(0, len(unused) - count)
+        pages = np.array(unused[rest:], np.int64)[::-1]
+        del unused[rest:]
+        if count == len(pages):
             return pages
-        for page, digest in zip(evicted, digests, strict=True):
-            if (slot := self.host.put(digest, locked)) is not None:
+        evicted = self._cached[rank].take(count - len(pages))
+        numbers, index = self._digest_of[evicted].astype(np.int64), self._index
+        of_digests = index.page[self._number]
+        self._digest_of[evicted] = -1
+        if not self._slots:
+            of_digests[numbers] = -1
+            index.lose(self._number, numbers)
+            return np.concatenate((pages, evicted))
+        for page, number in zip(evicted.tolist(), numbers.tolist(), strict=True):
+            digest, of_digests[number] = index.digests[number], -1  # one after another: its copy may be replaced before
+            if (slot := self.host.put(digest, rank, locked)) is not None:
                 self.copies.append(PageCopy(True, page, slot))
             else:
                 self._lost(digest)
-        return pages
+        return np.concatenate((pages, evicted))
 
-    def count_held(self, digests: Iterable[bytes]) -> int:
-        pages = [self._page_of.get(digest) for digest in digests]
-        return sum(page is not None and page not in self._cached for page in pages)
+    def fits(self, numbers: Ints, pages: int, room: int) -> bool:
+        """Whether a request of ``pages`` pages, which begins with those of these digests, takes at most ``room`` free
+        pages."""
+        return pages <= room or pages - self.count_held(numbers) <= room
 
-    def begin(self, digests: Sequence[bytes], count: int) -> tuple[array[int], list[int]]:
-        """Hands out a request's first ``count`` pages, which begin with those of ``digests``; the caller has checked
-        that enough are free. Returns the pages, and the indices of those among ``digests`` whose rows are not here."""
-        if not digests:
-            return self.take(count), []
-        known = [self._page_of.get(digest) for digest in digests]
-        for page in known:
-            if page is None:
-                continue
-            if page in self._cached:  # held before any page is taken, so that none of them is evicted
-                del self._cached[page]
-            else:
-                self._shared[page] = self._shared.get(page, 0) + 1
-        absent = [index for index, page in enumerate(known) if page is None]
-        in_host = {index for index in absent if digests[index] in self.host}
-        locked = frozenset(digests[index] for index in in_host)
-        new = iter(self.take(len(absent) + count - len(digests), locked))
-        pages = array("i", [next(new) if page is None else page for page in known])
-        for index in sorted(in_host):
-            self.copies.append(PageCopy(False, pages[index], self.host.use(digests[index])))
-            self.name(pages[index : index + 1], digests[index : index + 1])
-        pages.extend(new)
-        return pages, [index for index in absent if index not in in_host]
+    def count_held(self, numbers: Ints) -> int:
+        pages = self._index.page[self._number, numbers]
+        return int((self._stamps[pages[pages >= 0]] < 0).sum())
 
-    def name(self, pages: Iterable[int], digests: Iterable[bytes]) -> None:
+    def placed(self, numbers: Ints) -> int:
+        """Number of digests, from the first on, whose pages :meth:`begin` has room for: rows in a rank's host memory
+        come back on that rank."""
+        room = [*map(self._free_of, range(self._size))]
+        for count, (number, page) in enumerate(zip(*self._pages_of(numbers), strict=True)):
+            digest, rank = self._index.digests[number], None
+            if page < 0:
+                rank = self.host.rank_of(digest) if digest in self.host else None
+            elif self._stamps[page] >= 0:
+                rank = page % self._size
+            if rank is not None:
+                room[rank] -= 1
+                if room[rank] < 0:
+                    return count
+        return len(numbers)
+
+    def _pages_of(self, numbers: Ints) -> tuple[list[int], list[int]]:
+        return numbers.tolist(), self._index.page[self._number, numbers].tolist()
+
+    def begin(self, numbers: Ints, count: int) -> tuple[array[int], list[int]]:
+        """Hands out a request's first ``count`` pages, which begin with those of these digests; the caller has checked
+        that enough are free. Returns the pages, and the indices of those among the digests whose rows are not here."""
+        if not len(numbers):
+            return as_array(self.take(count)), []
+        pages = self._index.page[self._number, numbers].astype(np.int64)
+        hits = pages[pages >= 0]
+        cached = self._stamps[hits] >= 0
+        self._shared[hits[~cached]] += 1
+        for rank, some in self._by_rank(hits[cached]):  # held before any page is taken, so that none of them is evicted
+            self._cached[rank].remove(some)
+        brought = self._bring(pages, numbers) if self._slots else np.empty(0, np.int64)
+        absent = (pages < 0).nonzero()[0]
+        locked = frozenset(self._index.digests[number] for number in numbers[brought].tolist())
+        new = self.take(len(absent) + count - len(numbers), locked=locked)
+        pages[absent] = new[: len(absent)]
+        for index, page in zip(brought.tolist(), pages[brought].tolist(), strict=True):
+            self.copies.append(PageCopy(False, page, self.host.use(self._index.digests[numbers[index]])))
+        self.name(pages[brought], numbers[brought])
+        return as_array(np.concatenate((pages, new[len(absent) :]))), absent.tolist()
+
+    def _bring(self, pages: Ints, numbers: Ints) -> Ints:
+        """Takes a page for each digest that is in host memory only; returns their indices."""
+        digests = [self._index.digests[number] for number in numbers.tolist()]
+        indices = [index for index in (pages < 0).nonzero()[0].tolist() if digests[index] in self.host]
+        locked = frozenset(digests[index] for index in indices)
+        on_ranks = np.array([self.host.rank_of(digests[index]) for index in indices], np.int64)
+        brought = np.array(indices, np.int64)
+        for rank in np.unique(on_ranks).tolist():
+            pages[brought[on_ranks == rank]] = self._take_of(rank, int((on_ranks == rank).sum()), locked)
+        return brought
+
+    def name(self, pages: Ints, numbers: Ints) -> None:
         """Records the digests of held pages whose rows are complete. A digest keeps its first page."""
-        page_of, digest_of = self._page_of, self._digest_of
-        for page, digest in zip(pages, digests, strict=True):
-            if digest not in page_of and page not in digest_of:
-                page_of[digest] = page
-                digest_of[page] = digest
+        of_digests = self._index.page[self._number]
+        new = (of_digests[numbers] < 0) & (self._digest_of[pages] < 0)
+        pages, numbers = pages[new], numbers[new]
+        of_digests[numbers], self._digest_of[pages] = pages, numbers
+        self._index.gain(self._number, numbers)
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, pages: Ints) -> None:
         """Removes the digests of held pages: their rows may be wrong."""
-        for page in pages:
-            if (digest := self._digest_of.pop(page, None)) is not None:
-                del self._page_of[digest]
-                self._lost(digest)
+        numbers = self._digest_of[pages].astype(np.int64)
+        numbers = numbers[numbers >= 0]
+        self._digest_of[pages] = self._index.page[self._number, numbers] = -1
+        digests = [self._index.digests[number] for number in numbers.tolist()]
+        for digest in digests:
+            self._lost(digest)
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Ints) -> None:
         """Takes back a request's pages. The last are evicted first: pages are found from the first on."""
-        shared, digest_of, cached, unused = self._shared, self._digest_of, self._cached, self.unused
-        for page in reversed(pages):
-            if page in shared:
-                if shared[page] > 1:
-                    shared[page] -= 1
-                else:
-                    del shared[page]
-            elif page in digest_of:
-                cached[page] = None
-            else:
-                unused.append(page)
+        pages = pages[::-1]
+        shared = self._shared[pages] > 0
+        self._shared[pages[shared]] -= 1
+        pages = pages[~shared]
+        named = self._digest_of[pages] >= 0
+        for rank, some in self._by_rank(pages[named]):
+            self._cached[rank].add(some)
+        for rank, some in self._by_rank(pages[~named]):
+            self.unused[rank].extend(as_array(some))
+
+    def _by_rank(self, pages: Ints) -> Iterator[tuple[int, Ints]]:
+        for rank in range(self._size if len(pages) else 0):
+            yield rank, pages if self._size == 1 else pages[pages % self._size == rank]
 
     def evict_all(self) -> None:
-        """Frees all cached pages and all host memory, and forgets the digests of held pages; the index is not told."""
-        self.unused.extend(reversed(self._cached))
-        self._cached.clear()
-        self._page_of.clear()
-        self._digest_of.clear()
+        """Frees all cached pages and all host memory, and forgets the digests of held pages; the caller clears the
+        index."""
+        for unused, cached in zip(self.unused, self._cached, strict=True):
+            pages = cached.all()
+            unused.extend(as_array(pages[::-1]))
+            cached.remove(pages)
+        self._digest_of.fill(-1)
         self.host.clear()
 
     def _lost(self, digest: bytes) -> None:
-        if digest not in self:
-            self._index.lost((digest,), 1 << self._rank)
+        """A page or a copy has gone; was it the last one here?"""
+        number = self._index.numbers[digest]
+        if self._index.page[self._number, number] < 0 and digest not in self.host:
+            self._index.lose(self._number, np.array([number]))
+
+
+def as_array(pages: Ints) -> array[int]:
+    return array("i", pages.astype(np.int32).tobytes())

@@ -52,7 +52,7 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
         memory = default_cache_memory(mesh.device, options.gpu_memory_utilization, for_steps)
     else:
         memory = parse_bytes(options.cache_memory, "cache_memory")
-    useful = options.max_num_seqs * pages_for(max_model_len, page_size)
+    useful = math.ceil(options.max_num_seqs * pages_for(max_model_len, page_size) / mesh.dcp.size)
     pages = min(mesh.all_gather_int(min(memory // one, useful)))
     if pages == 0:
         replicas = options.parallel.redundant_experts
@@ -79,7 +79,8 @@ class TierSizes(NamedTuple):
         if not options.enable_prefix_caching:
             return cls(0, 0, 0)
         page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
-        exchanged = 0 if mesh.cp.alone else max(1, _EXCHANGED * layers // page_bytes)
+        # With one pool a context-parallel group has each page once, and nothing is fetched.
+        exchanged = 0 if mesh.cp.size == mesh.dcp.size else max(1, _EXCHANGED * layers // page_bytes)
         wanted = options.host_cache_memory
         memory = 0 if wanted is None else parse_bytes(wanted, "host_cache_memory")
         if wanted is not None and memory < page_bytes:

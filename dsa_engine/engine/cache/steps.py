@@ -40,10 +40,11 @@ class CacheSteps:
         self._computes = True  # whether a step has run since the last begin_step
         if folder is not None:
             assert transfer is not None and transfer.host is not None, "a folder needs host memory"
-            host, ledger, page_size = transfer.host, scheduler.ledger, scheduler.capacity.page_size
+            host, ledger, capacity = transfer.host, scheduler.ledger, scheduler.capacity
             self.loads = DiskLoads(folder, ledger, host, mesh.host, self.flush)
             slots = list(range(ledger.slots, host.slots))
-            self.stores = DiskStores(folder, scheduler.prefix_cache, transfer, host, slots, mesh.rank, page_size)
+            sizes = mesh.rank, capacity.page_size, capacity.dcp_size
+            self.stores = DiskStores(folder, scheduler.prefix_cache, transfer, host, slots, *sizes)
             scheduler.page_sources.append(self.loads)
 
     def begin_step(self) -> None:

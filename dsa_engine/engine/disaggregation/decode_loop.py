@@ -2,16 +2,18 @@
 
 An offered request waits, in the order of arrival, until a rank has room for it. Its pages are posted when the prefill
 side begins to send them. It decodes when all of them have come and it has been handed over. All ranks of this side
-take the same decisions; the rank that receives a request's pages tells the leader, and so all, that they have come.
+take the same decisions; the ranks that receive a request's pages tell the leader, and so all, that they have come.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from dsa_engine.engine.cache.link import RankPages, dealt
+import numpy as np
+
+from dsa_engine.engine.cache.link import RankPages, by_rank
 from dsa_engine.engine.disaggregation import messages
 from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler
 from dsa_engine.engine.disaggregation.side import Side
@@ -29,8 +31,9 @@ class _Arrival:
 
     request: Request
     posted: int = 0  # number of its first pages that have come, are under way, or were there already
-    landed: int = 0  # number of its first pages that are there, as all ranks know
-    under_way: int = 0  # messages with its pages that have not come; counted on its owner only
+    # By rank that holds its pages: number of its first pages of which the rank has its own, as all ranks know.
+    landed: dict[int, int] = field(default_factory=dict)
+    under_way: int = 0  # messages with its pages to this rank that have not come
     complete: bool = False  # whether its last page has been sent
     aborted: bool = False  # whether it has ended while pages are under way
     handover: messages.Handover | None = None  # its first token and drafts; None until the prefill side has them
@@ -38,7 +41,7 @@ class _Arrival:
     @property
     def pending(self) -> bool:
         """As all ranks know."""
-        return self.landed < self.posted
+        return any(pages < self.posted for pages in self.landed.values())
 
 
 class DecodeLoop(SideLoop):
@@ -67,7 +70,7 @@ class DecodeLoop(SideLoop):
         elif isinstance(message, messages.TransferBegun):
             self._post(message.sent)
         elif isinstance(message, messages.Landed):
-            self._land(self._arrivals[message.id], message.pages)
+            self._land(self._arrivals[message.id], message)
         elif isinstance(message, messages.Handover):
             self._arrivals[message.id].handover = message
         elif isinstance(message, messages.Reset):
@@ -85,24 +88,26 @@ class DecodeLoop(SideLoop):
         self._start_arrived()
         while (request := self._scheduler.reserve()) is not None:
             arrival = self._arrivals[request.id]
-            arrival.posted = arrival.landed = request.num_found_pages
-            rank = self.engine.mesh.global_ranks[request.owner]
-            self.tell(messages.Reserved(request.id, rank, request.num_found_pages))
+            arrival.posted, ledger = request.num_found_pages, self._scheduler.ledger
+            pool = ledger.pool_of(request.owner)
+            arrival.landed = dict.fromkeys(ledger.ranks_in(pool), arrival.posted)
+            ranks = ledger.ranks_of(request, range(ledger.held(request)), range(pool, pool + 1))
+            self.tell(messages.Reserved(request.id, np.array(self.engine.mesh.global_ranks)[ranks], arrival.posted))
 
     # Requests on their way.
 
     def _post(self, sent: Sequence[messages.Transfer]) -> None:
         """Receives the pages that one step of the prefill side sends."""
-        receives, rank = [], self.engine.mesh.rank
+        receives, rank, size = list[RankPages](), self.engine.mesh.rank, self._scheduler.ledger.dcp_size
         for one in sent:
             arrival = self._arrivals[one.id]
-            first, arrival.posted = arrival.posted, arrival.posted + one.pages
+            first, arrival.posted = arrival.posted, arrival.posted + len(one.sources)
             arrival.complete = one.last
-            if arrival.request.owner == rank:
-                pages = arrival.request.pages[first : arrival.posted]
-                arrival.under_way += len(one.ranks)
-                for index, source in enumerate(one.ranks):
-                    receives.append(RankPages(one.id, source, dealt(pages, index, len(one.ranks))))
+            if rank in arrival.landed:
+                pages = np.array(arrival.request.pages[first : arrival.posted])
+                moves = by_rank(one.id, pages // size, pages % size == rank % size, one.sources)
+                arrival.under_way += len(moves)
+                receives += moves
         if receives:
             assert self.side.receiver is not None
             self.side.receiver.post(receives)
@@ -114,11 +119,11 @@ class DecodeLoop(SideLoop):
             arrival = self._arrivals[move.id]
             arrival.under_way -= 1
             if not arrival.under_way:
-                self.tell_leader(messages.Landed(move.id, arrival.posted))
+                self.tell_leader(messages.Landed(move.id, self.engine.mesh.rank, arrival.posted))
 
-    def _land(self, arrival: _Arrival, pages: int) -> None:
+    def _land(self, arrival: _Arrival, landed: messages.Landed) -> None:
         """Lets the senders of a request free its pages, if all have come."""
-        arrival.landed = pages
+        arrival.landed[landed.rank] = landed.pages
         if arrival.pending:
             return
         if arrival.complete or arrival.aborted:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsa_engine.engine.requests.limits import Add
-from dsa_engine.engine.requests.samples import StepTokens
+from dsa_engine.engine.requests.samples import Ints, StepTokens
 
 # From prefill to decode.
 
@@ -22,11 +22,10 @@ class Reserve(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The next ``pages`` pages of a request leave; each rank of ``ranks`` (numbers in the run) sends its part."""
+    """The next pages of a request leave."""
 
     id: int
-    pages: int
-    ranks: tuple[int, ...]
+    sources: Ints  # of each page the rank that sends it, numbered in the run
     last: bool  # whether these are the request's last pages
 
 
@@ -56,8 +55,8 @@ class Reserved(NamedTuple):
     """There are pages for a request."""
 
     id: int
-    rank: int  # that will decode it, numbered in the run
-    first: int  # number of its first pages that the rank has already
+    ranks: Ints  # of each page the rank that will hold it, numbered in the run
+    first: int  # number of its first pages that they have already
 
 
 class TransferDone(NamedTuple):
@@ -85,9 +84,10 @@ class Preempted(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """The first ``pages`` pages of a request have come, says its owner."""
+    """Those of the first ``pages`` pages of a request that a rank holds have come, says the rank."""
 
     id: int
+    rank: int
     pages: int
 
 

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsa_engine.engine.cache.link import RankPages, dealt
+import numpy as np
+
+from dsa_engine.engine.cache.link import RankPages, by_rank
 from dsa_engine.engine.calls.call import Abort, Shutdown
 from dsa_engine.engine.calls.jobs import Run
 from dsa_engine.engine.disaggregation import messages
@@ -24,7 +26,7 @@ from dsa_engine.engine.disaggregation.side_loop import SideLoop
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.limits import Add, pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import Ended, StepTokens
+from dsa_engine.engine.requests.samples import Ended, Ints, StepTokens
 
 
 @dataclass(eq=False)
@@ -32,8 +34,8 @@ class _Journey:
     """A request's way to the decode side."""
 
     request: Request
-    rank: int | None = None  # the rank that it goes to, numbered in the run; None while there is no room
-    gone: int = 0  # number of its first pages that have left, or that the rank had already
+    ranks: Ints | None = None  # of each page the rank that it goes to, numbered in the run; None: there is no room yet
+    gone: int = 0  # number of its first pages that have left, or that these ranks had already
 
 
 class PrefillLoop(SideLoop):
@@ -88,7 +90,7 @@ class PrefillLoop(SideLoop):
         journey = self._journeys.get(room.id)
         if journey is None:
             return
-        journey.rank, journey.gone = room.rank, room.first
+        journey.ranks, journey.gone = room.ranks, room.first
         if journey.request.prefilled:
             assert self.side.sender is not None
             self.side.sender.begin(self._send([(journey, self._pages(journey.request))]))
@@ -101,7 +103,7 @@ class PrefillLoop(SideLoop):
             if chunk.request.id in self._requests and chunk.request.id not in self._journeys:
                 self._offer(chunk.request)
             journey = self._journeys.get(chunk.request.id)
-            if journey is not None and journey.rank is not None and chunk.length:
+            if journey is not None and journey.ranks is not None and chunk.length:
                 last = chunk.end >= chunk.request.num_prefill_tokens
                 complete.append((journey, self._pages(chunk.request) if last else chunk.end // size))
         return self._send(complete)
@@ -111,18 +113,19 @@ class PrefillLoop(SideLoop):
 
     def _send(self, complete: list[tuple[_Journey, int]]) -> list[RankPages]:
         """Tells the other side that these requests' pages up to a number leave now; returns those of this rank."""
-        mesh, sends, sent = self.engine.mesh, [], []
+        mesh, ledger, sends, sent = self.engine.mesh, self._scheduler.ledger, list[RankPages](), []
         for journey, end in complete:
             request, first = journey.request, journey.gone
             if end <= first:
                 continue
             ranks = mesh.cp_ranks(request.cp_group)
-            in_run = tuple(mesh.global_ranks[rank] for rank in ranks)
-            sent.append(messages.Transfer(request.id, end - first, in_run, end == self._pages(request)))
+            sources = ledger.ranks_of(request, range(first, end), ledger.pools_of(ranks))
+            in_run = np.array(mesh.global_ranks)[sources]
+            sent.append(messages.Transfer(request.id, in_run, end == self._pages(request)))
             if mesh.rank in ranks:
-                assert journey.rank is not None
-                pages = dealt(request.pages[first:end], ranks.index(mesh.rank), len(ranks))
-                sends.append(RankPages(request.id, journey.rank, pages))
+                assert journey.ranks is not None
+                pages, ours = np.array(request.pages[first:end]) // ledger.dcp_size, sources == mesh.rank
+                sends += by_rank(request.id, pages, ours, journey.ranks[first:end])
             journey.gone = end
             self._scheduler.sending.add(request)
         if sent:

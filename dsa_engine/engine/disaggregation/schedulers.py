@@ -35,7 +35,7 @@ class PrefillScheduler(Scheduler):
         return self._step(self._prefill())
 
     def _prefilled(self, request: Request, ranks: range) -> None:
-        self.decoding.enter(request, self.ledger.held(request, request.owner))  # until its first token is read
+        self.decoding.enter(request, self.ledger.held(request))  # until its first token is read
 
     def depart(self, request: Request) -> None:
         self.decoding.leave(request)
@@ -77,19 +77,20 @@ class DecodeScheduler(Scheduler):
         tokens = request.num_prefill_tokens + 1 + 2 * self.num_drafts
         need = min(limit, pages_for(tokens, self.capacity.page_size))
         usable = self.prefix_cache.usable(request)
-        known = ledger.known(usable, self._groups)  # each has one rank
+        hits = ledger.usable(usable, self._pools)  # of each group, which has one pool
         absent = {
-            rank: need - known[rank]
-            for rank, free in enumerate(ledger.free)
-            if ledger.fits(usable[: known[rank]], rank, need, free - int(load.reserved_pages[rank]))
+            pool: need - len(its)
+            for pool, (its, free) in enumerate(zip(hits, ledger.free, strict=True))
+            if ledger.pools[pool].fits(its, need, free - int(load.reserved_pages[pool]))
         }
         if not absent:
             return None
-        owner = choose_owner(request, absent, load, ledger.free, self.capacity, absent)
-        ledger.begin(request, [owner], usable[: known[owner]], need)
-        request.cp_group = request.owner = owner
+        ranks = [rank for pool in absent for rank in self._groups[pool]]
+        request.owner = owner = choose_owner(request, ranks, load, ledger.free, self.capacity, absent)
+        request.cp_group = pool = ledger.pool_of(owner)
+        ledger.begin(request, [pool], hits[pool], need)
         self._queue.remove(request)
-        self.prefix_cache.admitted(request, known[owner])
+        self.prefix_cache.admitted(request, len(hits[pool]))
         self._prefilling.append(request)
         return request
 
@@ -99,10 +100,11 @@ class DecodeScheduler(Scheduler):
         request.num_prefill_tokens = request.num_computed_tokens = len(request) - 1
         request.drafts = list(drafts)
         self.prefix_cache.name(request)
-        self.decoding.enter(request, self.ledger.held(request, request.owner))
+        self.decoding.enter(request, self.ledger.held(request))
 
     def _prefill(self) -> list[Chunk]:
         return []
 
-    def _preemptible(self, rank: int) -> list[Request]:
-        return [one for one in self.decoding.requests if one.owner == rank]  # not those whose rows are under way
+    def _preemptible(self, pool: int) -> list[Request]:
+        # Not those whose rows are under way.
+        return [one for one in self.decoding.requests if self.ledger.pool_of(one.owner) == pool]

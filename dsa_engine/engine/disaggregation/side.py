@@ -65,7 +65,7 @@ class Side:
             self.receiver = PageReceiver(cache, self.pages)
 
     def fewest(self, pages: int) -> int:
-        """The smallest of the numbers that all ranks of the run call this with."""
+        """The smallest of the numbers that all ranks of the run call this with: pages of those that hold a request."""
         meeting, timeout = Meeting(self.mesh.run_ranks, self.mesh.run_rank), self.mesh.config.timeout
         return int(meeting.hold(str(pages), lambda texts: min(texts.values(), key=int), timeout))
 

@@ -46,7 +46,7 @@ class Table(NamedTuple):
     expected: Ints  # number of tokens that it will probably have
     least: Ints  # number of tokens from which it may end by a token
     recorded: Ints  # number of tokens up to which selections are recorded
-    pages: Ints  # held on the owner
+    pages: Ints  # held in the owner's pool
     unread: Ints  # tokens that have been sampled and not read
     unverified: Ints  # unread tokens that turn out to be none if drafts are not accepted
     drafts: Ints  # drafts of the next tokens that the host knows
@@ -71,6 +71,9 @@ class Decoding:
         draft_number: DraftNumber | None = None,
     ):
         self._rank, self._world, self._page_size = rank, capacity.world_size, capacity.page_size
+        first = rank - rank % capacity.dcp_size
+        self._holders = range(first, first + capacity.dcp_size)  # of pages together with this rank
+        self._alone = {one: range(one, one + 1) for one in self._holders}
         self.draft_number = draft_number or DraftNumber([0])
         self._eos_token_ids, self._num_drafts = eos_token_ids, self.draft_number.choices[-1]
         self._planned = 0  # number of drafts of the step planned last
@@ -115,7 +118,7 @@ class Decoding:
     # Requests come and leave.
 
     def enter(self, request: Request, pages: int) -> None:
-        """Adds a request that is prefilled and holds ``pages`` pages on its owner."""
+        """Adds a request that is prefilled and holds ``pages`` pages in its owner's pool."""
         params = request.params
         if params.stop_token_ids and not self._ends.issuperset(params.stop_token_ids):
             self._set_ends((*self._ends, *params.stop_token_ids))
@@ -234,11 +237,12 @@ class Decoding:
         asks = self._asks | NEEDS_HOST * bool((starts + 1 - unread < table.least[rows]).any())
         if asks & RECORDS and not (starts + 1 - unread < table.recorded[rows]).any():
             asks -= RECORDS
-        own, rank = samples.of_rank(self._rank), range(self._rank, self._rank + 1)
-        columns = (self._all[rows], starts, samples.counts, on_device)
+        own = samples.of_ranks(self._holders)
+        columns = (self._all[rows], starts, samples.counts, on_device, samples.ranks)
         numbers = zip(*(column[own].tolist() for column in columns), strict=True)
         chunks = [
-            Chunk(self.requests[row], start, count, rank, count, follows) for row, start, count, follows in numbers
+            Chunk(self.requests[row], start, count, self._alone[rank], count, follows)
+            for row, start, count, follows, rank in numbers
         ]
         return DecodeStep(chunks, samples, starts, asks, self._top_k)
 

@@ -29,14 +29,15 @@ class Capacity:
 
     world_size: int
     cp_size: int
-    pages: int
+    pages: int  # of a rank
     page_size: int
-    fewest: int | None = None  # pages of the smallest cache of the run, where a request passes through two parts of it
+    dcp_size: int = 1  # ranks that hold a request's pages together
+    fewest: int | None = None  # the smallest limit of the run, where a request passes through two parts of it
 
     @property
     def limit(self) -> int:
         """Maximum number of pages of a request."""
-        return self.pages if self.fewest is None else self.fewest
+        return self.pages * self.dcp_size if self.fewest is None else self.fewest
 
     def max_pages(self, prompt_len: int, max_tokens: int) -> int:
         """Maximum number of pages that a request may hold; the last sampled token never enters the cache."""
@@ -49,12 +50,14 @@ class Capacity:
         return pages_for(max(len(request), min(len(request) + max(0, num_drafts - 1), limit)), self.page_size)
 
     def check(self, prompt_len: int, max_tokens: int, what: str = "this request", need: int | None = None) -> None:
-        """Checks that a request of this size can run, if alone; or ``what``, which need ``need`` pages of a rank."""
+        """Checks that a request of this size can run, if alone; or ``what``, which need ``need`` pages of one of
+        the groups that hold them."""
         need = self.max_pages(prompt_len, max_tokens) if need is None else need
         if need > self.limit:
+            has = f" of {self.dcp_size} ranks together" if self.dcp_size > 1 else ""
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
-                f"({prompt_len + max_tokens} in all) need {need} pages of {self.page_size} tokens, the cache "
+                f"({prompt_len + max_tokens} in all) need {need} pages of {self.page_size} tokens, the cache{has} "
                 f"has {self.limit}; raise cache_memory by a factor of {need / self.limit:.2f}, or take fewer requests "
                 "or tokens"
             )

@@ -46,29 +46,37 @@ class OutputLengths:
 
 
 class RankLoad(NamedTuple):
-    """Load of each rank by the running requests that it owns; int64 ``[world]`` each."""
+    """Load by the running requests: int64 ``[world]`` by those that each rank owns, and ``[pools]`` by those that hold
+    pages there together."""
 
-    tokens: Ints  # tokens that the requests attend to
-    future_pages: Ints  # pages that the requests are expected to ask for
-    reserved_pages: Ints  # one for each request that may still grow: a new one must not preempt it at once
+    tokens: Ints  # [world], tokens that the requests attend to
+    requests: Ints  # [world], number of them
+    future_pages: Ints  # [pools], pages that the requests are expected to ask for
+    reserved_pages: Ints  # [pools], one for each request that may still grow: a new one must not preempt it at once
 
     @classmethod
     def of(cls, decoding: Decoding, prefilling: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> RankLoad:
-        table = decoding.table
+        table, world, size = decoding.table, capacity.world_size, capacity.dcp_size
         future, more = (
             -(-(tokens - 1) // capacity.page_size) - table.pages
             for tokens in (np.maximum(table.expected, table.length), table.limit)
         )
-        columns = (table.length, np.maximum(future, 0), np.minimum(more, 1))
-        load = cls(*(np.bincount(table.owner, of, capacity.world_size).astype(np.int64) for of in columns))
+        pools, of_pools = table.owner // size, world // size
+        load = cls(
+            np.bincount(table.owner, table.length, world).astype(np.int64),
+            np.bincount(table.owner, minlength=world),
+            np.bincount(pools, np.maximum(future, 0), of_pools).astype(np.int64),
+            np.bincount(pools, np.minimum(more, 1), of_pools).astype(np.int64),
+        )
         for request in prefilling:
             expected, lacking = (
-                capacity.max_pages(len(request.prompt), output) - ledger.held(request, request.owner)
+                capacity.max_pages(len(request.prompt), output) - ledger.held(request)
                 for output in (request.expected_output, request.max_tokens)
             )
             load.tokens[request.owner] += len(request)
-            load.future_pages[request.owner] += max(expected, 0)
-            load.reserved_pages[request.owner] += min(lacking, 1)
+            load.requests[request.owner] += 1
+            load.future_pages[request.owner // size] += max(expected, 0)
+            load.reserved_pages[request.owner // size] += min(lacking, 1)
         return load
 
 
@@ -96,25 +104,28 @@ def choose_owner(
     capacity: Capacity,
     absent: Mapping[int, int] | None = None,
 ) -> int:
-    """Chooses the owner among ``ranks``; ``free`` lists the free pages of every rank.
+    """Chooses the owner among ``ranks``; ``free`` lists the free pages of every pool.
 
-    Ranks with enough pages for all that their requests and this one are expected to ask for come first. Among these,
-    the rank is chosen whose requests attend to the fewest tokens; tokens of this request that it had to fetch count
-    like those, so that a request goes back to its last owner unless that one has the longer contexts. ``absent``: by
-    rank, the number of this request's pages that the rank had to fetch; default: none.
+    Ranks whose pool has enough pages for all that its requests and this one are expected to ask for come first. Among
+    these, the pool is chosen whose requests attend to the fewest tokens; tokens of this request that it had to fetch
+    count like those, so that a request goes back to its last owner unless that one has the longer contexts. Its ranks
+    attend to them together, so the one with the fewest requests is chosen. ``absent``: by pool, the number of this
+    request's pages that it had to fetch; default: none.
     """
-    need = capacity.max_pages(len(request.prompt), request.expected_output)
-    tokens, future = load.tokens.tolist(), load.future_pages.tolist()
-    for rank, pages in (absent or {}).items():
-        tokens[rank] += capacity.page_size * pages
+    need, size = capacity.max_pages(len(request.prompt), request.expected_output), capacity.dcp_size
+    tokens, future = load.tokens.reshape(-1, size).sum(axis=1).tolist(), load.future_pages.tolist()
+    for pool, pages in (absent or {}).items():
+        tokens[pool] += capacity.page_size * pages
     each = zip(free, future, tokens, strict=True)
-    keys = [(pages - later < need, seen, -pages) for pages, later, seen in each]
+    pools = [(pages - later < need, seen, -pages) for pages, later, seen in each]
+    keys = [(*pools[rank // size], requests) for rank, requests in enumerate(load.requests.tolist())]
     return min(ranks, key=keys.__getitem__)
 
 
 class PrefillStep:
     """A prefill step that is being planned: the requests added first have the first choice of a group's ``tokens``. A
-    request's last chunk has at least ``least_computed`` tokens.
+    request's last chunk has at least ``least_computed`` tokens. ``max_context``: maximum number of tokens of earlier
+    steps that the requests of a group have together, if they are several; None: any number.
 
     At least half of the tokens go to requests in order, by priority and arrival, and those that overtake have the rest,
     by the ``credits`` of the first request of each group: an eighth of the tokens that remain to it, and an eighth of
@@ -129,6 +140,7 @@ class PrefillStep:
         credits: Sequence[int],
         ledger: PageLedger,
         least_computed: int,
+        max_context: int | None = None,
     ):
         self._planned: dict[Request, tuple[int, tuple[Fetch, ...]]] = {}  # tokens and fetches of each
         self._groups, self._ledger, self._least_computed = groups, ledger, least_computed
@@ -137,6 +149,7 @@ class PrefillStep:
         self._in_order: Mapping[Request, int] = {}  # tokens planned before `let_overtake`
         # Log-probabilities of a prompt take an LM head and the host's time for each token: others share their steps.
         self._scored_budget = [max(tokens // 4, least_computed)] * len(groups)
+        self._max_context, self._context = max_context, [0] * len(groups)
         self._sent: Counter[int] = Counter()  # by rank, pages that it sends in the step
         self._received: Counter[int] = Counter()
 
@@ -187,6 +200,11 @@ class PrefillStep:
         length = min(remaining, self._budget[group], *([self._scored_budget[group]] if scored else []))
         if 0 < remaining - length < self._least_computed:
             length = max(0, remaining - self._least_computed)
+        if not planned and length and self._max_context is not None:
+            context = self._context[group] + request.num_computed_tokens
+            if context > self._max_context and self._context[group]:
+                return
+            self._context[group] = context
         if length or fetches:
             self._budget[group] -= length
             self._scored_budget[group] -= length if scored else 0

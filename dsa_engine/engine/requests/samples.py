@@ -85,6 +85,10 @@ class Samples(NamedTuple):
         """The requests whose rows are on this rank."""
         return slice(*self.ranks.searchsorted((rank, rank + 1)).tolist())
 
+    def of_ranks(self, ranks: range) -> slice:
+        """The requests whose rows are on these neighbouring ranks."""
+        return slice(*self.ranks.searchsorted((ranks.start, ranks.stop)).tolist())
+
 
 NO_SAMPLES = Samples.of([], [], [], 1)
 
@@ -92,7 +96,7 @@ NO_SAMPLES = Samples.of([], [], [], 1)
 class DecodeStep(NamedTuple):
     """The next tokens of n requests that decode; the arrays are about the requests of all ranks, by key."""
 
-    chunks: list[Chunk]  # those of this rank
+    chunks: list[Chunk]  # those of the ranks that hold pages with this one, by owner and arrival
     samples: Samples  # every row has logits
     starts: Ints  # [n], position of each request's first row
     asks: int  # what any request asks of the sampler, see ``SamplingParams.asks``

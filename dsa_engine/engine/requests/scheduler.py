@@ -3,21 +3,22 @@
 Every rank runs the same scheduler on the same requests and takes the same decisions, so ranks need no messages to
 agree.
 
-The ranks of one context-parallel group prefill a request, and all of them hold its pages meanwhile. Then its owner
-keeps the pages and decodes it alone. A request enters with the pages for its whole prefill, so no prefill waits for
-memory half-way, and takes each further page when it decodes into it. If its owner has no free page, the last request
-with pages there is preempted: it loses all pages, returns to the queue, and is later prefilled again, prompt and output
-so far. Tokens whose pages are found in the prefix cache are not computed again: their rows are on the device, in host
-memory behind it, or on another rank of the group.
+The ranks of one context-parallel group prefill a request. The neighbours of ``dcp_size`` among them hold its pages
+together; while it is prefilled, each such group has them all, then its owner's group keeps them, and the owner decodes
+it. A request enters with the pages for its whole prefill, so no prefill waits for memory half-way, and takes each
+further page when it decodes into it. If its owner's group has no free page, the last request with pages there is
+preempted: it loses all pages, returns to the queue, and is later prefilled again, prompt and output so far. Tokens
+whose pages are found in the prefix cache are not computed again: their rows are on the device, in host memory behind
+it, or on another rank of the group.
 
 Requests have an order, by priority and then by arrival. Among those of one priority the fewest tokens left to prefill
 overtake, but the larger part of each step is filled in order (``PrefillStep``), so that a wait is bounded by the tokens
 of those before it in order. Priorities have no such bound: a request waits for all that come with a lower number.
 
 Every request ends, unless those before it in order never cease to come. The first is never preempted: the last is
-preempted first, and a request alone on its owner has all the pages it can ever need (``Capacity.check``). While the
-first waits it is offered room before all others, but for the time of one search on the disk; only a later one waits for
-what an earlier one computes. If it does not fit, those that overtake it have an eighth of its tokens together; then
+preempted first, and a request alone in its owner's group has all the pages it can ever need (``Capacity.check``). While
+the first waits it is offered room before all others, but for the time of one search on the disk; only a later one waits
+for what an earlier one computes. If it does not fit, those that overtake it have an eighth of its tokens together; then
 none enters before it. Those that run either end or return to the queue after it, so at worst it waits until the cache
 is empty. Once it runs it is part of every prefill step and of every decode step, and neither kind of step waits for
 ever for the other. When it ends, the next one is the first.
@@ -58,7 +59,7 @@ _order, _length = attrgetter("order"), attrgetter("priority", "num_remaining", "
 class Step(NamedTuple):
     """What is computed next: chunks to prefill, of all ranks, or the next tokens of all requests that decode."""
 
-    chunks: list[Chunk]  # those of this rank, in a decode step
+    chunks: list[Chunk]  # in a decode step those of the ranks that hold pages with this one
     decode: DecodeStep | None = None
     num_drafts: int = 0  # that it makes for each request
 
@@ -94,6 +95,7 @@ class Scheduler:
 
     ``max_prefill_share``, from 0 (excluded) to 1: maximum fraction of prefill steps among the steps taken while some
     request decodes. ``max_fetched_pages``: maximum number of pages that a rank sends, or receives, in a step.
+    ``max_context``: see :class:`.PrefillStep`.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         host_pages: int = 0,
         max_fetched_pages: int = 1,
+        max_context: int | None = None,
         eos_token_ids: Collection[int] = (),
         events: KVEvents | None = None,
     ):
@@ -121,11 +124,15 @@ class Scheduler:
         self._rank, self._eos_token_ids = rank, eos_token_ids
         self.capacity = capacity
         forgotten = None if events is None else events.forgotten
-        self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages, forgotten)
+        self.ledger = PageLedger(
+            rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages, forgotten, capacity.dcp_size
+        )
+        self._pools = [*map(self.ledger.pools_of, self._groups)]  # of each group
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching, events)
         self.page_sources: list[DiskLoads] = []
         self._queue = Queue()
         self._prefilling: list[Request] = []  # in order
+        self._max_context = max_context
         self._planned: PrefillStep | None = None  # the prefill step that has been scheduled last
         self._lengths = OutputLengths()
         self.num_deferred = 0  # of those waiting: what others compute, or the disk, lets them wait
@@ -158,12 +165,13 @@ class Scheduler:
 
     @property
     def free_pages(self) -> list[int]:
+        """Of each pool."""
         return self.ledger.free
 
     @property
     def cache_usage(self) -> float:
         """Fraction of the pages of all ranks that requests hold."""
-        return 1 - sum(self.free_pages) / (len(self.free_pages) * self.ledger.pages)
+        return 1 - sum(self.free_pages) / (self.capacity.world_size * self.ledger.pages)
 
     def add(self, request: Request) -> None:
         """Queues a request that can run (``capacity.check``)."""
@@ -172,7 +180,7 @@ class Scheduler:
         request.credit = request.num_remaining
 
     def _wait(self, request: Request) -> None:
-        pages = max(self.ledger.known(self.prefix_cache.usable(request), self._groups))
+        pages = max(self.ledger.known(self.prefix_cache.usable(request), self._pools))
         request.num_tokens_found = self.capacity.page_size * pages
         request.expected_output = self._lengths.expected(request)
         self._queue.add(request)
@@ -180,10 +188,10 @@ class Scheduler:
     def admit_prefilled(self, request: Request) -> None:
         """Admits a request without a prefill, as its pages are filled in another way; it decodes from the next step on.
         It must be able to run (``capacity.check``)."""
-        free, load = self.ledger.free, self._load()
+        ledger, free, load = self.ledger, self.ledger.free, self._load()
         request.expected_output = self._lengths.expected(request)
-        need = pages_for(request.num_prefill_tokens, self.capacity.page_size)
-        fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
+        need, ranks = pages_for(request.num_prefill_tokens, self.capacity.page_size), range(self.capacity.world_size)
+        fits = [r for r in ranks if free[pool := ledger.pool_of(r)] - load.reserved_pages[pool] >= need]
         if self.num_running >= self._max_num_seqs or not fits:
             raise CapacityError(
                 f"no room to fill the cache of another request of {len(request.prompt)} tokens: "
@@ -191,7 +199,7 @@ class Scheduler:
                 "cache_memory or max_num_seqs"
             )
         owner = choose_owner(request, fits, load, free, self.capacity)
-        self.ledger.take(request, owner, need)
+        ledger.take(request, ledger.pool_of(owner), need)
         request.cp_group, request.owner = owner // len(self._groups[0]), owner
         request.num_computed_tokens = request.num_prefill_tokens
         self.decoding.enter(request, need)
@@ -234,8 +242,9 @@ class Scheduler:
                 self.decoding.draft_number.choose(samples.max_requests)
 
     def _prefilled(self, request: Request, ranks: range) -> None:
-        self.ledger.release(request, [rank for rank in ranks if rank != request.owner])
-        self.decoding.enter(request, self.ledger.held(request, request.owner))
+        own = self.ledger.pool_of(request.owner)
+        self.ledger.release(request, [pool for pool in self.ledger.pools_of(ranks) if pool != own])
+        self.decoding.enter(request, self.ledger.held(request))
 
     def requests_of(self, step: Step | Samples) -> list[Request]:
         """The requests that a step computes, or samples for; without those that have left since."""
@@ -246,7 +255,7 @@ class Scheduler:
         )
 
     def finish(self, request: Request) -> None:
-        """Removes a request in any state and frees its pages on every rank; called by ``Engine.finish``."""
+        """Removes a request in any state and frees its pages in every pool; called by ``Engine.finish``."""
         if request in self.decoding:
             self.decoding.leave(request)
         elif request in self._prefilling:
@@ -267,7 +276,8 @@ class Scheduler:
         first = {request.cp_group: [request] for request in reversed(self._prefilling)}
         of_groups = [[*self._queue.by_order[:1], *first.get(group, ())] for group in range(len(self._groups))]
         credits = [min(both, key=_order).credit if both else 0 for both in of_groups]
-        step = self._planned = PrefillStep(self._groups, tokens, credits, self.ledger, self.prefix_cache.least_computed)
+        limits = self.prefix_cache.least_computed, self._max_context
+        step = self._planned = PrefillStep(self._groups, tokens, credits, self.ledger, *limits)
         deferred: set[Request] = set()
         refused = self._fill(step, self._queue.by_order, _order, None, deferred)
         step.let_overtake()
@@ -319,14 +329,14 @@ class Scheduler:
         return usable
 
     def _best_group(self, usable: list[bytes]) -> range:
-        known = self.ledger.known(usable, self._groups)
+        known = self.ledger.known(usable, self._pools)
         return self._groups[known.index(max(known))]
 
     def _decode(self) -> DecodeStep | None:
         """The next tokens of all requests that decode, once these have pages; some may be preempted for the others."""
         while refused := self.decoding.give_pages(self.ledger.give):
-            for owner in {request.owner for request in refused}:
-                self.preempt(last := max(self._preemptible(owner), key=_order))
+            for pool in {self.ledger.pool_of(request.owner) for request in refused}:
+                self.preempt(last := max(self._preemptible(pool), key=_order))
                 if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
                     message = (
                         "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
@@ -334,8 +344,8 @@ class Scheduler:
                     logging.getLogger(__name__).warning(message, last.id)
         return self.decoding.step()
 
-    def _preemptible(self, rank: int) -> Iterable[Request]:
-        return self.ledger.holders(rank)
+    def _preemptible(self, pool: int) -> Iterable[Request]:
+        return self.ledger.holders(pool)
 
     def preempt(self, request: Request) -> None:
         """Takes all pages from a running request, which waits again."""
@@ -360,16 +370,18 @@ class Scheduler:
         free, load = ledger.free, self._load()
         room = [*map(sub, free, load.reserved_pages.tolist())]
         pages = self.capacity.first_pages(request, self.num_drafts)
-        hits = [usable[:known] for known in ledger.known(usable, self._groups)]
+        hits = ledger.usable(usable, self._pools)
         fits = {}
-        for number, ranks in enumerate(self._groups):
-            enough = pages <= min(room[ranks[0] : ranks[-1] + 1])  # as a rule, whatever is held
-            if step.has_room(number) and (enough or all(ledger.fits(hits[number], r, pages, room[r]) for r in ranks)):
+        for number, pools in enumerate(self._pools):
+            enough = pages <= min(room[pools[0] : pools[-1] + 1])  # as a rule, whatever is held
+            if step.has_room(number) and (
+                enough or all(ledger.pools[pool].fits(hits[number], pages, room[pool]) for pool in pools)
+            ):
                 fits[number] = self.capacity.page_size * len(hits[number])
         if not fits:
             return False
         request.cp_group = group = choose_group(fits, self._groups, self._prefilling, load)
-        absent = ledger.begin(request, self._groups[group], hits[group], pages)
+        absent = ledger.begin(request, self._pools[group], hits[group], pages)
         request.owner = choose_owner(request, self._groups[group], load, free, self.capacity, absent)
         self._queue.remove(request)
         self.prefix_cache.admitted(request, len(hits[group]))

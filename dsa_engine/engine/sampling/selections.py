@@ -6,14 +6,13 @@ run kernel by kernel and read at once, by the same kernels: its tokens are what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
+from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.plan import StepPlan, Wanted
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.selection import SelectionRecorder
 from dsa_engine.outputs import Selection
 from dsa_engine.parallel import Mesh
@@ -21,13 +20,20 @@ from dsa_engine.parallel import Mesh
 Selections = dict[int, dict[int, Selection]]  # by the request's id and the number of its output token
 
 
-def recorder_of(plan: StepPlan, cache: KVCache, index_topk: int, device: torch.device) -> SelectionRecorder:
-    wanted, size = _wanted(plan), cache.page_size
-    visible = np.full((len(wanted), index_topk), -1, np.int32)
+def recorder_of(plan: StepPlan, batch: ForwardBatch, page_size: int, index_topk: int) -> SelectionRecorder:
+    wanted = _wanted(plan)
+    visible, pages = np.full((len(wanted), index_topk), -1, np.int32), []
     for row, (request, position, _) in zip(visible, wanted, strict=True):
+        of_request = np.array(request.pages[: pages_for(position, page_size)], np.int32)
+        if batch.buffers is not None:
+            of_request = batch.buffers.pages_of(of_request)
+        elif batch.shards is not None:
+            of_request = np.arange(len(of_request), dtype=np.int32)  # positions are recorded
+        pages.append(of_request)
         first = np.arange(min(position, index_topk))
-        row[: len(first)] = np.array(request.pages, np.int32)[first // size] * size + first % size
-    return SelectionRecorder([one.row for one in wanted], upload(torch.from_numpy(visible), device))
+        row[: len(first)] = of_request[first // page_size] * page_size + first % page_size
+    on_device = upload(torch.from_numpy(visible), batch.slot_mapping.device)
+    return SelectionRecorder([one.row for one in wanted], pages, on_device)
 
 
 def recorded(recorder: SelectionRecorder, plan: StepPlan, layers: int, page_size: int, mesh: Mesh) -> Selections:
@@ -37,8 +43,8 @@ def recorded(recorder: SelectionRecorder, plan: StepPlan, layers: int, page_size
     table = torch.empty(0)
     if wanted:
         table = torch.stack(recorder.layers, dim=1).cpu()  # [n, layers, 2, index_topk]
-        for one, of_row in zip(wanted, table.numpy(), strict=True):
-            _put_in_order(of_row[:, 0], of_row[:, 1], one.request.pages, page_size)
+        for pages, of_row in zip(recorder.pages, table.numpy(), strict=True):
+            _put_in_order(of_row[:, 0], of_row[:, 1], pages, page_size)
     counts = [len(wanted)] if world.alone else mesh.all_gather_int(len(wanted))
     if mesh.rank:
         for tensor in (ids, table) if wanted else ():
@@ -61,11 +67,11 @@ def _wanted(plan: StepPlan) -> list[Wanted]:
     return [one for one in plan.own.wanted if one.position - len(one.request.prompt) < one.request.params.selection]
 
 
-def _put_in_order(slots: np.ndarray, weights: np.ndarray, pages: Sequence[int], page_size: int) -> None:
+def _put_in_order(slots: np.ndarray, weights: np.ndarray, pages: np.ndarray, page_size: int) -> None:
     """Replaces the slots of each layer, ``[layers, index_topk]``, by the positions of a request that has these pages,
     and sorts them with their weights, all in place; −1 comes last."""
-    by_page = np.array(pages).argsort()
-    at = np.array(pages)[by_page].searchsorted(slots // page_size).clip(max=len(pages) - 1)
+    by_page = pages.argsort()
+    at = pages[by_page].searchsorted(slots // page_size).clip(max=len(pages) - 1)
     positions = np.where(slots < 0, np.iinfo(np.int32).max, by_page[at] * page_size + slots % page_size)
     order = positions.argsort(axis=1)
     slots[:] = np.where(slots < 0, slots, positions)

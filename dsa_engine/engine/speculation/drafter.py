@@ -38,7 +38,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import Columns, Outcome, StepResult
 from dsa_engine.engine.sampling import chain
@@ -96,12 +95,12 @@ class _Buffers:
 
     def __init__(self, bucket: Bucket, passes: Passes):
         requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
-        pages = pages_for(bucket.context, passes.cache.page_size)
         self.inputs = Inputs.zeros(requests, width, device)
         # Columns of the outcome before, for the requests that start from it.
         self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
-        self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
-        self.rows = StaticRows.of(bucket, width, passes.model, passes.cache.page_size)
+        shape = passes.cache.block_tables.shape(requests, bucket.context)
+        self.tables = torch.zeros(shape, dtype=torch.int32, device=device)  # block tables
+        self.rows = StaticRows.of(bucket, width, passes.model, passes.cache)
         self.passes = passes.buffers(bucket)
         self.counts = torch.empty(0)  # int32 [requests, vocab], shared by buckets; empty until a request has penalties
         self.masks = torch.empty(0)  # int32 [rows, vocab / 32]; empty until a request has a grammar
@@ -197,6 +196,7 @@ class Drafter:
         buffers = self._buffers.get(key.bucket)
         if buffers is None:
             buffers = self._buffers[key.bucket] = _Buffers(key.bucket, self.passes)
+        block_tables_of(step.of_group or [chunks], self._cache.block_tables, buffers.tables.shape, out=buffers.tables)
         self._load(buffers, key, chunks, before, masks)
         # A copy: another graph may use the same memory before this table is read.
         table = graphs.run(key, lambda: self._step(buffers, key)).clone()
@@ -213,10 +213,9 @@ class Drafter:
     def _load(
         self, buffers: _Buffers, key: GraphKey, chunks: list[Chunk], before: Outcome | None, masks: torch.Tensor | None
     ) -> None:
-        """Sets everything that :meth:`_step` reads."""
+        """Sets everything that :meth:`_step` reads but for block tables."""
         bucket = key.bucket
         upload(self._inputs(bucket, chunks, before), self._mesh.device, out=buffers.inputs)
-        block_tables_of(chunks, self._cache.block_tables, buffers.tables.shape, out=buffers.tables)
         if before is not None and any(chunk.starts_on_device for chunk in chunks):
             torch.index_select(before.table, 0, Inputs.of(buffers.inputs).source[0], out=buffers.before)
         if key.asks & PENALISES:

@@ -182,21 +182,32 @@ class Passes(ABC):
         """This rank's chunks with logits in ``width`` rows of each request; their bucket, with this rank's context; and
         the maximum number of tokens that the rows of each request see."""
         page_size = self.cache.page_size
+        of_group = self._of_group(step) or [own]
         # Padding rows of a request come after its last one, in the passes too.
-        max_pages = max((len(chunk.request.pages) for chunk in own), default=0) + pages_for(2 * width, page_size)
+        longest = max((len(chunk.request.pages) for of_rank in of_group for chunk in of_rank), default=0)
+        max_pages = longest + pages_for(2 * width, page_size)
         bucket = Bucket(step.samples.max_requests, width, max_pages * page_size)
         padded = RankPlan(own).padded(bucket, self.model.config.has_indexer)
         rows = np.full(len(step.rows), bucket.rows)
         plan = StepPlan(step.rank, padded, rows, step.samples, decodes=True, bucket=bucket)
         for hook in self._hooks:
             hook(plan)
-        tables = block_tables_of(own, self.cache.block_tables, (bucket.requests, max_pages))
+        shape = self.cache.block_tables.shape(bucket.requests, bucket.context)
+        tables = block_tables_of(of_group, self.cache.block_tables, shape)
         missing = bucket.requests - len(own)
         columns = upload(F.pad(chunk_columns(own, page_size, width), (0, 0, 0, missing)), self.mesh.device)
         max_visible = [chunk.start + width for chunk in own] + [width] * missing
-        static = StaticRows.of(bucket, width, self.model, page_size, max_visible)
+        static = StaticRows.of(bucket, width, self.model, self.cache, max_visible)
         first, length, limit = columns[:, :3].unbind(1)
         return bucket, StepRows.of(first, length, limit, columns[:, 3:], static, tables), max_visible
+
+    def _of_group(self, step: StepPlan) -> Sequence[list[Chunk]]:
+        """:attr:`.StepPlan.of_group`; after a prefill the chunks with logits of each rank."""
+        if step.decode is not None or self.cache.group is None:
+            return step.of_group
+        chunks = {key_of(chunk.request): chunk for chunk in step.chunks if chunk.num_logits}
+        keys = [step.samples.keys[step.samples.of_rank(rank)].tolist() for rank in self.cache.group.ranks]
+        return [[chunks[key] for key in of_rank] for of_rank in keys]
 
     def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
@@ -209,7 +220,7 @@ class Passes(ABC):
 class EagleChain(Passes):
     def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
         in_last_pass = [tokens + bucket.rows_per_request - 2 for tokens in max_visible]
-        return PassBuffers.of(StaticRows.of(bucket, 1, self.model, self.cache.page_size, in_last_pass), saved=0)
+        return PassBuffers.of(StaticRows.of(bucket, 1, self.model, self.cache, in_last_pass), saved=0)
 
     def after_decode(self, step: PassInputs, buffers: PassBuffers) -> torch.Tensor:
         rows, hidden, tokens, accepted, sampler = step
@@ -217,7 +228,9 @@ class EagleChain(Passes):
         states, selection = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
         state = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
         if selection is not None and self.model.config.index_share_for_mtp_iteration:
-            selection = _rows_at(selection.view(*tokens.shape, -1), accepted[:, None])[:, 0]
+            # Where ranks hold contexts together it is of the rows of all of them.
+            of_rows = accepted if self.cache.group is None else self.cache.group.all_gather(accepted)
+            selection = _rows_at(selection.view(len(of_rows), tokens.shape[1], -1), of_rows[:, None])[:, 0]
         else:
             selection = None
         position = rows.first + accepted
@@ -234,7 +247,7 @@ class EagleChain(Passes):
 class ModuleEach(Passes):
     def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
         count = bucket.rows_per_request - 1
-        rows = StaticRows.of(bucket, 2 * count, self.model, self.cache.page_size, max_visible)
+        rows = StaticRows.of(bucket, 2 * count, self.model, self.cache, max_visible)
         return PassBuffers.of(rows, saved=count - 1)
 
     def after_decode(self, step: PassInputs, buffers: PassBuffers) -> torch.Tensor:

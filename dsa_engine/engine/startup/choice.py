@@ -7,6 +7,7 @@ of ``dsa-engine plan`` finds. On a CPU all options keep their defaults: nothing 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,12 +22,13 @@ from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_
 from dsa_engine.model.rank_weights import WeightBytes
 from dsa_engine.options import OPTIONS_OF_DECODE, EngineOptions, options_of_decode
 from dsa_engine.parallel.disaggregation import position
-from dsa_engine.system.sizes import parse_bytes
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 from dsa_engine.weights.formats import held_as, quantization_name
 
 logger = logging.getLogger(__name__)
 
 WORKSPACE = 1 << 30  # on CUDA
+_LEAST_CHUNK = 2048  # tokens of a rank's prefill step, to make room for the longest request
 # Fewest tokens of the longest prompt for a rank of a context-parallel group. Below, the exchange of tokens and reads of
 # weights take over; dense attention also expands keys and values of the whole context on every rank.
 _LEAST_TOKENS = {
@@ -174,11 +176,25 @@ def _cp_size(choice: Choice) -> tuple[int, str]:
     return size, f"at least {least:,} tokens of the longest prompt for a rank"
 
 
+def _dcp_size(choice: Choice) -> tuple[int, str]:
+    """The smallest with room for the longest request, first of those that lie inside a node."""
+    if choice.options.batch_invariant:
+        return 1, "sums of several ranks' parts would depend on their number"
+    node, limit = choice.devices.node_ranks, math.gcd(choice.values["cp_size"], choice.devices.ranks)
+    sizes = [size for size in range(1, limit + 1) if limit % size == 0]
+    sizes.sort(key=lambda size: node % size > 0)
+    room, needed = choice.room(choice.values["tp_size"], _LEAST_CHUNK), choice.request_bytes()
+    size = next((size for size in sizes if needed <= size * room), max(sizes))
+    beside = format_bytes(max(0, int(room)))
+    return size, f"the longest request takes {format_bytes(needed)}, a rank has {beside} beside weights and steps"
+
+
 def _max_num_batched_tokens(choice: Choice) -> tuple[int, str]:
     sparse, own = choice.config.has_indexer, cdiv(choice.longest, choice.values["cp_size"])
     chunk = 4096 if sparse else min(16_384, max(4096, next_power_of_2(own)))
-    needed = choice.values["max_num_seqs"] * _request_rows(choice) + 1.25 * choice.request_bytes()
-    while chunk > 2048 and choice.room(choice.values["tp_size"], chunk) < needed:
+    cached = 1.25 * choice.request_bytes() / choice.values["dcp_size"]
+    needed = choice.values["max_num_seqs"] * _request_rows(choice) + cached
+    while chunk > _LEAST_CHUNK and choice.room(choice.values["tp_size"], chunk) < needed:
         chunk //= 2
     return chunk, "it keeps the device busy" if sparse else "larger chunks expand keys and values less often"
 
@@ -220,6 +236,7 @@ RULES: dict[str, Callable[[Choice], tuple[Any, str]]] = {
     "kv_cache_dtype": _kv_cache_dtype,
     "tp_size": _tp_size,
     "cp_size": _cp_size,
+    "dcp_size": _dcp_size,
     "max_num_seqs": _max_num_seqs,
     "max_num_batched_tokens": _max_num_batched_tokens,
     "moe_dispatch": lambda _: ("auto", "the fastest for the size of a step, by modelled links"),

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -24,12 +25,16 @@ import dsa_engine.kernels.libraries  # noqa: F401  (names the adapters)
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.samples import DecodeStep, Samples
 from dsa_engine.engine.steps.batch import build_batch
+from dsa_engine.engine.steps.context_buckets import own_bucket
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.static_rows import eager_batch
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime import cpu, launch, libraries, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.kernels.runtime.operation import first_line
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.rank_weights import layers_of_each_kind
@@ -113,23 +118,31 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     pages = pages_for(tokens + 1, _PAGE_SIZE)
     with torch.random.fork_rng(devices=[]):
         ids = torch.randint(config.vocab_size, (tokens + 1,), generator=torch.Generator().manual_seed(0)).tolist()
-    cache = KVCache(config, stored, pages, _PAGE_SIZE, mesh.device)
+    cache = KVCache(config, stored, pages, _PAGE_SIZE, mesh.device, mesh.dcp)
     for pool in (*cache.latent, *cache.index_keys):
         if pool is not None:
             pool.zero_()  # the same steps each time, whatever the memory held
 
-    def run(chunks: list[Chunk]) -> None:
-        plan = StepPlan.of(chunks, mesh.rank, mesh.world_size, config)
-        batch = build_batch(plan, config, mesh, cache.block_tables, None, repeats=False)
+    def run(batch: ForwardBatch | MicroBatchPair) -> None:
         model.logits(model(batch, cache, layers)[-1:])
 
-    def request(number: int) -> Request:
-        return Request(number, ids, SamplingParams(), pages=list(range(pages)))
+    def request(number: int, index: int = 0) -> Request:
+        return Request(number, ids, SamplingParams(), pages=[*range(pages - 1), pages - 1 + index])
 
-    groups = range(mesh.world_size // mesh.cp_size)
-    run([Chunk(request(group), 0, tokens, mesh.cp_ranks(group)) for group in groups])
+    of = mesh.rank, mesh.world_size, config
+    groups, ranks = range(mesh.world_size // mesh.cp_size), mesh.dcp.ranks
+    prefill = [Chunk(request(group), 0, tokens, mesh.cp_ranks(group)) for group in groups]
+    run(build_batch(StepPlan.of(prefill, *of), config, mesh, cache, None, repeats=False))
     yield "prefill"
-    run([Chunk(request(rank), tokens, 1, range(rank, rank + 1)) for rank in range(mesh.world_size)])
+    if cache.group is None:
+        decode = [Chunk(request(rank), tokens, 1, range(rank, rank + 1)) for rank in range(mesh.world_size)]
+        run(build_batch(StepPlan.of(decode, *of), config, mesh, cache, None, repeats=False))
+    else:  # each request ends in a page of its own
+        decode = [Chunk(request(rank, i), tokens, 1, range(rank, rank + 1), 1) for i, rank in enumerate(ranks)]
+        each = np.arange(mesh.world_size)
+        samples = Samples.by_rank(each, each, np.ones_like(each), mesh.world_size, -1)
+        step = DecodeStep(decode, samples, np.full_like(each, tokens), 0, 0)
+        run(eager_batch(StepPlan.of_decode(step, *of, own_bucket(step), ranks), model, cache, None))
     yield "decode"
 
 

@@ -86,7 +86,7 @@ def start(folder: Path, options: EngineOptions) -> tuple[Engine, Side | None]:
     together = partial(prepared.mesh.together, wait_s=_LOADING_S)
     loaded = together(partial(load, prepared))
     sized = together(partial(size, prepared, loaded))
-    fewest = sized.side.fewest(sized.pages) if sized.side else None
+    fewest = sized.side.fewest(sized.pages * prepared.mesh.dcp.size) if sized.side else None
     engine = together(partial(make, prepared, loaded, sized, fewest))
     capture(prepared, engine)
     return engine, sized.side
@@ -232,13 +232,13 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
     """Makes the engine and its parts; ``fewest``: of the pages of all ranks, if one part prefills and one decodes."""
     options, mesh, model, side = prepared.options, prepared.mesh, loaded.model, sized.side
     with enough_memory("the caches", "lower cache_memory"):
-        cache = KVCache(prepared.cached, prepared.format, sized.pages, options.page_size, mesh.device)
+        cache = KVCache(prepared.cached, prepared.format, sized.pages, options.page_size, mesh.device, mesh.dcp)
     _log_cache(prepared, cache)
     transfer = sized.tiers.transfer(cache, mesh)
     if side:
         side.connect(cache, len(model.layers))
     scheduler = (side.scheduler if side else Scheduler)(
-        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, fewest),
+        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, mesh.dcp.size, fewest),
         rank=mesh.rank,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -246,6 +246,8 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
         enable_prefix_caching=options.enable_prefix_caching,
         host_pages=sized.tiers.host,
         max_fetched_pages=sized.tiers.exchanged,
+        # Of which each rank has a layer's rows at a time.
+        max_context=None if cache.group is None else prepared.max_model_len,
         eos_token_ids=prepared.config.eos_token_ids,
         events=prepared.events,
     )
@@ -296,10 +298,11 @@ def _log_cache(prepared: Prepared, cache: KVCache) -> None:
     tokens, ranks = cache.pages * cache.page_size, prepared.mesh.world_size
     how = f" in {cache.format.name.upper()}" if cache.format.coded else ""
     limit = "" if prepared.on_cuda else " (a limit: memory is taken as it fills)"
+    together = f", {prepared.mesh.dcp.size} of which hold a request together" if not prepared.mesh.dcp.alone else ""
     text = (
         f"cache of each rank: {tokens:,} tokens in pages of {cache.page_size}, {format_bytes(cache.bytes)}{how}{limit}"
         f"; room for {ranks * tokens / prepared.max_model_len:.2f} requests of max_model_len "
-        f"{prepared.max_model_len:,} on {ranks} rank(s)"
+        f"{prepared.max_model_len:,} on {ranks} rank(s){together}"
     )
     logger.info("%s", text)
 

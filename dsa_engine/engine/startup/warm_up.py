@@ -7,8 +7,8 @@ Routing is forced to be even, which fills a round of a dispatch to its limit (`p
 more rounds, not more memory. Two amounts are added: the results of earlier rounds, and rows that a given
 ``moe_chunk_size`` allows beyond even routing.
 
-All pages of a dummy request are page 0, so it reads rows of no token. Time and memory of a step depend on shapes only,
-and these are right.
+All pages of a dummy request are page 0 of a rank, so it reads rows of no token. Time and memory of a step depend on
+shapes only, and these are right.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.attention.expand_latents import max_tokens
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
 from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
 from dsa_engine.options import EngineOptions
@@ -129,7 +129,8 @@ class DummySteps:
     def _requests(self, number: int, length: int, params: SamplingParams) -> list[Request]:
         """Requests of ``length`` tokens, with pages for their drafts. They have their lists of tokens and pages in
         common, as there may be thousands of long requests."""
-        prompt, pages = array("i", [0]) * length, [0] * pages_for(length + 2 * self.num_drafts, self.options.page_size)
+        count, ranks = pages_for(length + 2 * self.num_drafts, self.options.page_size), self.mesh.dcp.size
+        prompt, pages = array("i", [0]) * length, [number % ranks for number in range(count)]
         requests = [Request(next(self._ids), prompt, params, pages=pages) for _ in range(number)]
         for request in requests:
             request.num_computed_tokens = length - 1
@@ -165,7 +166,7 @@ def _runner(
 ) -> ModelRunner:
     """A runner with a cache of one page; ``graphs``: whether decode steps are padded as those in graphs are."""
     mesh, options = steps.mesh, steps.options
-    cache = KVCache(model.config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
+    cache = KVCache(model.config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device, mesh.dcp)
     contexts = ContextBuckets(steps.max_model_len, options.page_size)
     padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
     runner = ModelRunner(model, cache, padded, relaxed, MicroBatches.of(options, mesh))
@@ -193,6 +194,10 @@ def step_bytes(
     prefill += uneven_bytes(config, mesh, options.max_num_batched_tokens, runner.dtype, words)
     if stored.index_key is not None:  # a step of several requests sees more tokens than one of these
         prefill += max_tokens(token, stored.latent, model.runtime.workspace) * stored.latent.width * token.itemsize
+    if runner.cache.group is not None:  # the pages of dummy requests are few: buffers of two layers, and what is sent
+        pages = pages_for(steps.max_model_len, options.page_size)
+        page = max(map(sum, pool_page_bytes(config.with_mtp(len(model.mtp)), stored, options.page_size)))
+        prefill += 2 * page * (pages + pages_for(pages, mesh.dcp.size))
     if not graphs:
         return max(prefill, decode)
     # Twice: for the pool of the graphs, and for the warm-up on their stream.

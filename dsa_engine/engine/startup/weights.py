@@ -57,6 +57,10 @@ def refuse_variant(options: EngineOptions, device: torch.device, dtype: torch.dt
     refused = {
         'kernels "reference"': (options.kernels == "reference", "PyTorch's products add by the number of rows"),
         'moe_combine_dtype "fp8"': (parallel.moe_combine_dtype == "fp8", "only sums that travel are rounded to it"),
+        f"dcp_size {parallel.dcp_size}": (
+            parallel.dcp_size > 1,
+            "a sum over tokens has a part for each rank, by where their pages lie",
+        ),
         "speculative_config relaxed_topk": (
             speculation is not None and speculation.relaxed_topk > 0,
             "drafts choose tokens, and how many there are follows from the batch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,20 +17,26 @@ from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.kernel import WATCHES
 from dsa_engine.kernels.runtime.pieces import Pieces
 from dsa_engine.kernels.runtime.transfer import upload, upload_together
+from dsa_engine.model.context_shards import LayerBuffers
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.group import Group
 
 
 def build_batch(
-    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None,
+    step: StepPlan, config: ModelConfig, mesh: Mesh, cache: KVCache, sampled: torch.Tensor | None,
     repeats: bool = True,
 ) -> ForwardBatch | MicroBatchPair:  # fmt: skip
-    """This rank's tensors for a step, or those of its micro-batches. The rows of its requests in ``tables`` are
-    updated; for ``sampled`` see :func:`known_ids`. ``repeats``: on CUDA, layers repeat the launches of those before."""
-    on_cuda = mesh.device.type == "cuda"
-    repeats = repeats and on_cuda and WATCHES
-    given = config, mesh, tables, sampled, repeats
+    """This rank's tensors for a step, or those of its micro-batches. The block tables of its requests are updated; for
+    ``sampled`` see :func:`known_ids`. ``repeats``: on CUDA, layers repeat the launches of those before."""
+    on_cuda, buffers = mesh.device.type == "cuda", None
+    if cache.group is not None and step.own.chunks:
+        assert step.decode is None, "decode steps of ranks that hold contexts together are padded"
+        parts = [(chunk.request.pages, chunk.start, chunk.end) for chunk in step.own.chunks if chunk.length]
+        buffers = LayerBuffers(cache, parts, config.num_hidden_layers)
+    repeats = repeats and on_cuda and WATCHES and buffers is None
+    given = config, mesh, cache, sampled, repeats, buffers
     if step.micro_batches is None:
         return _whole(step, *given)
     both, unsent = step.micro_batches, list[Callable[[], None]]() if on_cuda else None
@@ -41,30 +48,38 @@ def _whole(
     step: StepPlan,
     config: ModelConfig,
     mesh: Mesh,
-    tables: BlockTables,
+    cache: KVCache,
     sampled: torch.Tensor | None,
     repeats: bool,
+    buffers: LayerBuffers | None,
     first_micro_batch: bool = False,
     unsent: list[Callable[[], None]] | None = None,
 ) -> ForwardBatch:
-    plan, device, rows = step.own, mesh.device, step.rows
+    plan, device, rows, tables = step.own, mesh.device, step.rows, cache.block_tables
     # At least one row: no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = [max(1, *rows[[*group.ranks]].tolist()) for group in (mesh.tp, mesh.cp, mesh.ep)]
-    pages = [chunk.request.pages for chunk in plan.chunks]
-    table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
-    slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
+    of_pools: list[torch.Tensor] = []
+    if buffers is None or not plan.chunks:
+        pages = [chunk.request.pages for chunk in plan.chunks]
+        table_rows, width, host = tables.rows(pages), max(map(len, pages), default=0), tables.host
+        slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
+        on_device = tables.gather(table_rows, width) if step.decodes else host[table_rows, :width]
+    else:
+        host, slots, *of_pools = _buffer_tables(step, mesh.cp, cache.page_size, buffers)
+        table_rows, on_device = [*range(len(host))], host
     ids = plan.token_ids(tp_rows)
-    on_device = tables.gather(table_rows, width) if step.decodes else tables.host[table_rows, :width]
-    mha = MHASegments.of([s._replace(sequence=table_rows[s.sequence]) for s in plan.mha], tables.host, tables.page_size)
+    mha = MHASegments.of([s._replace(sequence=table_rows[s.sequence]) for s in plan.mha], host, cache.page_size)
     forms = [_from_row_0(plan.dense_mqa), _from_row_0(plan.sparse_mqa)]
     # What the host has made goes in one copy.
     made = [*config.rope.cos_sin(plan.positions), slots, *(x for one in forms for x in (one.sequences, one.visible))]
     made += () if mha is None else (mha.cu_seqlens_q.on_device, mha.cu_seqlens_k.on_device, mha.key_slots)
+    made += of_pools
     made += (() if step.decodes else (on_device,)) + (() if sampled is not None else (ids,))
     cos, sin, slots, *columns = upload_together(made, device)
     ids = columns.pop() if sampled is None else known_ids(ids, sampled, device)
     on_device = on_device if step.decodes else columns.pop()
+    pool_slots = columns.pop() if of_pools else None
     dense, sparse = (replace(one, sequences=columns[2 * i], visible=columns[2 * i + 1]) for i, one in enumerate(forms))
     batch = ForwardBatch(
         rows=plan.rows,
@@ -76,7 +91,7 @@ def _whole(
         sparse_mqa=sparse,
         block_tables=on_device,
         slot_mapping=slots,
-        gathers=gathers,
+        gathers=mesh.cp if gathers else None,
         cp_rows=cp_rows,
         tp_rows=tp_rows,
         ep_rows=ep_rows,
@@ -84,9 +99,35 @@ def _whole(
         token_mask=None,
         first_micro_batch=first_micro_batch,
         unsent=unsent,
+        buffers=buffers,
+        pool_slots=pool_slots,
     )
     batch.pieces = Pieces() if repeats else None
     return batch
+
+
+class _Numbers(NamedTuple):
+    """Rows of page numbers, as block tables have them."""
+
+    host: torch.Tensor
+    page_size: int
+
+
+def _buffer_tables(
+    step: StepPlan, group: Group, page_size: int, buffers: LayerBuffers
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of this rank's chunks: int32 ``[chunks, pages]``, their pages in ``buffers``; and as :func:`gathered_slots` the
+    slots of cache rows there and in this rank's pools."""
+    chunks = step.own.chunks
+    counts = [pages_for(chunk.end, page_size) if chunk.length else 0 for chunk in chunks]
+    numbers = np.zeros((len(chunks), max(counts)), np.int32)
+    in_buffers = np.zeros_like(numbers)
+    for number, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        numbers[number, :count] = chunk.request.pages[:count]
+        in_buffers[number, :count] = buffers.pages_of(numbers[number, :count])
+    slots = gathered_slots(step, group, _Numbers(torch.from_numpy(numbers), page_size), [*range(len(chunks))])
+    there, here = buffers.slots(slots.numpy())
+    return torch.from_numpy(in_buffers), torch.from_numpy(there), torch.from_numpy(here)
 
 
 def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
@@ -97,7 +138,9 @@ def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) ->
     return torch.from_numpy(pages * size + (positions % size).astype(np.int32))
 
 
-def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
+def gathered_slots(
+    step: StepPlan, group: Group, tables: BlockTables | _Numbers, table_rows: Sequence[int]
+) -> torch.Tensor:
     """int32 ``[ranks · rows of the longest]``: slots of the cache rows of a context-parallel group, −1 for padding.
 
     All ranks of the group have the same chunks. The slots of a chunk are listed once, in order of position, and copied

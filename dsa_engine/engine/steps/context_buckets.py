@@ -21,6 +21,7 @@ class Bucket:
     rows_per_request: int
     context: int  # maximum number of tokens that a row sees
     is_cut: bool = False  # in two micro-batches, each of half of the requests
+    for_graph: bool = True  # False: the shape of one step, which runs eagerly
 
     @property
     def rows(self) -> int:
@@ -59,6 +60,13 @@ class ContextBuckets:
         while contexts[-1] < self.max_model_len:
             contexts.append(self.of(contexts[-1] + 1, num_drafts))
         return contexts
+
+
+def own_bucket(step: DecodeStep) -> Bucket:
+    """The shape of a step that runs eagerly, on every rank."""
+    samples = step.samples
+    rows = int(samples.counts.max())
+    return Bucket(int(samples.numbers.max()) + 1, rows, int(step.starts.max()) + rows, for_graph=False)
 
 
 def bucket_of(step: DecodeStep | Sequence[Chunk], contexts: ContextBuckets, num_drafts: int = 0) -> Bucket | None:

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.context_buckets import Bucket, ContextBuckets
 from dsa_engine.engine.steps.plan import StepPlan
@@ -46,7 +45,7 @@ class _Inputs(NamedTuple):
     """Tensors of a bucket with fixed addresses; all but the first are overwritten in every step."""
 
     rows: StaticRows
-    tables: torch.Tensor  # [requests, pages] int32, block tables
+    tables: torch.Tensor  # int32, block tables, see BlockTables.shape
     positions: torch.Tensor  # [rows] int64, -1 for padding
     token_ids: torch.Tensor  # [rows] int64
 
@@ -100,12 +99,12 @@ class DecodeGraphs:
         bucket, device, cache = step.bucket, self._mesh.device, self._cache
         assert bucket is not None, "a step is padded before it is run here"
         if bucket not in self._inputs:
-            rows = StaticRows.of(bucket, bucket.rows_per_request, self._model, cache.page_size)
-            shape = bucket.requests, pages_for(bucket.context, cache.page_size)
+            rows = StaticRows.of(bucket, bucket.rows_per_request, self._model, cache)
+            shape = cache.block_tables.shape(bucket.requests, bucket.context)
             tables = torch.zeros(shape, dtype=torch.int32, device=device)
             self._inputs[bucket] = _Inputs(rows, tables, *torch.zeros(2, bucket.rows, dtype=torch.int64, device=device))
         rows, tables, positions, token_ids = self._inputs[bucket]
-        block_tables_of(step.own.chunks, cache.block_tables, tables.shape, out=tables)
+        block_tables_of(step.of_group or [step.own.chunks], cache.block_tables, tables.shape, out=tables)
         upload(step.own.positions, device, out=positions)
         token_ids.copy_(known_ids(step.own.token_ids(bucket.rows), sampled, device))
         return self.run(bucket, lambda: self._model(rows.batch(tables, positions, token_ids), cache))

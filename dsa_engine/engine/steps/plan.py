@@ -215,6 +215,8 @@ class StepPlan:
     decode: DecodeStep | None = None  # the step, if all requests decode
     bucket: Bucket | None = None  # set if the step is padded
     cuts: Mapping[Request, int] = field(default_factory=dict)  # positions at which its chunks are cut
+    # In a decode step of ranks that hold contexts together: the chunks of each of them; else none.
+    of_group: Seq[list[Chunk]] = ()
     micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if a step that is not padded is cut
     num_drafts: int = 0  # that it makes for each request
 
@@ -238,14 +240,32 @@ class StepPlan:
 
     @classmethod
     def of_decode(
-        cls, step: DecodeStep, rank: int, world_size: int, config: ModelConfig, bucket: Bucket | None = None
+        cls,
+        step: DecodeStep,
+        rank: int,
+        world_size: int,
+        config: ModelConfig,
+        bucket: Bucket | None = None,
+        group: Seq[int] = (),
     ) -> StepPlan:
+        """``group``: the ranks that hold contexts together with this one, of which the step has the chunks."""
+        chunks, of_group = step.chunks, list[list[Chunk]]()
+        if len(group) > 1:
+            of_group = [[] for _ in group]
+            for chunk in step.chunks:
+                of_group[chunk.ranks.start - group[0]].append(chunk)
+            chunks = of_group[rank - group[0]]
         if bucket is not None:
-            rows, own = np.full(world_size, bucket.rows), RankPlan(step.chunks).padded(bucket, config.has_indexer)
+            rows, own = np.full(world_size, bucket.rows), RankPlan(chunks).padded(bucket, config.has_indexer)
         else:
             rows = np.bincount(step.samples.ranks, step.samples.counts, world_size).astype(np.int64)
-            own = RankPlan.of_decode(step.chunks, config)
-        return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket)
+            own = RankPlan.of_decode(chunks, config)
+        return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket, of_group=of_group)
+
+    @property
+    def for_graph(self) -> bool:
+        """Whether it is padded to a shape that a graph may have."""
+        return self.bucket is not None and self.bucket.for_graph
 
     def part(self, chunks: Seq[Chunk], *, after: bool) -> StepPlan:
         """The plan of ``chunks``, which are those of this step before its cuts, or ``after`` them; one without a cut is

@@ -28,9 +28,11 @@ class EmulatedGroup(Group):
     def alone(self) -> bool:
         return self.size == 1
 
-    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def _start_gather(
+        self, rows: torch.Tensor, asynchronous: bool, into: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
         gathered = self._gathered(rows)
-        return lambda: gathered
+        return lambda: gathered if into is None else into.copy_(gathered)
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks. Equal rows would have equal scores, and a selection among ties is other work: other ranks'

@@ -12,6 +12,7 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     "sparse_prefill": attention.sparse_prefill,
     "indexer_prefill": attention.indexer_prefill,
     "top_k": attention.top_k,
+    "candidates": attention.candidates,
     "sparse_decode": attention.sparse_decode,
     "indexer_decode": attention.indexer_decode,
     "dense_decode": attention.dense_decode,

@@ -19,6 +19,8 @@ from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, index_key_format, latent_format
 from dsa_engine.kernels.formats.row_format import LatentFormat
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
+from dsa_engine.kernels.indexer.nth_largest import nth_largest
+from dsa_engine.kernels.indexer.slots_above import slots_above
 from dsa_engine.kernels.indexer.topk import select_topk
 from dsa_engine.kernels.libraries import gluon
 from dsa_engine.kernels.rows.segment import Paging, Segments
@@ -93,6 +95,29 @@ def top_k(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             run = partial(select_topk, scores, k, lengths, paging=paging, finished=finished)
             others = {"torch.topk": partial(scores.topk, k, dim=-1, sorted=False)}
             yield KernelCase("top-k", shape, run, bytes=moved, baselines=others)
+
+
+def candidates(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    """Of requests whose pages lie on 8 ranks: what a rank selects among 131,072 tokens of its own, and the exchange."""
+    context = sizes.contexts[-1]
+    tables, _ = make.block_tables(1, context)
+    for rows in (8, 64):
+        k, lengths = min(TOPK, context), torch.full((rows,), context, dtype=torch.int32, device=make.device)
+        paging, keys = Paging(tables, torch.zeros_like(lengths), PAGE_SIZE), make.zeros(rows, k, dtype=torch.int64)
+        scores, shape = make.floats(rows, context), f"{rows} rows, k {k}, S {context:,}"
+        how = {"page_index": tables, "keys": keys, "finished": torch.zeros_like(lengths)}
+        run = partial(select_topk, scores, k, lengths, paging=paging, **how)
+        yield KernelCase("top-k, candidates", shape, run, bytes=scores.nbytes + 12 * rows * k)
+        gathered = make.order(8 * rows * k).long().view(8, rows, k)
+        flat = gathered.transpose(0, 1).reshape(rows, -1)
+        others = {"torch.topk": lambda flat=flat, k=k: flat.topk(k, dim=-1).values[:, -1]}
+        threshold = partial(nth_largest, gathered, k)
+        yield KernelCase(
+            "threshold of candidates", f"{rows} x 8 x {k}", threshold, bytes=8 * flat.numel(), baselines=others
+        )
+        slots, thresholds = make.order(rows * k).view(rows, k), torch.zeros_like(lengths, dtype=torch.int64)
+        selected = partial(slots_above, gathered[0], slots, thresholds)
+        yield KernelCase("selected candidates", f"{rows} x {k}", selected, bytes=16 * rows * k)
 
 
 def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

@@ -154,7 +154,7 @@ def test_what_is_given_wins() -> None:
     """Also a value that is a default; what is left out follows from it."""
     config = model_config("deepseek_v32", {})
     given = {"max_num_seqs": 64, "kv_cache_dtype": "bfloat16", "enable_dbo": False, "max_num_batched_tokens": 8192}
-    parallel = ParallelConfig(tp_size=1, cp_size=4, moe_dispatch="all_to_all", redundant_experts=0)
+    parallel = ParallelConfig(tp_size=1, cp_size=4, dcp_size=2, moe_dispatch="all_to_all", redundant_experts=0)
     choice = chosen(config, "fp8", "H200", 8, "throughput", **given, parallel=parallel)
     assert choice.chosen == {} and choice.applied() == EngineOptions(optimize="throughput", **given, parallel=parallel)
     some = chosen(config, "fp8", "H200", 8, "throughput", max_num_seqs=64, parallel=ParallelConfig(cp_size=4))
@@ -202,3 +202,23 @@ def test_sizes_divide_any_world(ranks: int, node: int) -> None:
         values = Choice(options, config, devices, 163_840, config.quantization).values
         assert ranks % values["cp_size"] == ranks % values["tp_size"] == node % values["tp_size"] == 0
         assert values["max_num_seqs"] >= 8 and values["max_num_batched_tokens"] >= 2048
+
+
+@pytest.mark.parametrize(
+    "model, kind, ranks, longest, size",
+    [
+        ("deepseek_v32", "H200", 8, 163_840, 1),
+        ("glm_moe_dsa", "H200", 8, 1_048_576, 4),
+        ("glm_moe_dsa", "H100", 16, 1_048_576, 8),
+        ("glm_moe_dsa", "H100", 64, 202_752, 1),
+    ],
+)
+def test_ranks_hold_together_what_none_holds_alone(model: str, kind: str, ranks: int, longest: int, size: int) -> None:
+    """The fewest, in a node; chunks of the prefill stay long."""
+    device, config = DEVICES[kind], model_config(model, {})
+    devices = Devices(ranks, 8, int(device.memory_gb * 1e9))
+    choice = Choice(EngineOptions(), config, devices, longest, config.quantization)
+    assert choice.values["dcp_size"] == size and choice.values["cp_size"] % size == 0
+    assert choice.values["max_num_batched_tokens"] == 4096
+    invariant = Choice(EngineOptions(batch_invariant=True), config, devices, longest, config.quantization)
+    assert invariant.values["dcp_size"] == 1

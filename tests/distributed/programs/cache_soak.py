@@ -78,7 +78,7 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
             llm.follow()
         ledger = engine.scheduler.ledger
         results |= {"pages": ledger.pages, "free": ledger.free}
-        results |= {"cached": [pool.free - len(pool.unused) for pool in ledger.pools]}
+        results |= {"cached": [pool.free - sum(map(len, pool.unused)) for pool in ledger.pools]}
         results |= {"fetched": sum(fetched), "preemptions": engine.scheduler.preemptions}
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
         results |= {"in_host": [len([*pool.host]) for pool in ledger.pools], "slots": ledger.slots}

@@ -96,7 +96,7 @@ def held(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         return step()
 
     with closing(llm.stream(first, SamplingParams(**params))) as pieces, ThreadPoolExecutor(1) as pool:
-        tokens = next(pieces).token_ids
+        tokens = [token for _ in range(2) for token in next(pieces).token_ids]  # the second one is of the decode side
         llm.engine.step = wait_and_step  # type: ignore[method-assign]
         other = pool.submit(llm.generate, [second[0]], SamplingParams(**second[1]), use_tqdm=False)
         tokens += [token for piece in pieces for token in piece.token_ids]

@@ -4,7 +4,8 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 ``ParallelConfig``), ``prompts`` (token ids, for logits), ``generate``, a list of
 ``{"prompts": …, "params": [{…}, …]}``, and optionally:
 
-* ``every``: requests arrive one by one, with so many steps between them.
+* ``every``: requests arrive one by one, with so many steps between them; with ``aborts``, that of every fifth step the
+  youngest ends that decodes, so many in all.
 * ``broken_seed``: requests with this seed get logits that are not finite.
 * ``ahead``: decode steps are launched before the previous tokens are read.
 * ``adaptive``: steps have random numbers of drafts; default: as many as possible.
@@ -14,6 +15,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
 * ``preempts``: requests lose their pages now and then.
 * ``max_fetched``: maximum number of pages that a rank sends, or receives, in a step.
+* ``pages``: of each rank's cache.
 * ``nodes``: the node of each rank; default: all are on this one.
 * ``threads``: of PyTorch and the CPU's kernels.
 * ``bits``: the logits are kept by the tokens before them (:func:`record_logits`).
@@ -26,7 +28,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.samples import Ended, RequestTokens, StepTokens
+from dsa_engine.engine.startup import start
 from dsa_engine.engine.steps import batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -62,7 +65,11 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     if case.get("waiting"):
         with patch.object(batch, "MicroBatchPair", waiting_pair):
             return run_case(case | {"waiting": False}, parallel)
-    with patch.object(Mesh, "_exchange_nodes", lambda _: case["nodes"]) if "nodes" in case else nullcontext():
+    with ExitStack() as patched:
+        if "nodes" in case:
+            patched.enter_context(patch.object(Mesh, "_exchange_nodes", lambda _: case["nodes"]))
+        if "pages" in case:
+            patched.enter_context(patch.object(start, "affordable_pages", lambda *_: case["pages"]))
         llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
     engine.set_num_drafts(None if case.get("adaptive") else engine.options.num_drafts)
@@ -106,7 +113,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         params = [SamplingParams(**p) for p in request["params"]]
         if "every" in case:
             outs: Sequence[CompletionOutput | RequestOutput] = one_by_one(
-                llm, request["prompts"], params, case["every"]
+                llm, request["prompts"], params, case["every"], case.get("aborts", 0)
             )
         else:
             outs = llm.generate(request["prompts"], params)
@@ -134,7 +141,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
-    result["own_pages_lost"] = engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank]
+    together = engine.mesh.dcp.size
+    result["own_pages_lost"] = together * engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank // together]
     return result
 
 
@@ -160,8 +168,10 @@ def waiting_pair(
     return MicroBatchPair((first, second), order)
 
 
-def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[CompletionOutput]:
-    """Like ``LLM.generate``; one more request arrives every ``every`` steps."""
+def one_by_one(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int, aborts: int = 0
+) -> list[CompletionOutput]:
+    """Like ``LLM.generate``; one more request arrives every ``every`` steps, and ``aborts`` are aborted."""
     inbox, replies = Inbox(lambda stopped: None), list[Reply]()
     step = 0
     while len(replies) < len(prompts) or llm.engine.has_work:
@@ -174,6 +184,12 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams],
         for tokens in llm.engine.step():
             inbox.put(tokens)
         step += 1
+        decoding = [request for request in llm.engine.scheduler.running if request.prefilled]
+        if aborts and step % 5 == 0 and decoding:
+            llm.engine.finish(last := decoding[-1], "abort")
+            assert last.ending is not None
+            inbox.put(StepTokens.only([Ended(last.id, [], last.ending, last.record)]))
+            aborts -= 1
     barrier(llm.engine)
     return [reply.completion(0) for reply in replies]
 

@@ -8,11 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.cache.disk import DiskStores
+from dsa_engine.engine.cache.pool import PageCopy
+from dsa_engine.engine.requests.limits import Capacity
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 FP8 = {"kv_cache_dtype": "fp8", "hf_overrides": {"kv_lora_rank": 128, "index_head_dim": 64}}
@@ -194,6 +200,35 @@ def test_rows_of_a_failed_request_are_not_written(make: Callable[..., LLM], tmp_
         assert files(tmp_path / "pages") == [] and stores.pages_written == 0 and not stores._requests
         ask(llm)
     assert len(files(tmp_path / "pages")) >= PAGES
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 4])
+def test_each_page_is_written_by_a_rank_that_has_it(dcp: int) -> None:
+    """Once, of all pools of the context-parallel group; and every rank writes some."""
+    written: list[list[bytes]] = []
+    for rank in range(4):
+        capacity, copies = Capacity(4, 4, 20, 4, dcp), list[PageCopy]()
+        scheduler = Scheduler(
+            capacity, rank=rank, max_num_seqs=2, max_num_batched_tokens=9, max_prefill_share=1.0, host_pages=1
+        )
+        transfer: Any = SimpleNamespace(begin=lambda moves, copies=copies: copies.extend(moves.copies), copied=None)
+        folder: Any = SimpleNamespace(has=lambda digest: False)
+        slots = [*range(50)]
+        stores = DiskStores(folder, scheduler.prefix_cache, transfer, transfer, slots, rank, 4, dcp)
+        scheduler.add(request := Request(0, [*range(70)], SamplingParams(max_tokens=1)))
+        while not request.prefilled:
+            step = scheduler.schedule()
+            pages = [*request.pages]
+            stores.launched(step.chunks)
+            scheduler.launched(step)
+        digests = scheduler.prefix_cache.digests(request)
+        copied = stores._requests[request].copied
+        written.append([one.digest for one in copied])
+        assert [one.slot for one in copied] == [copy.slot for copy in copies]
+        for one, copy in zip(copied, copies, strict=True):
+            assert pages[digests.index(one.digest)] == copy.page * dcp + rank % dcp
+        stores.close()
+    assert sorted(sum(written, [])) == sorted(digests[:17]) and all(len(of_rank) >= 4 for of_rank in written)
 
 
 def test_bad_folders(make: Callable[..., LLM], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from caches import KINDS, LAYERS, cache_config
 from dsa_engine.engine.cache import link
-from dsa_engine.engine.cache.link import PageReceiver, PageSender, RankPages, dealt
+from dsa_engine.engine.cache.link import PageReceiver, PageSender, RankPages
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.kv_cache import KVCache, cache_format
@@ -222,11 +222,11 @@ def test_ranks_that_have_the_same_pages_send_each_once(size: int) -> None:
                 for pool in flat(cache):
                     pool[number] = 1000 + page
             sender = PageSender(cache, groups, MAIN)
-            run_step(sender, [RankPages(0, size, dealt(have[rank], rank, size))])
+            run_step(sender, [RankPages(0, size, have[rank][rank::size])])
             drained(sender.poll, 1)
             return sender.bytes_moved
         receiver = PageReceiver(cache, groups)
-        receiver.post([RankPages(0, source, dealt(into, source, size)) for source in senders])
+        receiver.post([RankPages(0, source, into[source::size]) for source in senders])
         drained(receiver.poll, size)
         for page, number in enumerate(into):
             assert all(bool((pool[number] == 1000 + page).all()) for pool in flat(cache))

@@ -73,7 +73,7 @@ class Simulation:
                 for position in range(max(0, wish.prompt - wish.own), wish.prompt):
                     prompt[position] += 10000 * (1 + number)
                 request = Request(number, prompt, SamplingParams(max_tokens=wish.output))
-                if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > self.world.pages:
+                if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > self.world.pages * self.world.dcp:
                     with pytest.raises(CapacityError):
                         scheduler.capacity.check(wish.prompt, wish.output)
                     return
@@ -136,11 +136,12 @@ class Simulation:
                 self.check_rows(rank, of_rank)
         positions = {chunk.request.id: chunk.request.num_known_tokens for chunk in chunks}
         for rank, (scheduler, step, of_rank) in enumerate(zip(self.ranks, scheduled, steps, strict=True)):
-            written = [(chunk, list(chunk.request.pages)) for chunk in of_rank if rank in chunk.ranks]
+            written = [(chunk, list(chunk.request.pages)) for chunk in of_rank if self.computes(rank, chunk)]
             read(scheduler, launch(scheduler, step), lambda request: positions[request.id])
             for chunk, pages in written:
                 for position in range(chunk.start, chunk.end):
-                    self.rows[rank][self.slot(pages, position)] = self.row(chunk.request, position)
+                    if (slot := self.slot(rank, pages, position)) is not None:
+                        self.rows[rank][slot] = self.row(chunk.request, position)
         for request in self.live():
             if len(request.output) >= self.order[request.id].ends_after:
                 self.on_all(lambda scheduler, mine, n=request.id: self.end(scheduler, mine[n], "length"))
@@ -165,7 +166,8 @@ class Simulation:
         if not request.prefilled or not pages or owner:
             return
         for number, digest in enumerate(request.digests.values[: len(request.prompt) // size]):
-            self.folder.pages[digest] = [self.rows[0][pages[number] * size + offset] for offset in range(size)]
+            page, rank = divmod(pages[number], self.world.dcp)
+            self.folder.pages[digest] = [self.rows[rank][page * size + offset] for offset in range(size)]
             if self.random.random() < 0.05:
                 del self.folder.pages[digest]
 
@@ -199,8 +201,15 @@ class Simulation:
                     for offset in range(size):
                         self.rows[rank][page * size + offset] = self.rows[first + other][source * size + offset]
 
-    def slot(self, pages: list[int], position: int) -> int:
-        return pages[position // self.world.page_size] * self.world.page_size + position % self.world.page_size
+    def slot(self, rank: int, pages: list[int], position: int) -> int | None:
+        """Where a rank holds a row; None: another one of its group does."""
+        page, holder = divmod(pages[position // self.world.page_size], self.world.dcp)
+        here = holder == rank % self.world.dcp
+        return page * self.world.page_size + position % self.world.page_size if here else None
+
+    def computes(self, rank: int, chunk: Chunk) -> bool:
+        """Whether a rank's group holds the rows that a chunk computes."""
+        return any(one // self.world.dcp == rank // self.world.dcp for one in chunk.ranks)
 
     def row(self, request: Request, position: int) -> int:
         """Hash of the tokens that a row depends on."""
@@ -212,24 +221,32 @@ class Simulation:
 
     def check_rows(self, rank: int, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            for position in range(chunk.start if rank in chunk.ranks and chunk.length else 0):
-                slot = self.slot(chunk.request.pages, position)
-                assert self.rows[rank][slot] == self.row(chunk.request, position), "a row of other tokens"
+            for position in range(chunk.start if self.computes(rank, chunk) and chunk.length else 0):
+                slot = self.slot(rank, chunk.request.pages, position)
+                assert slot is None or self.rows[rank][slot] == self.row(chunk.request, position), "rows of others"
 
     def check_digests(self) -> None:
         """Pages with one digest have equal rows on all ranks, and all ranks know of each other's."""
-        size, rows_of = self.world.page_size, {}
-        for rank, rows in enumerate(self.rows):
-            named = [scheduler.ledger.pools[rank]._page_of for scheduler in self.ranks]
+        size, dcp, rows_of = self.world.page_size, self.world.dcp, {}
+        self.move([[] for _ in self.ranks])
+        for pool in range(self.world.world // dcp):
+            indices = [scheduler.ledger.index for scheduler in self.ranks]
+            named = [
+                {digest: int(one.page[pool, n]) for digest, n in one.numbers.items() if one.page[pool, n] >= 0}
+                for one in indices
+            ]
             assert all(one == named[0] for one in named)
-            for digest, page in named[0].items():
-                content = [rows[page * size + offset] for offset in range(size)]
+            assert all(one.has[:, [*one.numbers.values()]].any(axis=0).all() for one in indices), "nobody has it"
+            for digest, number in named[0].items():
+                page, rank = divmod(number, dcp)
+                content = [self.rows[pool * dcp + rank][page * size + offset] for offset in range(size)]
                 assert rows_of.setdefault(digest, content) == content
-            copies = [list(scheduler.ledger.pools[rank].host) for scheduler in self.ranks]
+            copies = [list(scheduler.ledger.pools[pool].host) for scheduler in self.ranks]
             assert all(one == copies[0] for one in copies)
-            self.move([[] for _ in self.ranks])
-            for digest, slot in copies[0]:
-                assert rows_of.setdefault(digest, self.host[rank][slot]) == self.host[rank][slot]
+            for digest, number in copies[0]:
+                slot, rank = divmod(number, dcp)
+                content = self.host[pool * dcp + rank][slot]
+                assert rows_of.setdefault(digest, content) == content
 
     def preempt(self, rng: random.Random) -> None:
         """Takes the pages from a running request, if any."""
@@ -254,9 +271,10 @@ class Simulation:
         pages = [page for request in self.copies[rank].values() for page in request.pages]
         assert self.world.caching or len(set(pages)) == len(pages), "two requests share a page"
         assert scheduler.free_pages == self.ranks[0].free_pages
-        assert scheduler.free_pages[rank] == self.world.pages - len(set(pages))
+        dcp = self.world.dcp
+        assert scheduler.free_pages[rank // dcp] == self.world.pages * dcp - len(set(pages))
         for chunk in chunks:
-            assert rank not in chunk.ranks or len(chunk.request.pages) * self.world.page_size >= chunk.end
+            assert not self.computes(rank, chunk) or len(chunk.request.pages) * self.world.page_size >= chunk.end
 
 
 def key(chunk: Chunk) -> tuple[int, int, int, range]:
@@ -302,9 +320,9 @@ def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False) -
         run.poll()
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):
         for pool in scheduler.ledger.pools:
-            assert len([*pool.host]) + len(pool.host._free) == world.slots, "host memory is lost"
+            assert len([*pool.host]) + pool.host.free == world.slots * world.dcp, "host memory is lost"
         assert scheduler.preemptions == run.ranks[0].preemptions
-        assert scheduler.free_pages == [world.pages] * world.world
+        assert scheduler.free_pages == [world.pages * world.dcp] * (world.world // world.dcp)
         for number, request in mine.items():
             wanted = min(run.order[number].output, run.order[number].ends_after)
             assert request.output == list(range(len(request.prompt), len(request))), "a token was sampled twice"

@@ -117,7 +117,7 @@ def test_prompt_logprobs_are_computed() -> None:
 def test_the_memory_is_taken_from_cached_pages() -> None:
     scheduler = make_scheduler(pages=8)
     run(scheduler, make_request(0, DOCUMENT))
-    assert len(scheduler.ledger.pools[0].unused) == 3 and scheduler.free_pages == [8]
+    assert len(scheduler.ledger.pools[0].unused[0]) == 3 and scheduler.free_pages == [8]
     assert run(scheduler, make_request(1, range(24)))[0] == (1, 0, 24)
     assert run(scheduler, make_request(2, DOCUMENT))[0] == (2, 4, 16), "the last pages were evicted first"
 

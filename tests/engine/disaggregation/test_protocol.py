@@ -7,10 +7,15 @@ import atexit
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from dsa_engine.engine.cache.ledger import PageLedger
+from dsa_engine.engine.cache.link import by_rank
 from dsa_engine.engine.disaggregation import decode_loop
 from dsa_engine.engine.disaggregation.messages import Preempted
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.sampling_params import SamplingParams
 from two_sides import Simulation
 
 
@@ -87,3 +92,24 @@ def test_pages_of_an_aborted_request_stay_until_they_have_come() -> None:
         run.decode.turn()
     run.run()
     run.check_end()
+
+
+@pytest.mark.parametrize(("cp", "dcp", "receivers"), [(4, 2, 3), (2, 2, 1), (3, 1, 2), (1, 1, 4), (6, 3, 2)])
+def test_a_page_goes_from_a_rank_that_has_it_to_the_one_that_holds_it(cp: int, dcp: int, receivers: int) -> None:
+    """Each side has its own ``dcp_size``: both ranks of a link name the same pages, in the same order, and each page
+    goes once. The first 2 of 11 have come before."""
+    source, target = PageLedger(0, cp, 20, dcp_size=dcp), PageLedger(0, receivers, 20, dcp_size=receivers)
+    request, numbers = Request(0, [0], SamplingParams()), range(2, 11)
+    target.take(Request(1, [0], SamplingParams()), 0, 1)  # so that both begin on another rank
+    for ledger, count in ((source, 11), (target, 12)):
+        ledger.begin(request, range(len(ledger.pools)), np.empty(0, np.int64), count)
+    sources = source.ranks_of(request, numbers, source.pools_of(range(cp)))
+    ranks = target.ranks_of(request, range(12), range(1))[numbers.start : numbers.stop]
+    assert set(sources.tolist()) == set(range(cp)) and len(sources) == len(ranks) == 9
+    indices, moved = np.arange(9), list[int]()
+    for receiver in range(receivers):
+        for receive in by_rank(0, indices, ranks == receiver, sources):
+            sends = {one.rank: one.pages for one in by_rank(0, indices, sources == receive.rank, ranks)}
+            assert sends[receiver] == receive.pages
+            moved += receive.pages
+    assert sorted(moved) == [*range(9)]

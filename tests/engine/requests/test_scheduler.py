@@ -27,6 +27,7 @@ def make(
     rank: int = 0,
     world: int = 1,
     cp: int = 1,
+    dcp: int = 1,
     pages: int = 20,
     page_size: int = 4,
     seqs: int = 8,
@@ -34,7 +35,7 @@ def make(
     fraction: float = 1.0,
 ) -> Scheduler:
     return Scheduler(
-        Capacity(world, cp, pages, page_size),
+        Capacity(world, cp, pages, page_size, dcp),
         rank=rank,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
@@ -214,6 +215,41 @@ def test_pages_of_a_group_and_of_the_owner_after_prefill() -> None:
     for scheduler in ranks:
         assert step(scheduler) == [(0, 12, 1)]
     assert [len(s.pages) for s in sequences] == [4 if r == owner else 0 for r in range(4)], "a page when it is needed"
+
+
+def test_neighbours_hold_a_request_that_none_of_them_could_hold() -> None:
+    """Two groups of two: 30 pages of a request that fit no rank of 20; then its owner's group keeps them. All of its
+    ranks know its chunks, and its pages by one numbering."""
+    ranks = [make(rank=r, world=4, cp=4, dcp=2, tokens=30) for r in range(4)]
+    sequences = [[make_request(number, 119, output=2), make_request(2 + number, 3, output=2)] for number in [0] * 4]
+    with pytest.raises(CapacityError, match="the cache of 2 ranks together has 40"):
+        ranks[0].capacity.check(160, 2)
+    for scheduler, requests in zip(ranks, sequences, strict=True):
+        for request in requests:
+            scheduler.add(request)
+        step(scheduler)
+        assert scheduler.free_pages == [9, 9] or request.prefilled
+        step(scheduler)
+    steps = [scheduler.schedule() for scheduler in ranks]
+    (long, short), held = sequences[0], [[len(r.pages) for r in of_rank] for of_rank in sequences]
+    assert long.owner // 2 != short.owner // 2, "the pool whose requests see fewer tokens"
+    assert [[r.owner for r in of_rank] for of_rank in sequences] == [[long.owner, short.owner]] * 4
+    assert held == [[30 * (long.owner // 2 == r // 2), short.owner // 2 == r // 2] for r in range(4)]
+    for rank, one in enumerate(steps):
+        assert [chunk.request.id for chunk in one.chunks] == [0 if long.owner // 2 == rank // 2 else 2]
+        assert one.decode is not None and len(one.decode.starts) == 2
+    pages = sequences[long.owner][0].pages
+    assert [sum(page % 2 == rank for page in pages) for rank in range(2)] == [15, 15]
+
+
+def test_owners_of_a_group_have_as_many_requests_each() -> None:
+    """Its ranks attend to all of their tokens together, so these do not count."""
+    scheduler = make(world=2, cp=2, dcp=2, tokens=100, pages=50)
+    requests = [make_request(0, 60), *(make_request(n, 10) for n in range(1, 4))]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    assert [request.owner for request in requests] == [0, 1, 0, 1]
 
 
 def test_the_owner_is_who_sees_fewest_tokens() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from dsa_engine.engine.startup.warm_up import DummySteps, uneven_bytes
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
+from dsa_engine.parallel.group import Group
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,9 @@ from dsa_engine.parallel.experts.layer_placements import ExpertDivision
     ],
 )
 def test_prefill_steps_are_full(tokens: int, max_model_len: int, max_num_seqs: int, lengths: list[int]) -> None:
-    mesh: Any = SimpleNamespace(world_size=4, cp_size=2, cp_ranks=lambda group: range(2 * group, 2 * group + 2))
+    mesh: Any = SimpleNamespace(
+        world_size=4, cp_size=2, dcp=Group((0,), 0, None), cp_ranks=lambda group: range(2 * group, 2 * group + 2)
+    )
     sizes = {"page_size": 64, "max_num_batched_tokens": tokens // 2, "max_num_seqs": max_num_seqs}
     for chunks, *_ in DummySteps(mesh, SimpleNamespace(**sizes), max_model_len).prefills():  # type: ignore[arg-type]
         for group in range(2):

@@ -86,6 +86,29 @@ def test_splits_change_nothing(
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_that_see_nothing(
+    splits: int, scattered_pages: Scatter, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all pages of a sequence's first tokens lie on other ranks: zeros, and a log-sum-exp of −inf; by themselves,
+    before others of their segment, and in all of a call."""
+    monkeypatch.setattr(online_softmax, "choose_splits", lambda *_: splits)
+    q, rows = problem()
+    pool, tables = (x.to(device) for x in scattered_pages(rows, 6))
+    part = [Segment(0, 2, 0, 94), Segment(2, 1, 1, 0), Segment(3, 1, 2, 39)]
+    segments = Segments.of(part, device)
+    given = q[:4].to(device), pool, tables, segments
+    wanted, wanted_lse = dense_mla(*given, row_format=plain(q, VALUE), scale=SCALE)
+    pool[int(tables[1, 0])] = torch.nan
+    for empty in ([0, 2], [0, 1, 2, 3]):
+        segments.visible[empty] = 0
+        out, lse = dense_mla(*given, row_format=plain(q, VALUE), scale=SCALE)
+        others = [row for row in range(4) if row not in empty]
+        assert not out[empty].any() and bool((lse[empty] == -torch.inf).all())
+        torch.testing.assert_close(out[others], wanted[others])
+        torch.testing.assert_close(lse[others], wanted_lse[others])
+
+
 def test_types(dtype: torch.dtype, bound: float, scattered_pages: Scatter, device: str, relative_error: Error) -> None:
     q, rows = problem(dtype)
     pool, tables = (x.to(device) for x in scattered_pages(rows, 8))

@@ -69,3 +69,16 @@ def test_dtype_of_the_result(dtype: torch.dtype, bound: float, device: str, rela
     merged, _ = merge_splits(out.to(device), lse.to(device), dtype)
     assert merged.dtype == dtype
     assert relative_error(merged, naive(out, lse)[0]) < bound
+
+
+def test_parts_of_other_ranks(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
+    """They come in the dtype of the result, and are added in float32."""
+    g = torch.Generator().manual_seed(3)
+    out, lse = torch.randn(8, 2, 3, 32, generator=g).to(dtype), torch.randn(8, 2, 3, generator=g)
+    lse[1:, 0] = lse[:, 1, 0] = -math.inf
+    out[lse == -math.inf] = math.nan
+    merged, total = merge_splits(out.to(device), lse.to(device), dtype)
+    expected, expected_total = naive(out, lse)
+    assert merged.dtype == dtype and torch.equal(merged[0].cpu(), out[0, 0])
+    assert relative_error(merged, expected) < bound and not merged[1, 0].any()
+    torch.testing.assert_close(total.double().cpu(), expected_total, rtol=1e-6, atol=1e-6)

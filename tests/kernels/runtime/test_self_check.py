@@ -137,7 +137,8 @@ def nan_in_one_lane(rows: Rows, before: Rows) -> None:
     flat[-1] = flat[-1] + 1 if flat.dtype in WHOLE else float("nan")
 
 
-ROUNDING_DECIDES = {("lightning_indexer", nan_in_one_lane)}  # one of the 16 positions of one of 60 rows
+# One of the 16 positions of one of 60 rows.
+ROUNDING_DECIDES = {(f"lightning_indexer{case}", nan_in_one_lane) for case in ("", ", candidates")}
 
 
 def has_numbers(name: str) -> bool:

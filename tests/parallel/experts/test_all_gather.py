@@ -42,7 +42,7 @@ class AllRanks(Group):
     def alone(self) -> bool:
         return False
 
-    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def _start_gather(self, rows: torch.Tensor, asynchronous: bool, *_: object) -> Callable[[], torch.Tensor]:
         return lambda: rows.repeat(self.size, 1)
 
     def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:

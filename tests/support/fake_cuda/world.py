@@ -132,8 +132,10 @@ class FakeGroup(Group):
 
         return wait
 
-    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
+    def _start_gather(
+        self, rows: torch.Tensor, asynchronous: bool, into: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
+        gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:]) if into is None else into
         return self._carried("all_gather", gathered, rows, asynchronous=asynchronous)
 
     def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:

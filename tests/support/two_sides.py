@@ -59,7 +59,7 @@ class Steps:
         self._rows, self.num_drafts = rows, 0
 
     def plan(self, step: Step) -> Any:
-        return SimpleNamespace(chunks=step.chunks, bucket=None, rows_by_form=lambda config: None)
+        return SimpleNamespace(chunks=step.chunks, for_graph=False, rows_by_form=lambda config: None)
 
     def runs_ahead(self, plan: Any, before: StepResult) -> bool:
         return bool(plan.chunks)

@@ -75,7 +75,7 @@ def random_case(rng: random.Random, world: int, name: str) -> dict[str, Any]:
         pages = -(-max(len(p) + 20 for p in prompts) // options["page_size"])
         case["pages"] = -(-(pages + rng.choice([2, 20])) // dcp)
     if rng.random() < 0.3:
-        options["host_cache_memory"] = rng.choice(["64KiB", "1MiB"])
+        options["host_cache_memory"] = rng.choice(["128KiB", "1MiB"])
     if dispatch == "all_gather":
         case["padded"], case["ahead"] = rng.random() < 0.5, rng.random() < 0.5
     case["preempts"] = rng.random() < 0.4

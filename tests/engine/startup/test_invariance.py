@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
     [
         ({"kernels": "reference"}, "kernels"),
         ({"parallel": ParallelConfig(moe_combine_dtype="fp8")}, "moe_combine_dtype"),
+        ({"parallel": ParallelConfig(dcp_size=2)}, "dcp_size 2"),
         (
             {"speculative_config": {"method": "mtp", "relaxed_topk": 3, "relaxed_delta": 0.1}},
             "speculative_config relaxed_topk",
